@@ -1,0 +1,208 @@
+"""Save, find and load checkpoints; import GPT-2's weights.
+
+out_dir/ckpt/iter_00000250/ is a torch.distributed.checkpoint directory of tensors alone (weights as `model.<name>`, optimizer
+moments as `optimizer.<name>.<kind>`), with state.json for all else a run needs to go on, and checksums.json. It is written
+aside and renamed when complete, so one that is there is whole.
+"""
+import glob
+import json
+import os
+import re
+import shutil
+import time
+import warnings
+import zlib
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+
+def find(out_dir):
+    """Paths of the complete checkpoints of a run, the newest first."""
+    folders = [path for path in glob.glob(os.path.join(glob.escape(out_dir), 'ckpt', 'iter_*'))
+               if re.fullmatch(r'iter_\d+', os.path.basename(path)) and os.path.exists(os.path.join(path, '.metadata'))]
+    return sorted(folders, key=lambda path: int(path.rsplit('_', 1)[1]), reverse=True)
+
+
+def find_best(out_dir):
+    """The complete checkpoint of least validation loss; the newest where none was evaluated; None where there is none."""
+    folders = find(out_dir)
+    return min(folders, key=_val_loss, default=None)
+
+
+def _val_loss(path):
+    try:
+        loss = read_state(path)['val_loss']
+    except (OSError, ValueError, KeyError):  # damaged: not the best, and not a reason to fail here
+        loss = None
+    return float('inf') if loss is None else loss
+
+
+def read_state(path):
+    """state.json of a checkpoint: all that is no tensor."""
+    with open(os.path.join(path, 'state.json'), encoding='utf-8') as file:
+        return json.load(file)
+
+
+def save(out_dir, iteration, model, optimizer, state, keep):
+    """Save a checkpoint, then delete all but the newest `keep` and the best. Called by every process; returns its path.
+
+    state: JSON-serialisable; `val_loss` in it (a float or None) is what makes a checkpoint the best.
+    """
+    path = os.path.join(out_dir, 'ckpt', f'iter_{iteration:08d}')
+    aside = path + '.tmp'
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    if rank == 0:
+        shutil.rmtree(aside, ignore_errors=True)  # a save that was killed
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # DCP says that one process is one process
+        dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(aside))
+    checksums = _checksums(aside, f'__{rank}_*')
+    if dist.is_initialized():
+        gathered = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, checksums)
+        checksums = {name: value for part in gathered for name, value in part.items()}
+    if rank == 0:
+        _write_json(os.path.join(aside, 'state.json'), state)
+        checksums |= _checksums(aside, '.metadata') | _checksums(aside, 'state.json')
+        _write_json(os.path.join(aside, 'checksums.json'), checksums)
+        shutil.rmtree(path, ignore_errors=True)  # a damaged one that this run went back behind
+        os.rename(aside, path)
+        kept = {find_best(out_dir), *find(out_dir)[:keep]}
+        for old in set(find(out_dir)) - kept:
+            shutil.rmtree(old)
+    return path
+
+
+def damage(path, rank=0, world_size=1):
+    """What is wrong with a checkpoint, in words, or None. Of several processes each reads its part of the files."""
+    try:
+        with open(os.path.join(path, 'checksums.json'), encoding='utf-8') as file:
+            expected = sorted(json.load(file).items())
+    except (OSError, ValueError):
+        return 'checksums.json cannot be read'
+    for name, checksum in expected[rank::world_size]:
+        found = _checksums(path, name).get(name)
+        if found is None:
+            return f'{name} is missing'
+        if found != checksum:
+            return f'{name} is not as it was written'
+    return None
+
+
+def load(path, model, optimizer=None):
+    """Fill model and optimizer, on whatever device they are, from a checkpoint. ValueError where the model differs."""
+    reader = dcp.FileSystemReader(path)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {f'model.{name}': parameter.detach() for name, parameter in model.named_parameters()}
+    for name, tensor in tensors.items():
+        if name not in stored or stored[name].size != tensor.shape:
+            found = f'{tuple(stored[name].size)}' if name in stored else 'nothing'
+            raise ValueError(f'{path} holds {found} where the model has {name} {tuple(tensor.shape)}')
+    moments = {}
+    if optimizer is not None:
+        moments = {name: {key.removeprefix(prefix): torch.empty(stored[key].size, dtype=stored[key].properties.dtype,
+                                                                device=parameter.device if stored[key].size else 'cpu')
+                          for key in stored if key.startswith(prefix)}
+                   for name, parameter in model.named_parameters() for prefix in [f'optimizer.{name}.']}
+        tensors |= {f'optimizer.{name}.{kind}': tensor for name, kinds in moments.items() for kind, tensor in kinds.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')
+        dcp.load(tensors, storage_reader=reader)
+    if optimizer is not None:
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        order = [names[parameter] for group in optimizer.param_groups for parameter in group['params']]
+        state_dict = optimizer.state_dict()
+        state_dict['state'] = {i: moments[name] for i, name in enumerate(order) if moments[name]}
+        optimizer.load_state_dict(state_dict)
+
+
+def set_aside(out_dir):
+    """Move what an earlier run left in out_dir into a folder of its own within; returns that, or None if there is no run."""
+    if not find(out_dir):
+        return None
+    folder = os.path.join(out_dir, time.strftime('earlier-%Y%m%d-%H%M%S'))
+    os.makedirs(folder)
+    for name in ('ckpt', 'metrics.jsonl', 'config.json'):
+        if os.path.exists(os.path.join(out_dir, name)):
+            os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
+    return folder
+
+
+def _tensors(model, optimizer):
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        tensors[f'model.{name}'] = parameter.detach()
+        tensors |= {f'optimizer.{name}.{kind}': tensor for kind, tensor in optimizer.state.get(parameter, {}).items()}
+    return tensors
+
+
+def _checksums(folder, pattern):
+    """{file name: [bytes, CRC-32]} of the files of a folder that match a pattern."""
+    checksums = {}
+    for path in glob.glob(os.path.join(glob.escape(folder), pattern), include_hidden=True):
+        size, crc = 0, 0
+        with open(path, 'rb') as file:
+            while chunk := file.read(2 ** 24):
+                size, crc = size + len(chunk), zlib.crc32(chunk, crc)
+        checksums[os.path.basename(path)] = [size, crc]
+    return checksums
+
+
+def _write_json(path, content):
+    with open(path, 'w', encoding='utf-8') as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_gpt2(source):
+    """GPT-2's weights from a Hugging Face folder (config.json, model.safetensors), or downloaded by name.
+
+    source: a folder, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'. Returns the GPTConfig arguments and a state dict
+    under our names. OSError where it cannot be had, ValueError where it is no GPT-2.
+    """
+    from safetensors.torch import load_file
+    folder = source
+    if not os.path.isdir(source):
+        import huggingface_hub
+        try:
+            folder = huggingface_hub.snapshot_download(f'openai-community/{source}',
+                                                       allow_patterns=['config.json', 'model.safetensors'])
+        except Exception as error:  # whatever the hub's client raises offline, and in its cache
+            raise OSError(f'{source} is neither a folder nor in the Hugging Face cache, and could not be downloaded '
+                          f'({type(error).__name__}): go online or give a folder with its config.json and '
+                          'model.safetensors as init_from') from None
+    for name in ('config.json', 'model.safetensors'):
+        if not os.path.exists(os.path.join(folder, name)):
+            raise OSError(f'{folder} has no {name}: it is no Hugging Face folder with safetensors weights')
+    with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
+        theirs = json.load(file)
+    mlp = {'gelu_new': 'gelu_tanh', 'gelu': 'gelu'}.get(theirs.get('activation_function', 'gelu_new'))
+    if theirs.get('model_type') != 'gpt2' or mlp is None or theirs.get('layer_norm_epsilon', 1e-5) != 1e-5:
+        raise ValueError(f'{folder} is not a GPT-2 (model_type {theirs.get("model_type")!r}, '
+                         f'activation_function {theirs.get("activation_function")!r})')
+    arguments = dict(block_size=theirs['n_positions'], vocab_size=theirs['vocab_size'], n_layer=theirs['n_layer'],
+                     n_head=theirs['n_head'], n_embd=theirs['n_embd'], bias=True, mlp=mlp)
+    ours = {}
+    for name, tensor in load_file(os.path.join(folder, 'model.safetensors')).items():
+        name = name.removeprefix('transformer.')
+        if name.endswith(('attn.bias', 'attn.masked_bias', 'lm_head.weight')):  # causal masks; the tied head
+            continue
+        if name.startswith('h.') and tensor.dim() == 2:
+            tensor = tensor.t()  # GPT-2 stores (in, out)
+        if '.c_attn.' in name:
+            for part, piece in zip('qkv', tensor.chunk(3)):
+                ours['transformer.' + name.replace('c_attn', f'c_{part}')] = piece
+        else:
+            ours['transformer.' + name] = tensor
+    return arguments, ours
+
+
+@torch.no_grad()
+def fill(model, tensors):
+    """Copy tensors of read_gpt2 into the model; rows that only the model has (vocabulary padding) become zero."""
+    for name, parameter in model.named_parameters():
+        parameter.zero_()
+        parameter[:len(tensors[name])] = tensors[name]

@@ -1,0 +1,301 @@
+"""The GPT, all of it. Knows nothing of devices, processes, files or config keys.
+
+The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks (RoPE, RMSNorm,
+ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the same few classes.
+Shapes in comments: B batch, T positions, C n_embd, H heads, D head width, V vocabulary rows.
+"""
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1024
+    vocab_size: int = 50257    # tokens that exist; the table has padded_vocab_size rows
+    n_layer: int = 12
+    n_head: int = 12
+    n_kv_head: int = 0         # key/value heads (grouped-query attention); 0 = n_head
+    n_embd: int = 768
+    dropout: float = 0.0
+    bias: bool = True          # biases in linears and LayerNorms, as GPT-2 has them
+    pos: str = 'learned'       # 'learned' or 'rope'
+    norm: str = 'layernorm'    # 'layernorm' or 'rmsnorm'
+    mlp: str = 'gelu'          # 'gelu', 'gelu_tanh' (GPT-2's own weights), 'relu2' or 'swiglu'
+    qk_norm: bool = False      # RMSNorm on queries and keys, per head
+    tie_weights: bool = True   # the output head is the token embedding
+    softcap: float = 0.0       # tanh cap on the logits; 0 = none
+
+    def __post_init__(self):
+        choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'),
+                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu'))
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
+        for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
+            if getattr(self, key) < 1:
+                raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
+        if self.n_embd % self.n_head:
+            raise ValueError(f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}: '
+                             f'n_embd={-(-self.n_embd // self.n_head) * self.n_head} would do')
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.n_kv_head < 0 or self.n_head % self.n_kv_head:
+            raise ValueError(f'n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}: '
+                             'set n_kv_head to a divisor of n_head')
+        if self.pos == 'rope' and self.head_dim % 2:
+            raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_dim} wide: '
+                             'choose n_embd and n_head so that n_embd / n_head is even')
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
+        if self.softcap < 0:
+            raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
+
+    @property
+    def head_dim(self):
+        return self.n_embd // self.n_head
+
+    @property
+    def padded_vocab_size(self):
+        """Rows of the embedding: a multiple of 64, for the matmul's sake and so that tensor parallelism divides it."""
+        return -(-self.vocab_size // 64) * 64
+
+
+def build_norm(width, config):
+    return nn.LayerNorm(width, eps=1e-5, bias=config.bias) if config.norm == 'layernorm' else nn.RMSNorm(width, eps=1e-5)
+
+
+def rotate(x, cos, sin):
+    """Rotary position embedding (Su et al. 2021) of x (B, H, T, D); cos, sin (T, D/2). Pairs are (i, i + D/2)."""
+    a, b = x.float().chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+
+
+class Attention(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        kv_width = config.n_kv_head * config.head_dim
+        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.bias)
+        self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.resid_dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope=None, cache=None):  # x (B, T, C)
+        B, T, _ = x.shape
+        q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (self.c_q(x), self.c_k(x), self.c_v(x)))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if rope is not None:
+            q, k = rotate(q, *rope), rotate(k, *rope)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        S = k.size(2)  # T, and what the cache held before
+        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
+        y = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=T == S, dropout_p=self.config.dropout if self.training else 0.0,
+            enable_gqa=self.config.n_kv_head != self.config.n_head)
+        return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, -1)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.kind = config.mlp
+        # SwiGLU has three matrices; 8/3 of the width keeps the parameters of the other forms (Shazeer 2020)
+        hidden = -(-8 * config.n_embd // 3 // 64) * 64 if self.kind == 'swiglu' else 4 * config.n_embd
+        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        if self.kind == 'swiglu':
+            self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x):
+        h = self.c_fc(x)
+        if self.kind == 'swiglu':
+            h = F.silu(self.c_gate(x)) * h
+        elif self.kind == 'relu2':  # Primer (So et al. 2021)
+            h = F.relu(h).square()
+        else:
+            h = F.gelu(h, approximate='tanh' if self.kind == 'gelu_tanh' else 'none')
+        return self.dropout(self.c_proj(h))
+
+
+class Block(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.ln_1 = build_norm(config.n_embd, config)
+        self.attn = Attention(config)
+        self.ln_2 = build_norm(config.n_embd, config)
+        self.mlp = MLP(config)
+
+    def forward(self, x, rope=None, cache=None):
+        x = x + self.attn(self.ln_1(x), rope, cache)
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    # How the model may be split, as plain data that parallel.py carries out: names within a block unless a path is given.
+    split_plan = dict(
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate'),  # output features (heads) over ranks
+        rowwise=('attn.c_proj', 'mlp.c_proj'),                                    # input features over ranks, then a sum
+        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),                            # each rank its part of the sequence
+        vocab=('transformer.wte', 'lm_head'),                                     # vocabulary rows over ranks
+        blocks='transformer.h',                                                   # a pipeline may cut between any two
+    )
+
+    def __init__(self, config, seed=1337):
+        """seed: of the weights; None leaves them unset, for a checkpoint to fill. Built on torch's default device."""
+        super().__init__()
+        self.config = config
+        with torch.device('meta'):  # shapes only: no time is spent on values that init_weights replaces
+            self.transformer = nn.ModuleDict(dict(
+                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+                drop=nn.Dropout(config.dropout),
+                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                ln_f=build_norm(config.n_embd, config),
+            ))
+            if config.pos == 'learned':
+                self.transformer['wpe'] = nn.Embedding(config.block_size, config.n_embd)
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+        self.to_empty(device=torch.get_default_device())
+        if config.tie_weights:
+            self.lm_head.weight = self.transformer.wte.weight
+        if config.pos == 'rope':
+            frequency = 10000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
+            angle = torch.arange(config.block_size)[:, None] * frequency
+            self.register_buffer('rope_cos', angle.cos(), persistent=False)  # (block_size, D/2)
+            self.register_buffer('rope_sin', angle.sin(), persistent=False)
+        if seed is not None:
+            self.init_weights(seed)
+
+    @torch.no_grad()
+    def init_weights(self, seed):
+        """GPT-2's initialisation, each parameter from a generator of its own that depends on (seed, name) alone."""
+        for name, parameter in self.named_parameters():
+            parameter.copy_(self.initial_value(name, parameter.shape, seed))
+
+    def initial_value(self, name, shape, seed):
+        """The value parameter `name` starts from: a float32 CPU tensor of that shape."""
+        if name.endswith('bias'):
+            return torch.zeros(shape)
+        if len(shape) == 1:  # a norm's weight
+            return torch.ones(shape)
+        digest = hashlib.blake2b(f'{seed} {name}'.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+        # residual projections are scaled down by the number of residual layers (Radford et al. 2019, 2.3)
+        std = 0.02 / math.sqrt(2 * self.config.n_layer) if name.endswith('c_proj.weight') else 0.02
+        return torch.empty(shape, device='cpu').normal_(0.0, std, generator=generator)
+
+    def forward(self, idx, targets=None, cache=None):
+        """idx (B, T) token ids -> logits (B, T, vocab_size).
+
+        With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The caller divides by
+        their number in the global batch, which only the caller knows. With a cache (new_cache), idx continues what it holds.
+        """
+        T, start = idx.size(1), cache[0].length if cache is not None else 0
+        if start + T > self.config.block_size:
+            raise ValueError(f'{start + T} positions, but block_size is {self.config.block_size}')
+        x = self.transformer.wte(idx)
+        rope = None
+        if self.config.pos == 'learned':
+            x = x + self.transformer.wpe(torch.arange(start, start + T, device=idx.device))
+        else:
+            rope = self.rope_cos[start:start + T], self.rope_sin[start:start + T]
+        x = self.transformer.drop(x)
+        for i, block in enumerate(self.transformer.h):
+            x = block(x, rope, cache[i] if cache is not None else None)
+        logits = self.lm_head(self.transformer.ln_f(x))
+        if self.config.softcap:
+            logits = self.config.softcap * torch.tanh(logits.float() / self.config.softcap)
+        if targets is None:
+            return logits[..., :self.config.vocab_size]
+        if logits.size(-1) > self.config.vocab_size:
+            logits[..., self.config.vocab_size:] = -torch.inf  # padding rows are no tokens
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction='sum')
+
+    def new_cache(self, batch_size):
+        """An empty KV cache for `forward`: one LayerCache a layer."""
+        shape = batch_size, self.config.n_kv_head, self.config.block_size, self.config.head_dim
+        return [LayerCache(shape) for _ in range(self.config.n_layer)]
+
+    def num_params(self):
+        """Parameters, a tied head counted once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, T):
+        """Floating-point operations of forward and backward per token, in sequences of T, counted from the structure.
+
+        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds, per layer, 6
+        for each of the two T × C products, halved because a causal token sees half of the sequence on average. (PaLM,
+        Chowdhery et al. 2022, B, and nanoGPT do not halve, and so report a somewhat higher MFU.)
+        """
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_embd
+
+    @torch.no_grad()
+    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, generator=None):
+        """Continue idx (B, T): yields the next token of each row, (B,), max_new_tokens times or until all rows stopped.
+
+        temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that probability
+        (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it. Past block_size the model
+        sees the last block_size tokens, read anew for each token, since their positions shift.
+        """
+        window = idx[:, -self.config.block_size:]
+        cache = self.new_cache(idx.size(0))
+        stopped = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
+        new = window
+        for _ in range(max_new_tokens):
+            if cache[0].length + new.size(1) > self.config.block_size:
+                cache, new = self.new_cache(idx.size(0)), window
+            logits = self(new, cache=cache)[:, -1].float()
+            token = _draw(logits, temperature, top_k, top_p, generator)
+            if stop_token is not None:
+                token = token.masked_fill(stopped, stop_token)
+                stopped |= token == stop_token
+            yield token
+            if stop_token is not None and stopped.all():
+                return
+            new = token[:, None]
+            window = torch.cat((window, new), dim=1)[:, -self.config.block_size:]
+
+    def generate(self, idx, max_new_tokens, **sampling):
+        """idx (B, T) with up to max_new_tokens tokens appended; the arguments of generate_tokens."""
+        return torch.cat((idx, *(token[:, None] for token in self.generate_tokens(idx, max_new_tokens, **sampling))), dim=1)
+
+
+def _draw(logits, temperature, top_k, top_p, generator):
+    """A token (B,) from logits (B, V)."""
+    if temperature == 0:
+        return logits.argmax(dim=-1)
+    logits = logits / temperature
+    if top_k:
+        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth, -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    if top_p and top_p < 1:
+        ordered, order = probabilities.sort(dim=-1, descending=True)
+        ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= top_p, 0.0)  # the likeliest always stays
+        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
+    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+
+
+class LayerCache:
+    """Keys and values that one layer has seen so far; room for all of shape (B, n_kv_head, block_size, D) at first use."""
+
+    def __init__(self, shape):
+        self.shape, self.length, self.k, self.v = shape, 0, None, None
+
+    def extend(self, k, v):
+        """Append k, v (B, n_kv_head, T, D); returns all keys and values so far."""
+        if self.k is None:
+            self.k, self.v = k.new_empty(self.shape), v.new_empty(self.shape)
+        end = self.length + k.size(2)
+        self.k[:, :, self.length:end], self.v[:, :, self.length:end] = k, v
+        self.length = end
+        return self.k[:, :, :end], self.v[:, :, :end]

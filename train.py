@@ -1,0 +1,334 @@
+"""Train a GPT: on a CPU, on one GPU, or on many with torchrun.
+
+    python train.py config/quickstart.py
+    python train.py config/train_shakespeare_char.py --batch_size=32 --compile=False
+    torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
+
+On two nodes, the first of them at 10.0.0.1:
+
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 train.py config/train_gpt2.py
+"""
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import torch
+from torch.profiler import record_function
+
+import checkpoint
+import metrics
+from configurator import configure, one_sentence
+from data.loader import Prefetcher, TokenLoader, read_meta
+from model import GPT, GPTConfig
+from optim import build_adamw, scheduled_lr
+from parallel import Parallel, autocast, resolve_dtype
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
+# I/O
+out_dir = 'out'  # checkpoints, metrics.jsonl and config.json go here
+eval_interval = 2000  # evaluate (and save) every so many iterations
+log_interval = 1  # log every so many iterations
+eval_iters = 200  # an evaluation takes eval_iters * batch_size sequences of either split, the same each time; 0 = none
+eval_only = False  # evaluate once and exit
+always_save_checkpoint = True  # save after each evaluation; False = only where the validation loss improved, and at the end
+save_interval = 0  # also save every so many iterations; 0 = only with evaluation
+keep_checkpoints = 2  # complete checkpoints kept besides the best; 0 with eval_iters=0 saves none
+init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or a folder of weights
+# wandb logging
+wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
+wandb_project = 'owt'  # its project
+wandb_run_name = 'gpt2'  # its run name
+# data
+dataset = 'openwebtext'  # a folder in data/, or any path
+gradient_accumulation_steps = 5 * 8  # batch_size * gradient_accumulation_steps sequences make an iteration, over all processes
+batch_size = 12  # sequences in a micro-batch
+block_size = 1024  # tokens in a sequence
+# model
+n_layer = 12  # blocks
+n_head = 12  # attention heads
+n_kv_head = 0  # key/value heads (grouped-query attention); 0 = n_head
+n_embd = 768  # width
+dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
+bias = False  # biases in linears and LayerNorms
+pos = 'learned'  # positions: 'learned' or 'rope'
+norm = 'layernorm'  # 'layernorm' or 'rmsnorm'
+mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2' or 'swiglu'
+qk_norm = False  # normalise queries and keys per head
+tie_weights = True  # the output head shares the token embedding
+softcap = 0.0  # tanh cap on the logits; 0 = none
+# AdamW
+learning_rate = 6e-4  # the peak
+max_iters = 600000  # updates in all
+weight_decay = 1e-1  # on matrices
+beta1 = 0.9  # AdamW's
+beta2 = 0.95  # AdamW's
+grad_clip = 1.0  # clip the gradient to this norm; 0 = do not
+# learning rate schedule
+decay_lr = True  # False = constant
+lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
+warmup_iters = 2000  # iterations of linear warm-up
+lr_decay_iters = 600000  # the iteration at which min_lr is reached; about max_iters
+min_lr = 6e-5  # about learning_rate / 10
+# system
+backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
+device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
+dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
+compile = True  # torch.compile; falls back to eager where there is no compiler
+seed = 1337  # of weights, data order and dropout
+profile = False  # trace a few settled iterations into out_dir/trace.json and print where their time went
+# ---------------------------------------------------------------------------------------------------------------------
+config = configure(globals())
+
+SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot when missing
+here = os.path.dirname(os.path.abspath(__file__))
+data_dir = os.path.join(here, 'data', dataset)
+
+# A signal asks for a checkpoint and a clean exit at the next iteration; a second one exits at once.
+stop_signal = None
+def request_stop(number, frame):
+    global stop_signal
+    stop_signal = number
+    signal.signal(number, signal.SIG_DFL)
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, request_stop)
+
+with one_sentence():
+    for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'max_iters'):
+        if config[key] < 1:
+            raise ValueError(f'{key} is {config[key]}: it must be at least 1')
+    if lr_schedule not in ('cosine', 'linear', 'wsd'):
+        raise ValueError(f'lr_schedule is {lr_schedule!r}: choose one of cosine, linear, wsd')
+    GPTConfig(**{f.name: config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in config})  # sound in itself?
+    par = Parallel(device, backend)
+    dtype = resolve_dtype(dtype, par.device)
+
+def say(text):
+    if par.is_main:
+        print(text, flush=True)
+
+# data: prepared by one process (of each node, should nodes share no files) while the others wait
+for preparer in (par.is_main, par.local_rank == 0):
+    if preparer and dataset in SMALL_DATASETS and not os.path.exists(os.path.join(data_dir, 'train.bin')):
+        print(f'{dataset} is not there yet: running data/{dataset}/prepare.py', flush=True)
+        if subprocess.run([sys.executable, os.path.join(data_dir, 'prepare.py')]).returncode:
+            sys.exit(f'error: dataset {dataset!r} could not be prepared')
+    par.barrier()
+with one_sentence():
+    if not os.path.isdir(data_dir) or not any(name.endswith('.bin') for name in os.listdir(data_dir)):
+        script = os.path.join('data', dataset, 'prepare.py')
+        raise ValueError(f'dataset {dataset!r} has no data in {data_dir}: ' + (
+            f'run python {script}' if os.path.exists(os.path.join(here, script)) else
+            f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'))
+    meta = read_meta(data_dir)
+
+# model: from scratch, from this run's own checkpoint, or from weights that were trained elsewhere
+torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
+source, weights, saved = None, None, {}  # a checkpoint to load, tensors to copy, the state of the run to resume
+if init_from in ('resume', 'auto'):
+    for path in checkpoint.find(out_dir):
+        problem = checkpoint.damage(path, par.rank, par.world_size)
+        if problem:
+            print(f'{path} is damaged ({problem}): going back to the one before it', flush=True)
+        if not par.any(problem):
+            source, saved = path, checkpoint.read_state(path)
+            break
+    if source is None and init_from == 'resume':
+        sys.exit(f'error: there is no checkpoint to resume in {out_dir}/ckpt: set --out_dir, or --init_from=scratch')
+with one_sentence():
+    model_args = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
+    model_args['vocab_size'] = meta['vocab_size']
+    if saved:
+        model_args = saved['model'] | dict(dropout=dropout)
+        for key, value in saved['config'].items():
+            if config.get(key, value) != value and key != 'init_from':
+                kept = ' (the checkpoint decides)' if model_args.get(key, config[key]) != config[key] else ''
+                say(f'resuming with another {key}: {value!r} -> {config[key]!r}{kept}')
+    elif init_from not in ('scratch', 'auto'):
+        source = checkpoint.find_best(init_from)  # a run's folder
+        if source:
+            model_args = checkpoint.read_state(source)['model'] | dict(dropout=dropout)
+        else:
+            model_args, weights = checkpoint.read_gpt2(init_from)
+            model_args['dropout'] = dropout
+    if block_size > model_args['block_size']:
+        raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} was made for '
+                         f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
+    train_loader, val_loader = (TokenLoader(data_dir, split, block_size, model_args['vocab_size'], meta, seed)
+                                for split in ('train', 'val'))
+    with par.device:
+        model = GPT(GPTConfig(**model_args), seed=None if source or weights else seed)
+    optimizer = build_adamw(model, learning_rate, weight_decay, (beta1, beta2))
+    if source:
+        checkpoint.load(source, model, optimizer if saved else None)
+    if weights:
+        checkpoint.fill(model, weights)
+scaler = torch.amp.GradScaler(par.device.type, enabled=dtype == 'float16')
+if saved:
+    scaler.load_state_dict(saved['scaler'])
+iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss') or float('inf')
+
+# batches: each process takes its rows of the global batch; the next micro-batch is prepared while the device works
+global_batch = batch_size * gradient_accumulation_steps
+micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
+tokens_per_iter = global_batch * block_size
+
+def to_device(x, y):
+    return x.to(par.device, non_blocking=True), y.to(par.device, non_blocking=True)
+
+def prepare(loader, starts):
+    x, y = loader.batch(starts)
+    return (x.pin_memory(), y.pin_memory()) if par.device.type == 'cuda' else (x, y)
+
+def prepare_train(step):
+    step_iteration, micro_step = divmod(step, micro_steps)
+    rows = par.my_rows(global_batch, micro_batch, micro_step)
+    return prepare(train_loader, train_loader.train_starts(np.where(rows < 0, -1, step_iteration * global_batch + rows)))
+
+train_batch = Prefetcher(prepare_train)
+
+# compile, and wrap for data parallelism
+ctx = autocast(dtype, par.device)
+forward = torch.compile(model) if compile else model
+network = par.wrap(forward)
+if compile:
+    say('compiling the model (up to a minute or so) ...')
+    failure = None
+    try:
+        network.require_backward_grad_sync = False  # this pass tries the compiler; nothing comes of it
+        with ctx:
+            network(*to_device(*train_batch(iteration * micro_steps)))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # no compiler, no Triton, or a model that TorchDynamo cannot follow
+        failure = f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ""}'
+    if par.any(failure):
+        say(f'torch.compile does not work here ({failure}): going on without it; --compile=False says so from the start')
+        forward, network = model, par.wrap(model)
+if par.world_size > 1:  # DDP orders its buckets in the first backward: one thrown away, so that a resumed run sums alike
+    network.require_backward_grad_sync = True
+    with ctx:
+        loss = network(*to_device(*train_batch(iteration * micro_steps)))
+    loss.backward()
+    optimizer.zero_grad(set_to_none=True)
+
+@torch.no_grad()
+def evaluate():
+    """Mean loss over the fixed evaluation sequences of each split, shared by the processes; None if a stop is asked for."""
+    means = {}
+    model.eval()
+    for split, loader in (('train', train_loader), ('val', val_loader)):
+        starts = loader.eval_starts(eval_iters * batch_size)
+        steps = -(-len(starts) // (micro_batch * par.world_size))
+        def prepare_eval(step):
+            rows = par.my_rows(len(starts), micro_batch, step)
+            return prepare(loader, np.where(rows < 0, -1, starts[rows]))
+        batch = Prefetcher(prepare_eval)
+        loss_sum = torch.zeros((), device=par.device)
+        for step in range(steps):
+            if par.any(stop_signal):
+                model.train()
+                return None
+            with ctx:
+                loss_sum += forward(*to_device(*batch(step)))
+        means[split] = par.sum(loss_sum.item())[0] / (len(starts) * block_size)
+    model.train()
+    return means
+
+# what the run will be, in a few lines
+say(f'{par.world_size} process(es) on {par.device}, {dtype}, {model.num_params():,} parameters, '
+    f'{train_loader.n_tokens:,} training tokens in data/{dataset}')
+say(f'tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
+    f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
+if source and saved:
+    say(f'resuming {source} at iteration {iteration}')
+with one_sentence():
+    if par.is_main and not eval_only:
+        os.makedirs(out_dir, exist_ok=True)
+        earlier = None if saved else checkpoint.set_aside(out_dir)
+        if earlier:
+            say(f'{out_dir} held an earlier run: moved to {earlier}')
+        with open(os.path.join(out_dir, 'config.json'), 'w', encoding='utf-8') as file:
+            json.dump(config, file, indent=1)
+    wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id')) if wandb_log else None
+    log = metrics.Metrics(out_dir, par.is_main, wandb)
+peak = metrics.peak_flops(par.device, dtype)
+flops_per_iter = model.flops_per_token(block_size) * tokens_per_iter
+
+val_loss, saved_iteration = None, iteration
+timed_from, clock = iteration, time.perf_counter()
+while True:
+    # evaluate, and save
+    pause = time.perf_counter()
+    due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
+    losses = evaluate() if due and eval_iters else None
+    improved = False
+    if losses:
+        val_loss = losses['val']
+        improved = val_loss < best_val_loss
+        best_val_loss = min(best_val_loss, val_loss)
+        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
+    stop = par.any(stop_signal)
+    if eval_only:
+        break
+    ending = stop or iteration >= max_iters
+    if iteration > saved_iteration and (ending or (save_interval and iteration % save_interval == 0)
+                                        or (due and (always_save_checkpoint or improved))):
+        if keep_checkpoints or eval_iters:
+            state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss if losses else None,
+                         best_val_loss=best_val_loss, wandb_id=log.wandb_id, scaler=scaler.state_dict(),
+                         model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
+            say(f'saving {checkpoint.save(out_dir, iteration, model, optimizer, state, keep_checkpoints)}')
+        saved_iteration = iteration
+    if ending:
+        break
+    clock += time.perf_counter() - pause
+
+    # one update
+    torch.manual_seed(int(np.random.SeedSequence([seed, iteration, par.rank]).generate_state(1)[0]))  # dropout
+    lr = scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters) if decay_lr else learning_rate
+    for group in optimizer.param_groups:
+        group['lr'] = lr
+    loss_sum = torch.zeros((), device=par.device)
+    for micro_step in range(micro_steps):
+        with record_function('data'):
+            x, y = to_device(*train_batch(iteration * micro_steps + micro_step))
+        network.require_backward_grad_sync = micro_step == micro_steps - 1  # before the forward pass, which reads it
+        with ctx:
+            loss = network(x, y)
+        loss_sum += loss.detach()
+        # the sum over the global batch, divided by its tokens; DDP will divide by the number of processes
+        scaler.scale(loss * (par.world_size / tokens_per_iter)).backward()
+    with record_function('optimizer'):
+        scaler.unscale_(optimizer)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        grad_norm = torch.nn.utils.get_total_norm(gradients)
+        if grad_clip:
+            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+    iteration += 1
+
+    if iteration % log_interval == 0:
+        metrics.synchronize(par.device)
+        seconds = (time.perf_counter() - clock) / (iteration - timed_from)
+        timed_from, clock = iteration, time.perf_counter()
+        loss_mean = par.sum(loss_sum.item())[0] / tokens_per_iter
+        log.train(dict(iter=iteration, loss=loss_mean, grad_norm=grad_norm.item(), lr=lr, dt_ms=1000 * seconds,
+                       tokens_per_sec=tokens_per_iter / seconds,
+                       mfu=flops_per_iter / seconds / (peak * par.world_size) if peak else None,
+                       mem_gb=metrics.peak_memory_gb(par.device), tokens=iteration * tokens_per_iter),
+                  (max_iters - iteration) * seconds)
+
+log.close()
+par.close()
+if stop:
+    say(f'stopped by {signal.Signals(stop_signal or signal.SIGTERM).name} at iteration {iteration}; '
+        '--init_from=resume goes on from here')
+    sys.exit(128 + (stop_signal or signal.SIGTERM))
