@@ -1,5 +1,6 @@
 """Process group, device, and how a model is laid out on them. Only this file knows how many processes there are."""
 import contextlib
+import inspect
 import os
 
 import numpy as np
@@ -51,8 +52,11 @@ class Parallel:
         """The model with gradients averaged over the processes (DDP)."""
         if self.world_size == 1:
             return model
+        # buffers are constants; how DDP is told to leave them alone changed its name in torch 2.13
+        names = inspect.signature(DistributedDataParallel.__init__).parameters
+        leave_buffers = {'forward_sync_buffers' if 'forward_sync_buffers' in names else 'broadcast_buffers': False}
         return DistributedDataParallel(model, device_ids=[self.device] if self.device.type == 'cuda' else None,
-                                       broadcast_buffers=False, gradient_as_bucket_view=True)
+                                       gradient_as_bucket_view=True, **leave_buffers)
 
     def split_batch(self, global_batch, batch_size):
         """(micro_batch, micro_steps) by which every process takes its part of global_batch sequences.
