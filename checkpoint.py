@@ -120,7 +120,7 @@ def load(path, model, optimizer=None):
 
 def set_aside(out_dir):
     """Move what an earlier run left in out_dir into a folder of its own within; returns that, or None if there is no run."""
-    if not find(out_dir):
+    if not find(out_dir) and not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
         return None
     folder = os.path.join(out_dir, time.strftime('earlier-%Y%m%d-%H%M%S'))
     os.makedirs(folder)
@@ -166,6 +166,9 @@ def read_gpt2(source):
     from safetensors.torch import load_file
     folder = source
     if not os.path.isdir(source):
+        if source not in ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'):
+            raise ValueError(f'init_from is {source!r}: use scratch, resume, auto, gpt2, gpt2-medium, gpt2-large, gpt2-xl '
+                             'or a folder of weights')
         import huggingface_hub
         try:
             folder = huggingface_hub.snapshot_download(f'openai-community/{source}',

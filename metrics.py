@@ -28,7 +28,8 @@ def peak_flops(device, dtype):
                      if re.search(rf'\b{key}\b', name)), None)
     if device.type != 'cpu':
         return None
-    a = torch.ones(1024, 1024, dtype=getattr(torch, dtype))
+    # no CPU PyTorch runs on multiplies float16 fast outside of its own kernels: float32 is the measure there
+    a = torch.ones(1024, 1024, dtype=torch.bfloat16 if dtype == 'bfloat16' else torch.float32)
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -101,3 +102,106 @@ def synchronize(device):
     """Wait for the device, so that a clock read next is read after the work."""
     if device.type != 'cpu':
         getattr(torch, device.type).synchronize()
+
+
+CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
+
+
+class Profiler:
+    """Traces iterations 6 to 9 of this process into out_dir/trace.json (Chrome's format) and prints where their time went.
+
+    The same figures go to out_dir/profile.json. Call step() before each iteration and after the last.
+    """
+    settle, traced = 5, 4
+
+    def __init__(self, out_dir):
+        self.out_dir, self.done = out_dir, False
+        schedule = torch.profiler.schedule(wait=self.settle - 1, warmup=2, active=self.traced, repeat=1)
+        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._report)
+        self.profiler.start()
+
+    def step(self):
+        self.profiler.step()
+
+    def _report(self, profiler):
+        trace = os.path.join(self.out_dir, 'trace.json')
+        profiler.export_chrome_trace(trace)
+        milliseconds = breakdown(trace)
+        total = sum(milliseconds.values())
+        with open(os.path.join(self.out_dir, 'profile.json'), 'w', encoding='utf-8') as file:
+            json.dump(milliseconds, file, indent=1)
+        print(f'profile of {self.traced} iterations of {total:.1f}ms each, traced in {trace}')
+        for category, value in milliseconds.items():
+            print(f'  {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%', flush=True)
+        self.done = True
+
+    def close(self):
+        self.profiler.stop()
+        if not self.done:
+            print(f'no profile: it takes {self.settle + self.traced} iterations, set --max_iters to that at least')
+
+
+def breakdown(trace_path):
+    """Milliseconds per iteration that a Chrome trace of torch.profiler gives to each of CATEGORIES.
+
+    On a GPU its kernels are counted, else the operators of the main thread. Collectives are what no computation hides, idle
+    is what is left: waiting for the host, for other processes, or for data.
+    """
+    with open(trace_path, encoding='utf-8') as file:
+        events = [event for event in json.load(file)['traceEvents'] if event.get('ph') == 'X']
+    steps = [event for event in events if event['name'].startswith('ProfilerStep') and event['cat'] == 'user_annotation']
+    begin, end = min(e['ts'] for e in steps), max(e['ts'] + e['dur'] for e in steps)
+    spans = dict.fromkeys(CATEGORIES, 0.0)
+    busy, collectives = [], []  # (start, end) in microseconds
+    on_gpu = any(event['cat'] == 'kernel' for event in events)
+    if on_gpu:
+        work = [e for e in events if e['cat'] in ('kernel', 'gpu_memcpy', 'gpu_memset')]
+        timed = [(e, _category(e['name'])) for e in work]
+    else:
+        work = [e for e in events if e['cat'] in ('cpu_op', 'user_annotation') and e not in steps]
+        collectives = [(e['ts'], e['ts'] + e['dur']) for e in work if _category(e['name']) == 'collectives']
+        timed = _self_times([e for e in work if e['tid'] == steps[0]['tid']])
+    for event, category in timed:
+        start, stop = max(begin, event['ts']), min(end, event['ts'] + event['dur'])
+        if start < stop:
+            (collectives if category == 'collectives' else busy).append((start, stop))
+            spans[category] += event.get('self', event['dur'])
+    computing = _length(busy)
+    spans['collectives'] = _length(busy + collectives) - computing
+    spans['idle'] = end - begin - computing - spans['collectives']
+    return {category: span / 1000 / len(steps) for category, span in spans.items()}
+
+
+def _self_times(events):
+    """(event, category) of one thread's nested events, each with its time outside of its children as event['self']."""
+    timed, stack = [], []  # stack: the events that enclose the present one, with their categories
+    for event in sorted(events, key=lambda e: (e['ts'], -e['dur'])):
+        while stack and event['ts'] >= stack[-1][0]['ts'] + stack[-1][0]['dur']:
+            stack.pop()
+        category = _category(event['name'])
+        if stack:
+            stack[-1][0]['self'] -= event['dur']
+            if category == 'other compute' or stack[-1][1] != 'other compute':
+                category = stack[-1][1]  # what an attention or an optimizer step is made of belongs to it
+        event['self'] = event['dur']
+        stack.append((event, category))
+        timed.append(stack[-1])
+    return timed
+
+
+def _category(name):
+    for category, pattern in (('data', r'^data$|memcpy htod'), ('optimizer', r'^optimizer$|adam|multi_tensor_apply|lpnorm'),
+                              ('collectives', r'nccl|gloo|c10d'), ('attention', r'scaled_?dot_?product|flash|fmha|sdpa'),
+                              ('matmul', r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|matmul|linear|mkldnn)')):
+        if re.search(pattern, name.lower()):
+            return category
+    return 'other compute'
+
+
+def _length(intervals):
+    """Length of the union of (start, end) intervals."""
+    total, reached = 0.0, float('-inf')
+    for start, end in sorted(intervals):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total

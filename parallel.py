@@ -92,6 +92,7 @@ class Parallel:
 
     def close(self):
         if self.world_size > 1:
+            self.barrier()  # none leaves while the main process still writes: torchrun ends the rest when one has failed
             dist.destroy_process_group()
 
 

@@ -89,12 +89,15 @@ SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot whe
 here = os.path.dirname(os.path.abspath(__file__))
 data_dir = os.path.join(here, 'data', dataset)
 
-# A signal asks for a checkpoint and a clean exit at the next iteration; a second one exits at once.
-stop_signal = None
+# A signal asks for a checkpoint and a clean exit at the next iteration; one more, 5 seconds later or after, exits at once.
+# Before that it is the same request come twice: Slurm signals every process, and torchrun passes its signal on to ours.
+stop_signal, stop_time = None, 0.0
 def request_stop(number, frame):
-    global stop_signal
-    stop_signal = number
-    signal.signal(number, signal.SIG_DFL)
+    global stop_signal, stop_time
+    if stop_signal is None:
+        stop_signal, stop_time = number, time.monotonic()
+    elif time.monotonic() - stop_time > 5:
+        os._exit(128 + number)
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, request_stop)
 
@@ -102,6 +105,9 @@ with one_sentence():
     for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'max_iters'):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
+    for key in ('eval_iters', 'save_interval', 'keep_checkpoints', 'warmup_iters', 'seed'):
+        if config[key] < 0:
+            raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     if lr_schedule not in ('cosine', 'linear', 'wsd'):
         raise ValueError(f'lr_schedule is {lr_schedule!r}: choose one of cosine, linear, wsd')
     GPTConfig(**{f.name: config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in config})  # sound in itself?
@@ -152,6 +158,9 @@ with one_sentence():
     elif init_from not in ('scratch', 'auto'):
         source = checkpoint.find_best(init_from)  # a run's folder
         if source:
+            problem = checkpoint.damage(source, par.rank, par.world_size)
+            if problem:
+                raise ValueError(f'{source} is damaged ({problem}): delete it, and the next best is taken')
             model_args = checkpoint.read_state(source)['model'] | dict(dropout=dropout)
         else:
             model_args, weights = checkpoint.read_gpt2(init_from)
@@ -248,8 +257,9 @@ say(f'tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {b
 if source and saved:
     say(f'resuming {source} at iteration {iteration}')
 with one_sentence():
-    if par.is_main and not eval_only:
+    if par.is_main:
         os.makedirs(out_dir, exist_ok=True)
+    if par.is_main and not eval_only:
         earlier = None if saved else checkpoint.set_aside(out_dir)
         if earlier:
             say(f'{out_dir} held an earlier run: moved to {earlier}')
@@ -260,11 +270,14 @@ with one_sentence():
 peak = metrics.peak_flops(par.device, dtype)
 flops_per_iter = model.flops_per_token(block_size) * tokens_per_iter
 
+profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
 val_loss, saved_iteration = None, iteration
 timed_from, clock = iteration, time.perf_counter()
 while True:
     # evaluate, and save
     pause = time.perf_counter()
+    if profiler:
+        profiler.step()
     due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
     losses = evaluate() if due and eval_iters else None
     improved = False
@@ -326,6 +339,8 @@ while True:
                        mem_gb=metrics.peak_memory_gb(par.device), tokens=iteration * tokens_per_iter),
                   (max_iters - iteration) * seconds)
 
+if profiler:
+    profiler.close()
 log.close()
 par.close()
 if stop:

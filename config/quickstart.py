@@ -1,0 +1,27 @@
+# A first run, on Shakespeare letter by letter: under a minute on two CPU cores, nanoGPT's baby GPT on a GPU.
+import torch
+
+out_dir = 'out-quickstart'
+dataset = 'shakespeare_char'
+gradient_accumulation_steps = 1
+beta2 = 0.99
+warmup_iters = 100
+pos = 'rope'
+norm = 'rmsnorm'
+mlp = 'relu2'
+qk_norm = True
+
+if torch.cuda.is_available():
+    eval_interval, eval_iters, log_interval = 250, 200, 10
+    always_save_checkpoint = False
+    batch_size, block_size = 64, 256
+    n_layer, n_head, n_embd, dropout = 6, 6, 384, 0.2
+    learning_rate, min_lr = 1e-3, 1e-4
+    max_iters = lr_decay_iters = 5000
+else:
+    compile = False  # compiling would take longer than the run
+    eval_interval, eval_iters, log_interval = 250, 150, 50
+    batch_size, block_size = 12, 64
+    n_layer, n_head, n_embd = 4, 4, 128
+    learning_rate, min_lr = 3e-3, 1e-4
+    max_iters = lr_decay_iters = 1000

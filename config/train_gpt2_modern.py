@@ -1,0 +1,25 @@
+# The shape of GPT-2 (124M) with the modern blocks: RoPE, RMSNorm, SwiGLU, QK-norm, a softcap, an untied head; wsd schedule.
+# torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
+out_dir = 'out-gpt2-modern'
+wandb_project = 'owt'
+wandb_run_name = 'gpt2-124M-modern'
+
+pos = 'rope'
+norm = 'rmsnorm'
+mlp = 'swiglu'
+qk_norm = True
+n_kv_head = 4  # three query heads share a key/value head: a third of GPT-2's KV cache
+tie_weights = False
+softcap = 30.0
+
+batch_size = 12
+block_size = 1024
+gradient_accumulation_steps = 5 * 8
+learning_rate = 1e-3
+min_lr = 0.0
+lr_schedule = 'wsd'
+warmup_iters = 500
+max_iters = 20000  # 10B tokens
+lr_decay_iters = 20000
+eval_interval = 1000
+log_interval = 10

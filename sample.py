@@ -1,0 +1,116 @@
+"""Text from a trained model.
+
+    python sample.py --out_dir=out-quickstart
+    python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5 --max_new_tokens=100
+    python sample.py --out_dir=out-quickstart --interactive
+"""
+import codecs
+import sys
+
+import torch
+
+import checkpoint
+from configurator import configure, one_sentence
+from data.tokenizer import get_tokenizer
+from model import GPT, GPTConfig
+from parallel import Parallel, autocast, resolve_dtype
+
+# ---------------------------------------------------------------------------------------------------------------------
+# model
+init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder of such
+out_dir = 'out'  # the run's folder
+which = 'best'  # its checkpoint: 'best' (least validation loss) or 'latest'
+# prompt
+start = '\n'  # the text to continue; 'FILE:prompt.txt' reads a file, '-' standard input
+interactive = False  # read a prompt a line and continue each, until end of input
+# sampling
+num_samples = 10  # samples, drawn in one batch; the first is shown as it grows
+max_new_tokens = 500  # tokens in each
+temperature = 0.8  # below 1 more likely text, above 1 more varied, 0 always the likeliest token
+top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all
+top_p: float | None = 1.0  # draw from the fewest tokens that together reach this probability; 1 or None = all
+stop = False  # end a sample at the tokenizer's end-of-text token
+seed = 1337  # the same seed gives the same text
+# system
+device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
+dtype = 'auto'  # 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
+compile = False  # torch.compile: worth it for long texts
+# ---------------------------------------------------------------------------------------------------------------------
+configure(globals())
+
+with one_sentence():
+    for key, least in (('num_samples', 1), ('max_new_tokens', 1), ('temperature', 0)):
+        if globals()[key] < least:
+            raise ValueError(f'{key} is {globals()[key]}: it must be at least {least}')
+    if which not in ('best', 'latest'):
+        raise ValueError(f'which is {which!r}: choose best or latest')
+    device = Parallel(device).device
+    dtype = resolve_dtype(dtype, device)
+    if init_from == 'resume':
+        newest_first = checkpoint.find(out_dir)
+        if which == 'best' and newest_first:
+            newest_first.insert(0, checkpoint.find_best(out_dir))
+        for path in newest_first:
+            problem = checkpoint.damage(path)
+            if problem is None:
+                break
+            print(f'{path} is damaged ({problem}): trying another', file=sys.stderr)
+        else:
+            raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: train one, or set --out_dir')
+        state = checkpoint.read_state(path)
+        print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
+        tokenizer = get_tokenizer(state['tokenizer'])
+        model = GPT(GPTConfig(**state['model']), seed=None)
+        checkpoint.load(path, model)
+    else:
+        arguments, weights = checkpoint.read_gpt2(init_from)
+        tokenizer = get_tokenizer(dict(tokenizer='gpt2'))
+        model = GPT(GPTConfig(**arguments), seed=None)
+        checkpoint.fill(model, weights)
+    if start == '-':
+        start = sys.stdin.read()
+    elif start.startswith('FILE:'):
+        with open(start.removeprefix('FILE:'), encoding='utf-8') as file:
+            start = file.read()
+model.eval().to(device)
+if compile:
+    model.compile(dynamic=True)
+generator = torch.Generator(device).manual_seed(seed)
+
+
+def show(prompt):
+    """Print num_samples continuations of the prompt: the first as it is drawn, the others when all are done."""
+    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # something to continue
+    decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
+    texts = [prompt] * num_samples
+    print(prompt, end='', flush=True)
+    ended = [False] * num_samples
+    with autocast(dtype, device):
+        for drawn in model.generate_tokens(torch.tensor([tokens] * num_samples, device=device), max_new_tokens, temperature,
+                                           top_k, top_p, tokenizer.eot if stop else None, generator):
+            for i, token in enumerate(drawn.tolist()):
+                ended[i] |= stop and token == tokenizer.eot
+                piece = '' if ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
+                texts[i] += piece
+                if i == 0:
+                    print(piece, end='', flush=True)
+    print('\n---------------')
+    for text in texts[1:]:
+        print(text + '\n---------------')
+
+
+if interactive:
+    while True:
+        try:
+            prompt = input('> ')
+        except EOFError:
+            break
+        try:
+            show(prompt)
+        except KeyboardInterrupt:  # ends this text, not the conversation
+            print()
+        except ValueError as error:  # a character that the model does not know
+            print(f'error: {error}', file=sys.stderr)
+else:
+    with one_sentence():
+        show(start)
