@@ -24,7 +24,12 @@ def read_meta(folder):
                              'prepare the dataset again')
         return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
     with open(path, encoding='utf-8') as file:
-        meta = json.load(file)
+        try:
+            meta = json.load(file)
+        except ValueError as error:
+            raise ValueError(f'{path} is not JSON ({error}): prepare the dataset again') from None
+    if not isinstance(meta, dict):
+        raise ValueError(f'{path} is not a JSON object: prepare the dataset again')
     if meta.get('dtype') not in ('uint16', 'uint32') or not isinstance(meta.get('vocab_size'), int):
         raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
                          f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
@@ -121,7 +126,7 @@ class TokenLoader:
                 row[:] = self.read(int(start), self.block_size + 1)
         self._check(tokens, os.path.dirname(self.paths[0]))
         tokens = torch.from_numpy(tokens)
-        x, y = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # of one row, .contiguous() would share the memory
         y[torch.from_numpy(starts < 0)] = -1
         return x, y
 
@@ -134,7 +139,7 @@ def _open_tokens(path, meta):
     if offset and header[1] != HEADER_VERSION:
         raise ValueError(f'{path} has a shard header of version {header[1]}, but only version {HEADER_VERSION} can be read')
     count, rest = divmod(size - offset, dtype.itemsize)
-    expected = int(header[2]) if offset else meta.get('tokens', {}).get(os.path.basename(path), max(count, 1))
+    expected = max(1, int(header[2]) if offset else meta.get('tokens', {}).get(os.path.basename(path), count))
     if rest or count != expected:
         raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} bytes long: '
                          'it is truncated or damaged, prepare the dataset again')

