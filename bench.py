@@ -53,8 +53,9 @@ def measure(arguments, options, folder, trace):
          f'--max_iters={options.warmup + options.iters}', '--eval_iters=0', '--keep_checkpoints=0', '--init_from=scratch',
          f'--profile={options.profile}'], capture_output=True, text=True)
     if run.returncode:
-        lines = [line for line in run.stderr.splitlines() if line.startswith('error:') or 'Error' in line]
-        return dict(error=(lines or run.stderr.splitlines() or ['no message'])[-1])
+        lines = run.stderr.splitlines() or ['no message']
+        said = [line for line in lines if line.startswith('error:')] or [line for line in lines if 'Error' in line] or lines
+        return dict(error=said[-1])
     with open(os.path.join(out_dir, 'metrics.jsonl')) as file:
         lines = [json.loads(line) for line in file][options.warmup:]
     row = {key: None if lines[0][key] is None else statistics.median(line[key] for line in lines)

@@ -15,7 +15,6 @@ import zlib
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 
 def find(out_dir):
@@ -50,6 +49,7 @@ def save(out_dir, iteration, model, optimizer, state, keep):
 
     state: JSON-serialisable; `val_loss` in it (a float or None) is what makes a checkpoint the best.
     """
+    import torch.distributed.checkpoint as dcp  # here, since it takes half a second that a start need not wait for
     path = os.path.join(out_dir, 'ckpt', f'iter_{iteration:08d}')
     aside = path + '.tmp'
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -93,6 +93,7 @@ def damage(path, rank=0, world_size=1):
 
 def load(path, model, optimizer=None):
     """Fill model and optimizer, on whatever device they are, from a checkpoint. ValueError where the model differs."""
+    import torch.distributed.checkpoint as dcp
     reader = dcp.FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
     tensors = {f'model.{name}': parameter.detach() for name, parameter in model.named_parameters()}
@@ -191,7 +192,7 @@ def read_gpt2(source):
     ours = {}
     for name, tensor in load_file(os.path.join(folder, 'model.safetensors')).items():
         name = name.removeprefix('transformer.')
-        if name.endswith(('attn.bias', 'attn.masked_bias', 'lm_head.weight')):  # causal masks; the tied head
+        if name.endswith(('.attn.bias', '.attn.masked_bias', 'lm_head.weight')):  # causal masks; the tied head
             continue
         if name.startswith('h.') and tensor.dim() == 2:
             tensor = tensor.t()  # GPT-2 stores (in, out)

@@ -68,12 +68,18 @@ def _read(path, config):
     """The keys that a config file sets: {key: value}. A .py file sees the values so far, as in nanoGPT."""
     if not os.path.isfile(path):
         raise ValueError(f'there is no config file {path!r} (a key is set as --key=value)')
-    with open(path, encoding='utf-8') as file:
-        source = file.read()
-    if path.endswith('.json'):
-        return json.loads(source)
+    is_json = path.endswith('.json')
+    try:
+        with open(path, encoding='utf-8') as file:
+            source = json.load(file) if is_json else compile(file.read(), path, 'exec')
+    except (ValueError, SyntaxError) as error:
+        raise ValueError(f'{path} cannot be read: {error}') from None
+    if is_json:
+        if not isinstance(source, dict):
+            raise ValueError(f'{path} holds no JSON object of keys and values')
+        return source
     namespace = dict(config, __file__=path)
-    exec(compile(source, path, 'exec'), namespace)
+    exec(source, namespace)
     return {k: v for k, v in namespace.items() if not k.startswith('_') and not isinstance(v, types.ModuleType)
             and not callable(v) and (k not in config or (type(v), v) != (type(config[k]), config[k]))}
 

@@ -120,7 +120,7 @@ def say(text):
 
 # data: prepared by one process (of each node, should nodes share no files) while the others wait
 for preparer in (par.is_main, par.local_rank == 0):
-    if preparer and dataset in SMALL_DATASETS and not os.path.exists(os.path.join(data_dir, 'train.bin')):
+    if preparer and dataset in SMALL_DATASETS and not os.path.exists(os.path.join(data_dir, 'val.bin')):
         print(f'{dataset} is not there yet: running data/{dataset}/prepare.py', flush=True)
         if subprocess.run([sys.executable, os.path.join(data_dir, 'prepare.py')]).returncode:
             sys.exit(f'error: dataset {dataset!r} could not be prepared')

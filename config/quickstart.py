@@ -23,5 +23,5 @@ else:
     eval_interval, eval_iters, log_interval = 250, 150, 50
     batch_size, block_size = 12, 64
     n_layer, n_head, n_embd = 4, 4, 128
-    learning_rate, min_lr = 3e-3, 1e-4
+    learning_rate, min_lr, lr_schedule = 2e-3, 0.0, 'linear'
     max_iters = lr_decay_iters = 1000
