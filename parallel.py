@@ -2,6 +2,7 @@
 import contextlib
 import inspect
 import os
+import sys
 
 import numpy as np
 import torch
@@ -90,10 +91,14 @@ class Parallel:
     def barrier(self):
         self.any(False)
 
-    def close(self):
+    def leave(self, exit_code):
+        """End this process, once all have come here."""
         if self.world_size > 1:
             self.barrier()  # none leaves while the main process still writes: torchrun ends the rest when one has failed
             dist.destroy_process_group()
+            sys.stdout.flush()
+            os._exit(exit_code)  # a thread of gloo's may still want the interpreter, and would abort it as it shuts down
+        sys.exit(exit_code)
 
 
 def resolve_dtype(dtype, device):

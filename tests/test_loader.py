@@ -1,0 +1,214 @@
+"""The loader: every token of an epoch once, whatever the shards and the processes; and data that cannot be is refused."""
+import json
+import pickle
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import data.loader
+from data.loader import Prefetcher, TokenLoader, read_meta, shuffled
+from parallel import Parallel
+
+U16 = dict(vocab_size=65536, dtype='uint16')
+
+
+def write(path, tokens, dtype='<u2', header=False, version=1, count=None):
+    """A token file, raw or with llm.c's header; count: what the header says, if not the truth."""
+    ints = np.zeros(256, dtype='<i4')
+    ints[:3] = 20240520, version, len(tokens) if count is None else count
+    with open(path, 'wb') as file:
+        file.write(ints.tobytes() * header + np.asarray(tokens).astype(dtype).tobytes())
+
+
+def load(folder, split='train', block_size=4, vocab_size=65536, meta=U16, seed=1):
+    return TokenLoader(str(folder), split, block_size, vocab_size, meta, seed)
+
+
+def rank_of(world_size, rank):
+    par = object.__new__(Parallel)  # its arithmetic needs no process group
+    par.world_size, par.rank = world_size, rank
+    return par
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2 ** 32))
+def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batch_size, accumulation, seed):
+    """By all processes and micro-steps together, as train.py asks for them, over three epochs and the batches between."""
+    n = data.draw(st.integers(block_size + 1, 120), 'tokens')
+    cuts = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=3), 'shards'))
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as whole:
+        for i, piece in enumerate(np.split(np.arange(n), cuts)):  # a token's id is its place
+            write(f'{folder}/train_{i}.bin', piece, header=data.draw(st.booleans(), 'header'))
+        write(f'{whole}/train.bin', np.arange(n))
+        loader, one_file = (load(where, block_size=block_size, vocab_size=n, seed=seed) for where in (folder, whole))
+
+        global_batch, per_epoch, seen = batch_size * accumulation, n // block_size, {}
+        micro_batch, micro_steps = rank_of(world_size, 0).split_batch(global_batch, batch_size)
+        assert micro_batch <= batch_size
+        iterations = -(-3 * per_epoch // global_batch)
+        for iteration, rank, micro_step in np.ndindex(iterations, world_size, micro_steps):
+            rows = rank_of(world_size, rank).my_rows(global_batch, micro_batch, micro_step)
+            sequences = np.where(rows < 0, -1, iteration * global_batch + rows)
+            x, y = (batch.numpy() for batch in loader.batch(loader.train_starts(sequences)))
+            assert len(rows) == micro_batch and (y[rows < 0] == -1).all()
+            assert (y[rows >= 0] == (x[rows >= 0] + 1) % n).all()  # a target is its input's successor
+            for sequence, inputs in zip(sequences[rows >= 0].tolist(), x[rows >= 0]):
+                assert sequence not in seen
+                seen[sequence] = inputs.tolist()
+        assert len(seen) == iterations * global_batch
+        for epoch in range(3):
+            numbers = np.arange(epoch * per_epoch, (epoch + 1) * per_epoch)
+            tokens = [token for number in numbers.tolist() for token in seen[number]]
+            assert len(tokens) == len(set(tokens)) == n - n % block_size
+            assert one_file.batch(one_file.train_starts(numbers))[0].flatten().tolist() == tokens
+
+
+def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
+    write(tmp_path / 'train.bin', np.arange(4001))
+    orders = [load(tmp_path, seed=seed).train_starts(1000 * epoch + np.arange(1000)) for seed in (1, 2) for epoch in (0, 1)]
+    for i, a in enumerate(orders):
+        for b in orders[:i]:  # 1 of 1000 is in the same place by chance
+            assert (a // 4 == b // 4).sum() < 10 and set(a % 4001) != set(b % 4001)
+
+
+@pytest.mark.parametrize('n', [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 10007])
+def test_shuffled_is_a_permutation(n):
+    assert sorted(shuffled(np.arange(n), n, [1, n])) == list(range(n))
+
+
+def test_shuffled_looks_random_and_takes_any_size():
+    n = 10_000
+    a, b = shuffled(np.arange(n), n, [1, 0]), shuffled(np.arange(n), n, [1, 1])
+    # the correlation of n random pairs is 0 ± 1/sqrt(n) = 0.01: 0.05 is five standard deviations
+    for x, y in ((a, np.arange(n)), (a[1:], a[:-1]), (a, b), (a[1:] - a[:-1], b[1:] - b[:-1])):
+        assert abs(np.corrcoef(x, y)[0, 1]) < 0.05
+    assert (a == np.arange(n)).sum() < 10 and (a == b).sum() < 10  # 1 is expected of either
+    low = np.add.reduceat(a < n // 2, np.arange(0, n, 100))  # 50 ± 5 of each hundred
+    assert 20 < low.min() and low.max() < 80
+    far = shuffled(np.arange(1000), 10 ** 13, [1])
+    assert len(set(far.tolist())) == 1000 and 0 <= far.min() and 10 ** 12 < far.max() < 10 ** 13
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 300), st.integers(0, 80))
+def test_evaluation_set_is_fixed_even_and_without_overlap(block_size, extra, count):
+    n = block_size + 1 + extra
+    with tempfile.TemporaryDirectory() as folder:
+        write(f'{folder}/val.bin', np.arange(n))
+        one, two = (load(folder, 'val', block_size, seed=seed) for seed in (1, 2))
+        starts = one.eval_starts(count)
+        assert starts.tolist() == two.eval_starts(count).tolist()
+        assert len(starts) == min(count, (n - 1) // block_size)
+        gaps = np.diff(np.append(starts, n - 1))  # the last reaches to the end of the split
+        assert (gaps >= block_size).all() and (starts[:1] == 0).all()
+        assert len(starts) == 0 or gaps.max() - gaps.min() < 2 * block_size
+        if count:
+            x, y = one.batch(starts)
+            assert (x[:, 0].numpy() == starts).all() and (y == x + 1).all()
+
+
+@pytest.mark.parametrize('names', [['train.bin'], ['train_01.bin', 'train_02.bin'], ['set_train_01.bin', 'set_train_02.bin']])
+@pytest.mark.parametrize('dtype, first', [('uint16', 0), ('uint32', 100_000)])
+@pytest.mark.parametrize('header', [False, True])
+def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
+    folder = tmp_path / 'a [folder]*'  # which is no pattern
+    folder.mkdir()
+    tokens = first + np.arange(50)
+    for name, piece in zip(names, np.array_split(tokens, len(names))):
+        write(folder / name, piece, dtype=np.dtype(dtype).newbyteorder('<'), header=header)
+    loader = load(folder, vocab_size=first + 50, meta=dict(vocab_size=first + 50, dtype=dtype))
+    assert loader.n_tokens == 50
+    assert loader.batch(np.array([45]))[1].tolist() == [[*tokens[46:]]]
+    assert loader.read(45, 60).tolist() == [*tokens[45:], *tokens, *tokens[:5]]
+
+
+# --- what cannot be read ------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name, content, message', [
+    ('train.bin', b'x' * 201, 'train.bin should hold .* but is 201 bytes'),
+    ('train.bin', dict(tokens=[]), 'train.bin should hold'),
+    ('train.bin', dict(tokens=[], header=True), 'train.bin should hold'),
+    ('train.bin', dict(tokens=range(100), header=True, count=101), 'should hold 101 tokens'),
+    ('train.bin', dict(tokens=range(100), header=True, count=99), 'should hold 99 tokens'),
+    ('train.bin', dict(tokens=range(100), header=True, version=2), 'header of version 2'),
+    ('train.bin', dict(tokens=range(99)), 'train.bin should hold 100 tokens'),  # says the meta.json of the test
+    ('train_2.bin', dict(tokens=range(99)), 'train_2.bin should hold 100 tokens'),
+    ('train.bin', dict(tokens=[*range(99), 200]), 'train.bin holds the token 200, but vocab_size is 200'),
+    ('train_2.bin', dict(tokens=[200] + [0] * 99), 'train_2.bin holds the token 200, but vocab_size is 200'),
+    ('train.bin', None, 'there is no train.bin'),
+], ids=str)
+def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
+    write(tmp_path / 'train.bin', range(100))
+    meta = dict(vocab_size=200, dtype='uint16', tokens={'train.bin': 100, 'train_2.bin': 100})
+    assert load(tmp_path, vocab_size=200, meta=meta).n_tokens == 100
+    if content is None:
+        (tmp_path / name).unlink()
+    elif isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    else:
+        write(tmp_path / name, **content)
+    with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):
+        load(tmp_path, vocab_size=200, meta=meta)
+
+
+def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 0)
+    write(tmp_path / 'train.bin', [*range(99), 200])
+    loader = load(tmp_path, vocab_size=200)
+    loader.batch(np.array([0, 94]))
+    with pytest.raises(ValueError, match='holds the token 200, but vocab_size is 200'):
+        loader.batch(np.array([0, 95]))  # as a target
+
+
+def test_too_few_tokens_name_the_block_size_that_would_do(tmp_path):
+    write(tmp_path / 'train.bin', range(10))
+    assert load(tmp_path, block_size=9).batch(np.array([0]))[1].tolist() == [list(range(1, 10))]
+    with pytest.raises(ValueError, match='10 tokens in its train split.*block_size=10 needs 11: set block_size to 9'):
+        load(tmp_path, block_size=10)
+
+
+def test_meta_pkl_is_never_unpickled(tmp_path):
+    class Malicious:
+        def __reduce__(self):
+            return open, (str(tmp_path / 'it ran'), 'w')
+    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(Malicious()))
+    with pytest.raises(ValueError, match='meta.pkl but no meta.json'):
+        read_meta(tmp_path)
+    (tmp_path / 'meta.json').write_text(json.dumps(U16))
+    assert read_meta(tmp_path) == U16 and not (tmp_path / 'it ran').exists()
+
+
+@pytest.mark.parametrize('text', ['', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
+                                  '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
+def test_bad_meta_json_is_one_sentence_that_names_it(tmp_path, text):
+    assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')  # where there is none
+    (tmp_path / 'meta.json').write_text(text)
+    with pytest.raises(ValueError, match='^[^\n]*meta.json[^\n]*$'):
+        read_meta(tmp_path)
+
+
+# --- reading ahead ------------------------------------------------------------------------------------------------------
+
+def test_prefetcher_gives_what_direct_calls_would():
+    prepared, ahead = [], threading.Event()
+    def prepare(step):
+        prepared.append(step)
+        if step == 4:
+            ahead.set()
+        return step * step
+    fetch = Prefetcher(prepare)
+    assert [fetch(step) for step in range(4)] == [0, 1, 4, 9]
+    assert ahead.wait(10) and prepared == [0, 1, 2, 3, 4]  # the next one is ready before it is asked for, and none twice
+    assert [fetch(step) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
+
+
+def test_prefetcher_raises_what_the_thread_raised():
+    fetch = Prefetcher(lambda step: 1 // (step - 2))
+    assert fetch(1) == -1  # the failure of step 2 waits until it is asked for
+    with pytest.raises(ZeroDivisionError):
+        fetch(2)
+    assert fetch(3) == 1

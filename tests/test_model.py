@@ -1,0 +1,347 @@
+"""The model against transformers' GPT-2, against itself with a cache, and against the papers' formulas in float64.
+
+Tolerances: float32 carries 6e-8 of a number. Logits here are of magnitude 1 to 10, sums of a few hundred products through two
+blocks, so 1e-4 leaves room for the order of the sums and is far below the effect of any wrong formula.
+"""
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT
+from torch.utils.flop_counter import FlopCounterMode
+
+import checkpoint
+from model import GPT, GPTConfig, rotate
+
+TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
+MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False, softcap=5.0, bias=False)
+VARIANTS = dict(default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
+                swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'), qk_norm=dict(qk_norm=True),
+                grouped=dict(n_kv_head=2), multi_query=dict(n_kv_head=1), untied=dict(tie_weights=False),
+                softcap=dict(softcap=2.0), modern=MODERN, modern_swiglu=MODERN | dict(mlp='swiglu', n_kv_head=1, bias=True))
+variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
+few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN], ids=['default', 'rope', 'modern'])
+
+
+def seeded(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def tokens(*shape, seed=0):
+    return torch.randint(TINY['vocab_size'], shape, generator=seeded(seed))
+
+
+def build(options=(), scale=0.25):
+    """A tiny model with every parameter random (norms, biases, padding rows) and large enough that each of them matters."""
+    model, generator = GPT(GPTConfig(**TINY | dict(options))).eval(), seeded(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(scale * torch.randn(p.shape, generator=generator) + (p.dim() == 1))
+    return model
+
+
+# --- against transformers -----------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module', params=['gelu_new', 'gelu'])
+def gpt2(request, tmp_path_factory):
+    """transformers' model, ours with its weights, the folder between them."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+    torch.manual_seed(0)
+    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0,
+                                        eos_token_id=0, initializer_range=0.2, activation_function=request.param)).eval()
+    with torch.no_grad():
+        for p in theirs.parameters():  # biases and norms are trivial at the start, and would hide a mix-up
+            p.add_(0.1 * torch.randn_like(p))
+    folder = tmp_path_factory.mktemp('gpt2')
+    theirs.save_pretrained(folder)
+    arguments, weights = checkpoint.read_gpt2(str(folder))
+    ours = GPT(GPTConfig(**arguments), seed=None).eval()
+    checkpoint.fill(ours, weights)
+    return theirs, ours, folder
+
+
+@torch.no_grad()
+def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
+    theirs, ours, _ = gpt2
+    idx = tokens(3, 16)
+    torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours(idx[:, :-1], idx[:, 1:]) / (3 * 15), theirs(idx, labels=idx).loss, atol=1e-4, rtol=0)
+    text = theirs.generate(idx[:, :5], max_new_tokens=11, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert ours.generate(idx[:, :5], 11, temperature=0).equal(text)
+
+
+@pytest.mark.parametrize('change', [
+    dict(model_type='llama'), dict(activation_function='relu'), dict(layer_norm_epsilon=1e-6)], ids=str)
+def test_other_models_are_refused(gpt2, tmp_path, change):
+    config = json.loads((gpt2[2] / 'config.json').read_text()) | change
+    (tmp_path / 'config.json').write_text(json.dumps(config))
+    (tmp_path / 'model.safetensors').write_bytes((gpt2[2] / 'model.safetensors').read_bytes())
+    with pytest.raises(ValueError, match='not a GPT-2'):
+        checkpoint.read_gpt2(str(tmp_path))
+
+
+@pytest.mark.parametrize('missing, present', [('model.safetensors', 'config.json'), ('config.json', 'model.safetensors')])
+def test_incomplete_folders_are_refused(tmp_path, missing, present):
+    (tmp_path / present).write_text('{}')
+    with pytest.raises(OSError, match=f'has no {missing}'):
+        checkpoint.read_gpt2(str(tmp_path))
+
+
+@pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')], ids=['offline', 'unreachable'])
+def test_a_name_that_cannot_be_downloaded_is_one_sentence(tmp_path, env):
+    code = 'import checkpoint, configurator\nwith configurator.one_sentence(): checkpoint.read_gpt2("gpt2")'
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
+                          env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path), **env))
+    assert done.returncode == 1 and 'Traceback' not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith('error: gpt2 is neither a folder nor in the Hugging Face cache')
+
+
+# --- against the formulas -----------------------------------------------------------------------------------------------
+
+def reference(w, c, idx):
+    """Logits (T, vocab_size) of one sequence (T,): a loop over heads, an explicit causal softmax, rotation by complex numbers.
+
+    w: weights in float64 by name; c: the GPTConfig.
+    """
+    T, D = len(idx), c.n_embd // c.n_head
+
+    def linear(x, name):
+        return x @ w[f'{name}.weight'].T + w.get(f'{name}.bias', 0)
+
+    def rms(x, name):  # Zhang and Sennrich 2019, (4)
+        return x / (x.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt() * w[f'{name}.weight'] + w.get(f'{name}.bias', 0)
+
+    def norm(x, name):  # LayerNorm is RMSNorm of the centred x
+        return rms(x - x.mean(-1, keepdim=True) if c.norm == 'layernorm' else x, name)
+
+    def turn(x):  # RoFormer (Su et al. 2021), 3.2.2: pair j of position t turns by t * 10000^(-2j/D)
+        if c.pos != 'rope':
+            return x
+        angle = torch.arange(T).double()[:, None] * torch.tensor([10000.0 ** (-2 * j / D) for j in range(D // 2)])
+        z = torch.complex(x[:, :D // 2], x[:, D // 2:]) * torch.exp(1j * angle)
+        return torch.cat((z.real, z.imag), -1)
+
+    def attention(x, name):
+        heads = []
+        for h in range(c.n_head):
+            g = h // (c.n_head // c.n_kv_head)  # consecutive query heads share a key/value head (Ainslie et al. 2023)
+            q, k, v = (linear(x, f'{name}.c_{p}')[:, i * D:(i + 1) * D] for p, i in (('q', h), ('k', g), ('v', g)))
+            if c.qk_norm:
+                q, k = rms(q, f'{name}.q_norm'), rms(k, f'{name}.k_norm')
+            weights = (turn(q) @ turn(k).T / math.sqrt(D)).exp().tril()
+            heads.append(weights / weights.sum(-1, keepdim=True) @ v)
+        return linear(torch.cat(heads, -1), f'{name}.c_proj')
+
+    def mlp(x, name):
+        h = linear(x, f'{name}.c_fc')
+        if c.mlp == 'gelu':
+            h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2)))
+        elif c.mlp == 'gelu_tanh':  # Hendrycks and Gimpel 2016
+            h = 0.5 * h * (1 + torch.tanh(math.sqrt(2 / math.pi) * (h + 0.044715 * h ** 3)))
+        elif c.mlp == 'relu2':
+            h = torch.where(h > 0, h * h, 0)
+        else:  # Shazeer 2020, (6)
+            gate = linear(x, f'{name}.c_gate')
+            h = gate * torch.sigmoid(gate) * h
+        return linear(h, f'{name}.c_proj')
+
+    x = w['transformer.wte.weight'][idx]
+    if c.pos == 'learned':
+        x = x + w['transformer.wpe.weight'][:T]
+    for i in range(c.n_layer):
+        block = f'transformer.h.{i}'
+        x = x + attention(norm(x, f'{block}.ln_1'), f'{block}.attn')
+        x = x + mlp(norm(x, f'{block}.ln_2'), f'{block}.mlp')
+    head = w['transformer.wte.weight' if c.tie_weights else 'lm_head.weight'][:c.vocab_size]
+    logits = norm(x, 'transformer.ln_f') @ head.T
+    return c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits
+
+
+@variants
+def test_logits_loss_and_gradients_equal_the_formulas(options):
+    """The loss: a sum over the valid targets, with none of the probability in the padding rows."""
+    model, idx, targets = build(options), tokens(2, 12), tokens(2, 12, seed=1)
+    targets[0, :5] = -1  # left out
+    w = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
+    expected = torch.stack([reference(w, model.config, row) for row in idx])
+    torch.testing.assert_close(model(idx).double(), expected, atol=1e-4, rtol=0)
+
+    loss = model(idx, targets)
+    of_targets = expected.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    expected_loss = -of_targets[targets >= 0].sum()
+    torch.testing.assert_close(loss.double(), expected_loss, atol=0, rtol=1e-5)
+    loss.backward()
+    expected_loss.backward()
+    largest = max(p.grad.abs().max() for p in w.values())
+    for name, p in model.named_parameters():  # what is summed may cancel (in c_k.bias to zero): a floor of 1e-6 of the largest
+        error = (p.grad - w[name].grad).abs().max()
+        assert error < 1e-4 * w[name].grad.abs().max() + 1e-6 * largest, f'gradient of {name} is off by {error:.1e}'
+
+
+def test_rope_depends_on_the_distance_alone():
+    model = GPT(GPTConfig(**TINY, pos='rope'))
+    q, k = torch.randn(2, 1, 1, 1, 8, generator=seeded(0))
+
+    def score(m, n):
+        return (rotate(q, model.rope_cos[m], model.rope_sin[m]) * rotate(k, model.rope_cos[n], model.rope_sin[n])).sum().item()
+
+    for m, n, shift in [(0, 0, 13), (3, 1, 5), (10, 0, 5)]:
+        assert score(m, n) == pytest.approx(score(m + shift, n + shift), abs=1e-5)
+    assert abs(score(5, 0) - score(6, 0)) > 1e-2
+
+
+# --- weights, sizes, configs --------------------------------------------------------------------------------------------
+
+def test_weights_depend_on_seed_and_name_alone():
+    def weights(seed=1337, **options):
+        torch.manual_seed(len(options))  # of no consequence
+        return dict(GPT(GPTConfig(**TINY | options), seed).named_parameters())
+    one, deeper, other_seed = weights(), weights(**MODERN | dict(n_layer=3)), weights(seed=1)
+    shared = [name for name in one if name in deeper and one[name].shape == deeper[name].shape]
+    assert len(shared) > 10
+    for name in shared:
+        ratio = math.sqrt(3 / 2) if name.endswith('c_proj.weight') else 1
+        torch.testing.assert_close(one[name], ratio * deeper[name], atol=1e-7, rtol=0)
+    matrices = [name for name in one if one[name].dim() == 2]
+    assert not any(one[name].equal(other_seed[name]) for name in matrices)
+    # a matrix's first draw over its std is its generator's: no two share one
+    assert len({one[n].flatten()[0].item() * (2 if 'c_proj' in n else 1) for n in matrices}) == len(matrices)
+
+
+def test_weights_start_as_gpt2s():
+    model = GPT(GPTConfig(block_size=256, vocab_size=500, n_layer=8, n_head=4, n_embd=128, tie_weights=False))
+    for name, p in model.named_parameters():
+        if p.dim() == 1:
+            assert p.eq(name.endswith('weight')).all(), name
+        else:  # a standard deviation from n draws errs by 1/sqrt(2n): 0.6% for the 16,384 of the smallest matrix
+            std = 0.02 / math.sqrt(16) if 'c_proj' in name else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.03) and abs(p.mean().item()) < 0.03 * std, name
+    tied = GPT(GPTConfig(**TINY))
+    assert tied.lm_head.weight is tied.transformer.wte.weight
+
+
+@few_variants
+def test_builds_on_the_meta_device_and_runs_in_bfloat16(options):
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**TINY | options))
+    assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
+    loss, low = (m(tokens(2, 16), tokens(2, 16, seed=1)) for m in (build(options), build(options).bfloat16()))
+    assert low.dtype == torch.float32 and low.item() == pytest.approx(loss.item(), rel=0.05)  # bfloat16 keeps 8 bits
+
+
+def test_gpt2s_size():
+    with torch.device('meta'):
+        assert GPT(GPTConfig()).num_params() == 124_439_808 + (50304 - 50257) * 768  # the published weights, padding rows
+
+
+@variants
+def test_flops_per_token_equals_what_the_operations_count(options):
+    """Exactly: PyTorch counts all of the causal square, the formula the half that is needed, so one attention is added."""
+    model, T = build(options), 12
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(tokens(2, T), tokens(2, T)).backward()
+    attention = 6 * model.config.n_layer * T * model.config.n_embd
+    assert counter.get_total_flops() == 2 * T * (model.flops_per_token(T) + attention)
+
+
+@pytest.mark.parametrize('bad, message', [
+    (dict(n_embd=30), 'n_embd=30 is not divisible by n_head=4: n_embd=32'),
+    (dict(n_kv_head=3), 'n_kv_head=3 .* n_head=4'), (dict(n_kv_head=-1), 'n_kv_head'), (dict(n_kv_head=8), 'n_kv_head'),
+    (dict(pos='alibi'), "pos is 'alibi': choose one of learned, rope"),
+    (dict(norm='batchnorm'), "norm is 'batchnorm': choose one of layernorm, rmsnorm"),
+    (dict(mlp='tanh'), "mlp is 'tanh': choose one of gelu, gelu_tanh, relu2, swiglu"),
+    (dict(pos='rope', n_embd=20), 'pos=rope .* n_embd'), (dict(softcap=-1.0), 'softcap is -1.0'),
+    (dict(dropout=1.0), 'dropout is 1.0'), (dict(dropout=-0.1), 'dropout is -0.1'),
+    *((dict([(key, 0)]), f'{key} is 0') for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')),
+], ids=str)
+def test_impossible_configs_are_one_sentence(bad, message):
+    with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):
+        GPTConfig(**TINY | bad)
+
+
+def test_dropout_is_on_in_training_alone():
+    model, idx = build(dict(dropout=0.5)), tokens(2, 16)
+    assert model(idx).equal(build()(idx)) and not model.train()(idx).equal(model(idx))
+
+
+# --- the cache, and sampling --------------------------------------------------------------------------------------------
+
+@variants
+@torch.no_grad()
+def test_logits_with_a_cache_equal_those_without(options):
+    model, idx = build(options), tokens(3, 16)
+    for chunks in ([16], [1] * 16, [5, 1, 1, 6, 3], [15, 1]):
+        cache = model.new_cache(3)
+        logits = torch.cat([model(chunk, cache=cache) for chunk in idx.split(chunks, dim=1)], dim=1)
+        torch.testing.assert_close(logits, model(idx), atol=1e-4, rtol=0)
+    with pytest.raises(ValueError, match='17 positions, but block_size is 16'):
+        model(idx[:, :1], cache=cache)
+
+
+@few_variants
+@pytest.mark.parametrize('prompt', [1, 7, 16, 20])
+@torch.no_grad()
+def test_greedy_text_equals_a_naive_loop(options, prompt):
+    """Before and past block_size, where the window slides; rows of a batch do not see one another."""
+    model, idx = build(options), tokens(3, prompt)
+    naive = idx
+    for _ in range(25):
+        naive = torch.cat((naive, model(naive[:, -16:])[:, -1:].argmax(-1)), dim=1)
+    assert model.generate(idx, 25, temperature=0).equal(naive)
+    assert model.generate(idx[1:2], 25, temperature=0).equal(naive[1:2])
+
+
+class FixedLogits(GPT):
+    """Says the same everywhere, so that what is drawn can be compared with a distribution."""
+    values = torch.tensor([2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -1.0, -3.0])
+
+    def __init__(self):
+        super().__init__(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=2))
+
+    def forward(self, idx, targets=None, cache=None):
+        return self.values.expand(*idx.shape, 8)
+
+    def draw(self, rows, *arguments, **sampling):
+        return self.generate(torch.zeros(rows, 1, dtype=torch.long), *arguments, generator=seeded(0), **sampling)[:, 1:]
+
+
+@pytest.mark.parametrize('temperature, top_k, top_p, support', [
+    (1.0, None, None, 8), (0.5, None, None, 8), (2.0, 2, None, 2), (1.0, 1, None, 1), (1.0, 100, 1.0, 8), (1.0, None, 0.5, 2),
+    (1.0, None, 1e-6, 1), (1.5, None, 0.9, 6), (1.0, 2, 0.6, 1), (3.0, 6, 0.8, 5)])
+def test_sampling_draws_from_the_stated_distribution(temperature, top_k, top_p, support):
+    weights = [math.exp(value / temperature) for value in FixedLogits.values.tolist()]  # the likeliest first
+    kept = weights[:top_k]
+    while top_p and sum(kept[:-1]) >= top_p * sum(weights[:top_k]):  # the fewest that reach top_p of what top_k left
+        kept.pop()
+    assert len(kept) == support
+    n = 40_000
+    counts = FixedLogits().draw(n, 1, temperature=temperature, top_k=top_k, top_p=top_p).flatten().bincount(minlength=8)
+    for token, count in enumerate(counts.tolist()):
+        p = kept[token] / sum(kept) if token < support else 0
+        assert abs(count / n - p) <= 4 * math.sqrt(p * (1 - p) / n), token  # four standard errors
+
+
+def test_a_row_that_stopped_repeats_the_token_and_all_stopped_ends_early():
+    new = FixedLogits().draw(5, 500, top_k=3, stop_token=1).tolist()
+    first = [row.index(1) for row in new]
+    assert len(set(first)) > 1 and len(new[0]) == max(first) + 1
+    assert all(set(row[at:]) == {1} for row, at in zip(new, first))
+
+
+@pytest.mark.parametrize('tie', [True, False])
+def test_padding_rows_are_never_drawn(tie):
+    model = build(dict(tie_weights=tie), scale=0.02)
+    with torch.no_grad():
+        model.lm_head.weight[97:] = 100.0
+        model.transformer.ln_f.bias.fill_(1.0)
+    for temperature in (0, 1, 10):
+        assert model.generate(tokens(8, 1), 50, temperature=temperature, generator=seeded(0)).max() < 97
+
+
+def test_sampling_repeats_with_its_generators_seed():
+    model = build(scale=0.02)
+    one, two, three = (model.generate(tokens(2, 3), 40, generator=seeded(s)) for s in (1, 1, 2))
+    assert one.equal(two) and not one.equal(three)

@@ -1,0 +1,52 @@
+"""Learning-rate schedules against nanoGPT's formula and their definitions; AdamW's groups."""
+import math
+
+import pytest
+
+from model import GPT, GPTConfig
+from optim import build_adamw, scheduled_lr
+
+PEAK = 6e-4
+
+
+def remaining(schedule, it, warmup, decay):
+    """How much of the way from floor to peak is left, 1 to 0."""
+    if schedule == 'wsd':
+        return min(1, (decay - it) / min(0.2 * decay, decay - warmup))
+    ratio = (it - warmup) / (decay - warmup)
+    return 0.5 * (1 + math.cos(math.pi * ratio)) if schedule == 'cosine' else 1 - ratio
+
+
+@pytest.mark.parametrize('schedule', ['cosine', 'linear', 'wsd'])
+@pytest.mark.parametrize('warmup, decay, floor', [
+    (20, 200, 6e-5), (0, 7, 0.0), (190, 200, 6e-5), (200, 200, 6e-5), (1, 3, 0.0), (2000, 600_000, 6e-5), (5, 3, 0.0)])
+def test_schedules_are_their_formulas(schedule, warmup, decay, floor):
+    """nanoGPT's get_lr(it), with the other schedules' decay in place of its cosine."""
+    def get_lr(it):
+        if it < warmup:
+            return PEAK * (it + 1) / (warmup + 1)
+        if it >= decay:  # nanoGPT has >, which is the same but for warmup == decay, where it divides by zero
+            return floor
+        return floor + remaining(schedule, it, warmup, decay) * (PEAK - floor)
+    points = range(0, 2 * decay, max(1, decay // 500))
+    values = [scheduled_lr(it, schedule, PEAK, floor, warmup, decay) for it in points]
+    assert values == pytest.approx([get_lr(it) for it in points], rel=1e-9)
+    # and what any schedule should be: it rises to the peak, then falls to the floor, and jumps nowhere
+    top = values.index(max(values))
+    assert values[:top + 1] == sorted(values[:top + 1]) and values[top:] == sorted(values[top:], reverse=True)
+    assert values[-1] == floor and values[top] <= PEAK * (1 + 1e-12)
+    if warmup < decay:
+        assert scheduled_lr(warmup, schedule, PEAK, floor, warmup, decay) == pytest.approx(PEAK)
+        assert scheduled_lr(decay - 1e-6, schedule, PEAK, floor, warmup, decay) == pytest.approx(floor, abs=1e-5 * PEAK)
+
+
+@pytest.mark.parametrize('tie', [True, False])
+def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
+    model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=tie, qk_norm=True))
+    optimizer = build_adamw(model, 1e-3, 0.1, (0.8, 0.9))
+    decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    assert sum(len(group['params']) for group in optimizer.param_groups) == len(decay) == len(list(model.parameters()))
+    for name, p in model.named_parameters():
+        is_matrix = name.endswith('weight') and 'ln_' not in name and '_norm' not in name
+        assert decay[id(p)] == (0.1 if is_matrix else 0), name
+    assert all(group['lr'] == 1e-3 and group['betas'] == (0.8, 0.9) for group in optimizer.param_groups)
