@@ -183,10 +183,13 @@ def read_gpt2(source):
             raise OSError(f'{folder} has no {name}: it is no Hugging Face folder with safetensors weights')
     with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
         theirs = json.load(file)
-    mlp = {'gelu_new': 'gelu_tanh', 'gelu': 'gelu'}.get(theirs.get('activation_function', 'gelu_new'))
-    if theirs.get('model_type') != 'gpt2' or mlp is None or theirs.get('layer_norm_epsilon', 1e-5) != 1e-5:
-        raise ValueError(f'{folder} is not a GPT-2 (model_type {theirs.get("model_type")!r}, '
-                         f'activation_function {theirs.get("activation_function")!r})')
+    usual = dict(model_type=['gpt2'], activation_function=['gelu_new', 'gelu'], layer_norm_epsilon=[1e-5],
+                 n_inner=[None, 4 * theirs.get('n_embd', 0)], tie_word_embeddings=[True], scale_attn_weights=[True],
+                 scale_attn_by_inverse_layer_idx=[False])
+    odd = {key: theirs[key] for key, known in usual.items() if theirs.get(key, known[0]) not in known}
+    if odd:
+        raise ValueError(f'{folder} is not a GPT-2 as OpenAI made them: its config.json has {odd}')
+    mlp = 'gelu_tanh' if theirs.get('activation_function', 'gelu_new') == 'gelu_new' else 'gelu'
     arguments = dict(block_size=theirs['n_positions'], vocab_size=theirs['vocab_size'], n_layer=theirs['n_layer'],
                      n_head=theirs['n_head'], n_embd=theirs['n_embd'], bias=True, mlp=mlp)
     ours = {}

@@ -74,7 +74,8 @@ def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
 
 
 @pytest.mark.parametrize('change', [
-    dict(model_type='llama'), dict(activation_function='relu'), dict(layer_norm_epsilon=1e-6)], ids=str)
+    dict(model_type='llama'), dict(activation_function='relu'), dict(layer_norm_epsilon=1e-6), dict(n_inner=64),
+    dict(scale_attn_by_inverse_layer_idx=True), dict(scale_attn_weights=False), dict(tie_word_embeddings=False)], ids=str)
 def test_other_models_are_refused(gpt2, tmp_path, change):
     config = json.loads((gpt2[2] / 'config.json').read_text()) | change
     (tmp_path / 'config.json').write_text(json.dumps(config))
