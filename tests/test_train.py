@@ -81,7 +81,7 @@ def runs(train):
 # resuming
 
 @pytest.mark.parametrize('nproc, init_from', [(1, 'resume'), (2, 'auto'), (3, 'resume')])
-def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(train, nproc, init_from):
+def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(train, runs, nproc, init_from):
     first = 'auto' if init_from == 'auto' else 'scratch'
     straight, part = side_by_side(lambda: train('--dropout=0.1', nproc=nproc),
                                   lambda: train('--dropout=0.1', '--max_iters=6', f'--init_from={first}', nproc=nproc))
@@ -91,6 +91,9 @@ def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(train, nproc, init_f
     assert 'iter 6: loss' not in resumed.stdout
     assert curve(resumed) == curve(straight) and list(straight.lines) == list(range(1, 13))
     assert resumed.evals == straight.evals
+    base = runs['base']  # dropout: in training, also after an evaluation; not in evaluation
+    assert straight.lines[1]['loss'] != pytest.approx(base.lines[1]['loss'], abs=1e-4)
+    assert straight.evals[0] == pytest.approx(base.evals[0], abs=1e-5)
     assert same_weights(resumed, straight)
     assert {**state_of(resumed), 'config': 0} == {**state_of(straight), 'config': 0}
     if nproc == 1:
@@ -292,7 +295,7 @@ def interrupt(dataset, out_dir, number, *arguments, again=0, nproc=1):
             time.sleep(0.02)
         process.send_signal(number)
         while again and process.poll() is None:  # Slurm signals every process, and torchrun then its workers once more
-            time.sleep(0.02)
+            time.sleep(0.002)
             process.send_signal(number)
             again -= 1
         stdout, stderr = process.communicate(timeout=120)
@@ -304,7 +307,7 @@ def test_signals_save_and_the_run_goes_on_as_if_there_had_been_none(train, datas
     code, _ = interrupt(dataset, tmp_path, signal.SIGTERM)
     assert code == 143
     stopped = saved(tmp_path)[-1]
-    code, stdout = interrupt(dataset, tmp_path, signal.SIGINT, '--init_from=resume', again=20)
+    code, stdout = interrupt(dataset, tmp_path, signal.SIGINT, '--init_from=resume', again=200)
     assert code in (130, -2)  # Python, once it shuts down, dies of a signal; a shell shows 130 for both
     assert f'iter {stopped + 1}: loss' in stdout and f'iter {stopped}: loss' not in stdout
     lines, evals = read_metrics(tmp_path)
