@@ -110,7 +110,6 @@ with one_sentence():
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     if lr_schedule not in ('cosine', 'linear', 'wsd'):
         raise ValueError(f'lr_schedule is {lr_schedule!r}: choose one of cosine, linear, wsd')
-    GPTConfig(**{f.name: config[f.name] for f in dataclasses.fields(GPTConfig) if f.name in config})  # sound in itself?
     par = Parallel(device, backend)
     dtype = resolve_dtype(dtype, par.device)
 
@@ -147,7 +146,7 @@ if init_from in ('resume', 'auto'):
     if source is None and init_from == 'resume':
         sys.exit(f'error: there is no checkpoint to resume in {out_dir}/ckpt: set --out_dir, or --init_from=scratch')
 with one_sentence():
-    model_args = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
+    model_args = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
     model_args['vocab_size'] = meta['vocab_size']
     if saved:
         model_args = saved['model'] | dict(dropout=dropout)
@@ -192,7 +191,10 @@ def to_device(x, y):
 
 def prepare(loader, starts):
     x, y = loader.batch(starts)
-    return (x.pin_memory(), y.pin_memory()) if par.device.type == 'cuda' else (x, y)
+    if par.device.type == 'cuda':
+        torch.cuda.set_device(par.device)  # of this thread: else pinning opens a context on GPU 0
+        x, y = x.pin_memory(), y.pin_memory()
+    return x, y
 
 def prepare_train(step):
     step_iteration, micro_step = divmod(step, micro_steps)
