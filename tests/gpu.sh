@@ -34,5 +34,8 @@ if [ -n "$nanogpt" ]; then
     mkdir -p "$nanogpt/data/random"
     python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$nanogpt/data/random"
     cd "$nanogpt"
-    python train.py --dataset=random --gradient_accumulation_steps=1 $shape --eval_iters=1 --max_iters=60 --out_dir="$work/nanogpt" | tail -n 50
+    python train.py --dataset=random --gradient_accumulation_steps=1 $shape --eval_iters=1 --max_iters=60 --out_dir="$work/nanogpt" |
+        python -c "import re, statistics, sys
+ms = [float(t) for t in re.findall(r'time ([0-9.]+)ms', sys.stdin.read())][-50:]
+print(f'median of {len(ms)} iterations: {statistics.median(ms):.2f} ms')"
 fi

@@ -16,6 +16,7 @@ from conftest import TINY, curve, launch, read_metrics, side_by_side
 from data.loader import TokenLoader, read_meta
 from model import GPT, GPTConfig
 
+pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')  # DCP says that one process is one process
 MODEL = dict(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False)  # TINY's
 
 
