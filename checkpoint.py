@@ -35,7 +35,7 @@ def _val_loss(path):
         loss = read_state(path)['val_loss']
     except (OSError, ValueError, KeyError):  # damaged: not the best, and not a reason to fail here
         loss = None
-    return float('inf') if loss is None else loss
+    return float('inf') if loss is None or loss != loss else loss
 
 
 def read_state(path):

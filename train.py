@@ -179,7 +179,7 @@ with one_sentence():
 scaler = torch.amp.GradScaler(par.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
-iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss') or float('inf')
+iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 
 # batches: each process takes its rows of the global batch; the next micro-batch is prepared while the device works
 global_batch = batch_size * gradient_accumulation_steps
@@ -245,15 +245,17 @@ def evaluate():
             if par.any(stop_signal):
                 model.train()
                 return None
+            with one_sentence():  # a token beyond the vocabulary
+                x, y = to_device(*batch(step))
             with ctx:
-                loss_sum += forward(*to_device(*batch(step)))
+                loss_sum += forward(x, y)
         means[split] = par.sum(loss_sum.item())[0] / (len(starts) * block_size)
     model.train()
     return means
 
 # what the run will be, in a few lines
 say(f'{par.world_size} process(es) on {par.device}, {dtype}, {model.num_params():,} parameters, '
-    f'{train_loader.n_tokens:,} training tokens in data/{dataset}')
+    f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 say(f'tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
 if source and saved:
@@ -273,29 +275,30 @@ peak = metrics.peak_flops(par.device, dtype)
 flops_per_iter = model.flops_per_token(block_size) * tokens_per_iter
 
 profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
-val_loss, saved_iteration = None, iteration
+saved_iteration = iteration
 timed_from, clock = iteration, time.perf_counter()
 while True:
     # evaluate, and save
+    eval_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
+    save_due = save_interval and iteration % save_interval == 0
+    if eval_due or save_due:
+        metrics.synchronize(par.device)  # what is still under way is training time
     pause = time.perf_counter()
     if profiler:
         profiler.step()
-    due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
-    losses = evaluate() if due and eval_iters else None
-    improved = False
+    losses, val_loss, improved = evaluate() if eval_due and eval_iters else None, None, False
     if losses:
         val_loss = losses['val']
-        improved = val_loss < best_val_loss
-        best_val_loss = min(best_val_loss, val_loss)
+        improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)  # NaN is no improvement
+        best_val_loss = val_loss if improved else best_val_loss
         log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
     stop = par.any(stop_signal)
     if eval_only:
         break
     ending = stop or iteration >= max_iters
-    if iteration > saved_iteration and (ending or (save_interval and iteration % save_interval == 0)
-                                        or (due and (always_save_checkpoint or improved))):
+    if iteration > saved_iteration and (ending or save_due or (eval_due and (always_save_checkpoint or improved))):
         if keep_checkpoints or eval_iters:
-            state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss if losses else None,
+            state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss,
                          best_val_loss=best_val_loss, wandb_id=log.wandb_id, scaler=scaler.state_dict(),
                          model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
             say(f'saving {checkpoint.save(out_dir, iteration, model, optimizer, state, keep_checkpoints)}')
@@ -311,7 +314,7 @@ while True:
         group['lr'] = lr
     loss_sum = torch.zeros((), device=par.device)
     for micro_step in range(micro_steps):
-        with record_function('data'):
+        with record_function('data'), one_sentence():
             x, y = to_device(*train_batch(iteration * micro_steps + micro_step))
         network.require_backward_grad_sync = micro_step == micro_steps - 1  # before the forward pass, which reads it
         with ctx:
@@ -345,6 +348,6 @@ if profiler:
     profiler.close()
 log.close()
 if stop:
-    say(f'stopped by {signal.Signals(stop_signal or signal.SIGTERM).name} at iteration {iteration}; '
-        '--init_from=resume goes on from here')
+    say(f'stopped by {signal.Signals(stop_signal or signal.SIGTERM).name} at iteration {iteration}'
+        f'{"; --init_from=resume goes on from here" if iteration else ""}')
 par.leave(128 + (stop_signal or signal.SIGTERM) if stop else 0)

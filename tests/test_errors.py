@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from conftest import TINY, curve, run, side_by_side
+from data.loader import SCAN_TOKENS
 
 # arguments on top of TINY, and words that the sentence must hold
 BAD_ARGUMENTS = {
@@ -26,6 +27,7 @@ BAD_ARGUMENTS = {
     'dataset not prepared': (['--dataset={tmp}/empty'], 'empty', 'has no data'),
     'openwebtext not prepared': (['--dataset=openwebtext'], 'python data/openwebtext/prepare.py'),
     'alien token': (['--dataset={tmp}/alien'], 'token 65', 'vocab_size is 65', 'train.bin'),
+    'alien token in a large file': (['--dataset={tmp}/large'], 'token 65', 'vocab_size is 65'),
     'half a token': (['--dataset={tmp}/half'], 'train.bin', 'truncated'),
     'fewer tokens than written': (['--dataset={tmp}/fewer'], 'val.bin', '3000', 'truncated'),
     'block size': (['--block_size=3000'], 'block_size=3000', '3000 tokens', 'val', '2999'),
@@ -43,11 +45,12 @@ def inputs(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp('inputs')
     (folder / 'unknown.py').write_text('learning_rat = 1.0\n')
     (folder / 'empty').mkdir()
-    for name in ('alien', 'half', 'fewer'):
+    for name in ('alien', 'large', 'half', 'fewer'):
         shutil.copytree(dataset, folder / name)
     tokens = np.fromfile(dataset / 'train.bin', dtype='<u2')
     tokens[1234] = 65
     tokens.tofile(folder / 'alien' / 'train.bin')
+    np.full(SCAN_TOKENS + 64, 65, dtype='<u2').tofile(folder / 'large' / 'train.bin')  # not searched at start
     with open(folder / 'half' / 'train.bin', 'ab') as file:
         file.truncate(39_999)
     meta = json.loads((dataset / 'meta.json').read_text())
