@@ -142,7 +142,7 @@ def _tensors(model, optimizer):
 def _checksums(folder, pattern):
     """{file name: [bytes, CRC-32]} of the files of a folder that match a pattern."""
     checksums = {}
-    for path in glob.glob(os.path.join(glob.escape(folder), pattern), include_hidden=True):
+    for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
         size, crc = 0, 0
         with open(path, 'rb') as file:
             while chunk := file.read(2 ** 24):
