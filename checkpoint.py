@@ -69,8 +69,7 @@ def save(out_dir, iteration, model, optimizer, state, keep):
         _write_json(os.path.join(aside, 'checksums.json'), checksums)
         shutil.rmtree(path, ignore_errors=True)  # a damaged one that this run went back behind
         os.rename(aside, path)
-        kept = {find_best(out_dir), *find(out_dir)[:keep]}
-        for old in set(find(out_dir)) - kept:
+        for old in set(find(out_dir)[keep:]) - {find_best(out_dir)}:
             shutil.rmtree(old)
     return path
 

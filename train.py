@@ -186,7 +186,9 @@ global_batch = batch_size * gradient_accumulation_steps
 micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
 tokens_per_iter = global_batch * block_size
 
-def to_device(x, y):
+def fetch(batches, step):
+    with one_sentence():  # a token beyond the vocabulary, found as it is read
+        x, y = batches(step)
     return x.to(par.device, non_blocking=True), y.to(par.device, non_blocking=True)
 
 def prepare(loader, starts):
@@ -201,7 +203,7 @@ def prepare_train(step):
     rows = par.my_rows(global_batch, micro_batch, micro_step)
     return prepare(train_loader, train_loader.train_starts(np.where(rows < 0, -1, step_iteration * global_batch + rows)))
 
-train_batch = Prefetcher(prepare_train)
+train_batches = Prefetcher(prepare_train)
 
 # compile, and wrap for data parallelism
 ctx = autocast(dtype, par.device)
@@ -213,7 +215,7 @@ if compile:
     try:
         network.require_backward_grad_sync = False  # this pass tries the compiler; nothing comes of it
         with ctx:
-            network(*to_device(*train_batch(iteration * micro_steps)))
+            network(*fetch(train_batches, iteration * micro_steps))
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # no compiler, no Triton, or a model that TorchDynamo cannot follow
@@ -224,7 +226,7 @@ if compile:
 if par.world_size > 1:  # DDP orders its buckets in the first backward: one thrown away, so that a resumed run sums alike
     network.require_backward_grad_sync = True
     with ctx:
-        loss = network(*to_device(*train_batch(iteration * micro_steps)))
+        loss = network(*fetch(train_batches, iteration * micro_steps))
     loss.backward()
     optimizer.zero_grad(set_to_none=True)
 
@@ -239,16 +241,14 @@ def evaluate():
         def prepare_eval(step):
             rows = par.my_rows(len(starts), micro_batch, step)
             return prepare(loader, np.where(rows < 0, -1, starts[rows]))
-        batch = Prefetcher(prepare_eval)
+        batches = Prefetcher(prepare_eval)
         loss_sum = torch.zeros((), device=par.device)
         for step in range(steps):
             if par.any(stop_signal):
                 model.train()
                 return None
-            with one_sentence():  # a token beyond the vocabulary
-                x, y = to_device(*batch(step))
             with ctx:
-                loss_sum += forward(x, y)
+                loss_sum += forward(*fetch(batches, step))
         means[split] = par.sum(loss_sum.item())[0] / (len(starts) * block_size)
     model.train()
     return means
@@ -258,7 +258,7 @@ say(f'{par.world_size} process(es) on {par.device}, {dtype}, {model.num_params()
     f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 say(f'tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
-if source and saved:
+if saved:
     say(f'resuming {source} at iteration {iteration}')
 with one_sentence():
     if par.is_main:
@@ -314,8 +314,8 @@ while True:
         group['lr'] = lr
     loss_sum = torch.zeros((), device=par.device)
     for micro_step in range(micro_steps):
-        with record_function('data'), one_sentence():
-            x, y = to_device(*train_batch(iteration * micro_steps + micro_step))
+        with record_function('data'):
+            x, y = fetch(train_batches, iteration * micro_steps + micro_step)
         network.require_backward_grad_sync = micro_step == micro_steps - 1  # before the forward pass, which reads it
         with ctx:
             loss = network(x, y)
