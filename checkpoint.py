@@ -44,9 +44,10 @@ def read_state(path):
         return json.load(file)
 
 
-def save(out_dir, iteration, model, optimizer, state, keep):
+def save(out_dir, iteration, parameters, optimizer, state, keep):
     """Save a checkpoint, then delete all but the newest `keep` and the best. Called by every process; returns its path.
 
+    parameters: [(name, parameter)], those of one name being copies. optimizer: was given its parameters with their names.
     state: JSON-serialisable; `val_loss` in it (a float or None) is what makes a checkpoint the best.
     """
     import torch.distributed.checkpoint as dcp  # here, since it takes half a second that a start need not wait for
@@ -57,7 +58,7 @@ def save(out_dir, iteration, model, optimizer, state, keep):
         shutil.rmtree(aside, ignore_errors=True)  # a save that was killed
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')  # DCP says that one process is one process
-        dcp.save(_tensors(model, optimizer), storage_writer=dcp.FileSystemWriter(aside))
+        dcp.save(dict(_tensors(parameters, optimizer)), storage_writer=dcp.FileSystemWriter(aside))
     checksums = _checksums(aside, f'__{rank}_*')
     if dist.is_initialized():
         gathered = [None] * dist.get_world_size()
@@ -90,32 +91,34 @@ def damage(path, rank=0, world_size=1):
     return None
 
 
-def load(path, model, optimizer=None):
-    """Fill model and optimizer, on whatever device they are, from a checkpoint. ValueError where the model differs."""
+def load(path, parameters, optimizer=None):
+    """Fill parameters ([(name, parameter)], sharded or not) and optimizer from a checkpoint. ValueError where the model differs."""
     import torch.distributed.checkpoint as dcp
     reader = dcp.FileSystemReader(path)
     stored = reader.read_metadata().state_dict_metadata
-    tensors = {f'model.{name}': parameter.detach() for name, parameter in model.named_parameters()}
-    for name, tensor in tensors.items():
-        if name not in stored or stored[name].size != tensor.shape:
-            found = f'{tuple(stored[name].size)}' if name in stored else 'nothing'
-            raise ValueError(f'{path} holds {found} where the model has {name} {tuple(tensor.shape)}')
-    moments = {}
+    for name, parameter in parameters:
+        found = stored.get(f'model.{name}')
+        if found is None or found.size != parameter.shape:
+            raise ValueError(f'{path} holds {tuple(found.size) if found else "nothing"} where the model has '
+                             f'{name} {tuple(parameter.shape)}')
     if optimizer is not None:
-        moments = {name: {key.removeprefix(prefix): torch.empty(stored[key].size, dtype=stored[key].properties.dtype,
-                                                                device=parameter.device if stored[key].size else 'cpu')
-                          for key in stored if key.startswith(prefix)}
-                   for name, parameter in model.named_parameters() for prefix in [f'optimizer.{name}.']}
-        tensors |= {f'optimizer.{name}.{kind}': tensor for name, kinds in moments.items() for kind, tensor in kinds.items()}
+        for name, parameter in _named(optimizer):
+            prefix = f'optimizer.{name}.'
+            for key in stored:
+                if key.startswith(prefix):  # a moment, laid out as its parameter, or a number such as the step
+                    make = torch.zeros_like if stored[key].size == parameter.shape else torch.zeros
+                    like = parameter.detach() if stored[key].size == parameter.shape else stored[key].size
+                    optimizer.state[parameter][key.removeprefix(prefix)] = make(like, dtype=stored[key].properties.dtype)
+    tensors, copies = {}, []
+    for key, tensor in _tensors(parameters, optimizer):
+        if key in tensors:
+            copies.append((tensor, tensors[key]))
+        tensors.setdefault(key, tensor)
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         dcp.load(tensors, storage_reader=reader)
-    if optimizer is not None:
-        names = {parameter: name for name, parameter in model.named_parameters()}
-        order = [names[parameter] for group in optimizer.param_groups for parameter in group['params']]
-        state_dict = optimizer.state_dict()
-        state_dict['state'] = {i: moments[name] for i, name in enumerate(order) if moments[name]}
-        optimizer.load_state_dict(state_dict)
+    for tensor, original in copies:
+        tensor.copy_(original)
 
 
 def set_aside(out_dir):
@@ -130,11 +133,16 @@ def set_aside(out_dir):
     return folder
 
 
-def _tensors(model, optimizer):
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        tensors[f'model.{name}'] = parameter.detach()
-        tensors |= {f'optimizer.{name}.{kind}': tensor for kind, tensor in optimizer.state.get(parameter, {}).items()}
+def _named(optimizer):
+    return [pair for group in optimizer.param_groups for pair in zip(group['param_names'], group['params'])]
+
+
+def _tensors(parameters, optimizer):
+    """[(key in a checkpoint, tensor)]; tensors of one key are copies of each other."""
+    tensors = [(f'model.{name}', parameter.detach()) for name, parameter in parameters]
+    if optimizer is not None:
+        tensors += [(f'optimizer.{name}.{kind}', tensor) for name, parameter in _named(optimizer)
+                    for kind, tensor in optimizer.state.get(parameter, {}).items()]
     return tensors
 
 
@@ -206,9 +214,10 @@ def read_gpt2(source):
     return arguments, ours
 
 
-@torch.no_grad()
-def fill(model, tensors):
-    """Copy tensors of read_gpt2 into the model; rows that only the model has (vocabulary padding) become zero."""
-    for name, parameter in model.named_parameters():
-        parameter.zero_()
-        parameter[:len(tensors[name])] = tensors[name]
+def padded(tensors):
+    """A function (name, shape) -> that one of read_gpt2's tensors; rows that only the model has (vocabulary padding) are zero."""
+    def value(name, shape):
+        whole = torch.zeros(shape)
+        whole[:len(tensors[name])] = tensors[name]
+        return whole
+    return value

@@ -74,6 +74,20 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+class DotProductAttention(nn.Module):
+    """softmax(q kᵀ / √D) v, causal. No parameters: a module so that context parallelism can trade sequence for heads around it."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.dropout = config.dropout
+
+    def forward(self, q, k, v):  # q (B, H, T, D), k and v (B, n_kv_head, S, D), S - T positions of them before q's
+        T, S = q.size(2), k.size(2)
+        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if 1 < T < S else None
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=k.size(1) != q.size(1),
+                                              dropout_p=self.dropout if self.training else 0.0)
+
+
 class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
@@ -85,6 +99,7 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.dot_product = DotProductAttention(config)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None):  # x (B, T, C)
@@ -95,11 +110,7 @@ class Attention(nn.Module):
             q, k = rotate(q, *rope), rotate(k, *rope)
         if cache is not None:
             k, v = cache.extend(k, v)
-        S = k.size(2)  # T, and what the cache held before
-        mask = torch.ones(T, S, dtype=torch.bool, device=x.device).tril(S - T) if 1 < T < S else None
-        y = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=T == S, dropout_p=self.config.dropout if self.training else 0.0,
-            enable_gqa=self.config.n_kv_head != self.config.n_head)
+        y = self.dot_product(q, k, v)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, -1)))
 
 
@@ -142,11 +153,15 @@ class Block(nn.Module):
 class GPT(nn.Module):
     # How the model may be split, as plain data that parallel.py carries out: names within a block unless a path is given.
     split_plan = dict(
+        # a pipeline cuts between any two blocks; all before them is the first stage's, all after them the last one's
+        first=('transformer.wte', 'transformer.wpe', 'transformer.drop'), blocks='transformer.h', last=('transformer.ln_f', 'lm_head'),
         colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate'),  # output features (heads) over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj'),                                    # input features over ranks, then a sum
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),                            # each rank its part of the sequence
-        vocab=('transformer.wte', 'lm_head'),                                     # vocabulary rows over ranks
-        blocks='transformer.h',                                                   # a pipeline may cut between any two
+        positions=('transformer.wpe',),                                           # the same, of the positions
+        heads=('attn.q_norm', 'attn.k_norm'),                                     # each rank its heads
+        embedding=('transformer.wte',), head=('lm_head',),                        # vocabulary rows over ranks
+        exchange=('attn.dot_product',),                                           # needs the whole sequence, of some heads
     )
 
     def __init__(self, config, seed=1337):
@@ -157,22 +172,22 @@ class GPT(nn.Module):
             self.transformer = nn.ModuleDict(dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
-                h=nn.ModuleList([Block(config) for _ in range(config.n_layer)]),
+                h=nn.ModuleDict({str(i): Block(config) for i in range(config.n_layer)}),  # names stay when a pipeline takes some
                 ln_f=build_norm(config.n_embd, config),
             ))
             if config.pos == 'learned':
                 self.transformer['wpe'] = nn.Embedding(config.block_size, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.to_empty(device=torch.get_default_device())
-        if config.tie_weights:
-            self.lm_head.weight = self.transformer.wte.weight
-        if config.pos == 'rope':
-            frequency = 10000.0 ** (-torch.arange(0, config.head_dim, 2) / config.head_dim)
-            angle = torch.arange(config.block_size)[:, None] * frequency
-            self.register_buffer('rope_cos', angle.cos(), persistent=False)  # (block_size, D/2)
-            self.register_buffer('rope_sin', angle.sin(), persistent=False)
+        self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
+        self.first_position = 0  # of the sequences seen here, where processes share them
+        self.tie()
         if seed is not None:
             self.init_weights(seed)
+
+    def tie(self):
+        if self.tied and self.transformer.wte is not None and self.lm_head is not None:
+            self.lm_head.weight = self.transformer.wte.weight
 
     @torch.no_grad()
     def init_weights(self, seed):
@@ -197,27 +212,39 @@ class GPT(nn.Module):
 
         With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The caller divides by
         their number in the global batch, which only the caller knows. With a cache (new_cache), idx continues what it holds.
+        A stage of a pipeline lacks parts: without the embedding idx is the stage before's x (B, T, C), without the head x returns.
         """
-        T, start = idx.size(1), cache[0].length if cache is not None else 0
+        T = (idx if targets is None else targets).size(1)
+        start = self.first_position if cache is None else cache[0].length
         if start + T > self.config.block_size:
             raise ValueError(f'{start + T} positions, but block_size is {self.config.block_size}')
-        x = self.transformer.wte(idx)
-        rope = None
-        if self.config.pos == 'learned':
-            x = x + self.transformer.wpe(torch.arange(start, start + T, device=idx.device))
-        else:
-            rope = self.rope_cos[start:start + T], self.rope_sin[start:start + T]
-        x = self.transformer.drop(x)
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, rope, cache[i] if cache is not None else None)
+        positions = torch.arange(start, start + T, device=idx.device)
+        x = idx
+        if self.transformer.wte is not None:
+            x = self.transformer.wte(idx)
+            if self.config.pos == 'learned':
+                x = x + self.transformer.wpe(positions)
+            x = self.transformer.drop(x)
+        rope = self.rope(positions) if self.config.pos == 'rope' else None
+        for i, block in self.transformer.h.items():
+            x = block(x, rope, cache[int(i)] if cache is not None else None)
+        if self.lm_head is None:
+            return x
         logits = self.lm_head(self.transformer.ln_f(x))
         if self.config.softcap:
             logits = self.config.softcap * torch.tanh(logits.float() / self.config.softcap)
         if targets is None:
             return logits[..., :self.config.vocab_size]
-        if logits.size(-1) > self.config.vocab_size:
-            logits[..., self.config.vocab_size:] = -torch.inf  # padding rows are no tokens
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), ignore_index=-1, reduction='sum')
+        logits = logits.flatten(0, 1).float()
+        if logits.size(-1) > self.config.vocab_size:  # padding rows are no tokens
+            logits = logits.masked_fill(torch.arange(logits.size(-1), device=idx.device) >= self.config.vocab_size, -torch.inf)
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='sum')
+
+    def rope(self, positions):
+        """Cosines and sines (T, D/2) of the rotary embedding's angles at positions (T,)."""
+        frequency = 10000.0 ** (-torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim)
+        angle = positions[:, None] * frequency
+        return angle.cos(), angle.sin()
 
     def new_cache(self, batch_size):
         """An empty KV cache for `forward`: one LayerCache a layer."""

@@ -4,12 +4,12 @@ import math
 import torch
 
 
-def build_adamw(model, learning_rate, weight_decay, betas):
+def build_adamw(named_parameters, learning_rate, weight_decay, betas):
     """AdamW (Loshchilov and Hutter 2019); weight decay on matrices and embeddings only, not on biases and norms."""
-    parameters = list(model.parameters())
-    groups = [dict(params=[p for p in parameters if p.dim() >= 2], weight_decay=weight_decay),
-              dict(params=[p for p in parameters if p.dim() < 2], weight_decay=0.0)]
-    fused = all(p.device.type in ('cuda', 'cpu') for p in parameters)
+    named = list(named_parameters)
+    groups = [dict(params=[(name, p) for name, p in named if p.dim() >= 2], weight_decay=weight_decay),
+              dict(params=[(name, p) for name, p in named if p.dim() < 2], weight_decay=0.0)]
+    fused = all(p.device.type in ('cuda', 'cpu') for _, p in named)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 
 

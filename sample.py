@@ -13,7 +13,7 @@ import checkpoint
 from configurator import configure, one_sentence
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
-from parallel import Parallel, autocast, resolve_dtype
+from parallel import Parallel, autocast, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
@@ -61,12 +61,12 @@ with one_sentence():
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
         tokenizer = get_tokenizer(state['tokenizer'])
         model = GPT(GPTConfig(**state['model']), seed=None)
-        checkpoint.load(path, model)
+        checkpoint.load(path, list(model.named_parameters()))
     else:
         arguments, weights = checkpoint.read_gpt2(init_from)
         tokenizer = get_tokenizer(dict(tokenizer='gpt2'))
         model = GPT(GPTConfig(**arguments), seed=None)
-        checkpoint.fill(model, weights)
+        fill(model.named_parameters(), checkpoint.padded(weights))
     if start == '-':
         start = sys.stdin.read()
     elif start.startswith('FILE:'):

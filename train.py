@@ -10,6 +10,7 @@ On two nodes, the first of them at 10.0.0.1:
 """
 import dataclasses
 import json
+import math
 import os
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from configurator import configure, one_sentence
 from data.loader import Prefetcher, TokenLoader, read_meta
 from model import GPT, GPTConfig
 from optim import build_adamw, scheduled_lr
-from parallel import Parallel, autocast, resolve_dtype
+from parallel import Parallel, compile_failure, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
@@ -69,12 +70,24 @@ weight_decay = 1e-1  # on matrices
 beta1 = 0.9  # AdamW's
 beta2 = 0.95  # AdamW's
 grad_clip = 1.0  # clip the gradient to this norm; 0 = do not
+on_nonfinite = 'abort'  # what a NaN or infinite gradient does, before the update: 'abort' or 'skip' (up to 10 in a row)
 # learning rate schedule
 decay_lr = True  # False = constant
 lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
 warmup_iters = 2000  # iterations of linear warm-up
 lr_decay_iters = 600000  # the iteration at which min_lr is reached; about max_iters
 min_lr = 6e-5  # about learning_rate / 10
+# layout: pp × dp_replicate × dp_shard × cp × tp processes; data parallel (DDP or FSDP2) takes what tp, cp and pp leave
+zero_stage = 0  # 0 = DDP; 1 = DDP, sharded optimizer; 2 = FSDP2, parameters kept after forward; 3 = FSDP2, parameters freed
+dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that hold a replica each (HSDP)
+tp = 1  # tensor (and sequence) parallel degree
+cp = 1  # context parallel degree: processes that share each sequence
+pp = 1  # pipeline parallel degree
+pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
+activation_checkpoint = 'none'  # recompute in the backward pass: 'selective' (all but matmuls and attention) or 'full'
+cpu_offload = False  # parameters, gradients and optimizer state live in host memory (zero_stage 2 or 3)
+grad_compress = 'none'  # DDP's all-reduce in 'bf16', or of low rank by 'powersgd'
+comm_timeout = 600  # seconds before a hung collective ends the run
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
@@ -110,7 +123,9 @@ with one_sentence():
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     if lr_schedule not in ('cosine', 'linear', 'wsd'):
         raise ValueError(f'lr_schedule is {lr_schedule!r}: choose one of cosine, linear, wsd')
-    par = Parallel(device, backend)
+    if on_nonfinite not in ('abort', 'skip'):
+        raise ValueError(f'on_nonfinite is {on_nonfinite!r}: choose abort or skip')
+    par = Parallel(device, backend, comm_timeout, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
     dtype = resolve_dtype(dtype, par.device)
 
 def say(text):
@@ -169,22 +184,37 @@ with one_sentence():
                          f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
     train_loader, val_loader = (TokenLoader(data_dir, split, block_size, model_args['vocab_size'], meta, seed)
                                 for split in ('train', 'val'))
-    with par.device:
-        model = GPT(GPTConfig(**model_args), seed=None if source or weights else seed)
-    optimizer = build_adamw(model, learning_rate, weight_decay, (beta1, beta2))
+    # built as shapes alone; each process then makes its own part
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**model_args), seed=None)
+    n_parameters, flops_per_token = model.num_params(), model.flops_per_token(block_size)
+    global_batch = batch_size * gradient_accumulation_steps
+    tokens_per_iter = global_batch * block_size
+    micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
+    if compile:
+        failure = compile_failure(par.device)
+        if par.any(failure):
+            say(f'torch.compile does not work here ({failure}): going on without it; --compile=False says so from the start')
+            compile = False
+    par.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps, block_size=block_size,
+                dtype=dtype, compile=compile, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload,
+                grad_compress=grad_compress)
+    optimizer = build_adamw(par.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2))
+    par.attach(optimizer)
     if source:
-        checkpoint.load(source, model, optimizer if saved else None)
-    if weights:
-        checkpoint.fill(model, weights)
+        checkpoint.load(source, par.named_parameters(), optimizer if saved else None)
+    else:
+        fill(par.named_parameters(),
+             checkpoint.padded(weights) if weights else lambda name, shape: model.initial_value(name, shape, seed))
 scaler = torch.amp.GradScaler(par.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 
-# batches: each process takes its rows of the global batch; the next micro-batch is prepared while the device works
-global_batch = batch_size * gradient_accumulation_steps
-micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
-tokens_per_iter = global_batch * block_size
+# batches: each process takes its rows of the global batch, and its positions of them; the next are prepared while the device
+# works. A pipeline takes all micro-batches of an iteration at once.
+rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batch, micro_steps)
+positions = par.my_positions(block_size)
 
 def fetch(batches, step):
     with one_sentence():  # a token beyond the vocabulary, found as it is read
@@ -192,72 +222,56 @@ def fetch(batches, step):
     return x.to(par.device, non_blocking=True), y.to(par.device, non_blocking=True)
 
 def prepare(loader, starts):
-    x, y = loader.batch(starts)
+    x, y = (tokens[:, positions] for tokens in loader.batch(starts))
     if par.device.type == 'cuda':
         torch.cuda.set_device(par.device)  # of this thread: else pinning opens a context on GPU 0
         x, y = x.pin_memory(), y.pin_memory()
     return x, y
 
 def prepare_train(step):
-    step_iteration, micro_step = divmod(step, micro_steps)
-    rows = par.my_rows(global_batch, micro_batch, micro_step)
+    step_iteration, micro_step = divmod(step, steps)
+    rows = par.my_rows(global_batch, rows_per_step, micro_step)
     return prepare(train_loader, train_loader.train_starts(np.where(rows < 0, -1, step_iteration * global_batch + rows)))
 
 train_batches = Prefetcher(prepare_train)
 
-# compile, and wrap for data parallelism
-ctx = autocast(dtype, par.device)
-forward = torch.compile(model) if compile else model
-network = par.wrap(forward)
 if compile:
     say('compiling the model (up to a minute or so) ...')
-    failure = None
-    try:
-        network.require_backward_grad_sync = False  # this pass tries the compiler; nothing comes of it
-        with ctx:
-            network(*fetch(train_batches, iteration * micro_steps))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # no compiler, no Triton, or a model that TorchDynamo cannot follow
-        failure = f'{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ""}'
-    if par.any(failure):
-        say(f'torch.compile does not work here ({failure}): going on without it; --compile=False says so from the start')
-        forward, network = model, par.wrap(model)
-if par.world_size > 1:  # DDP orders its buckets in the first backward: one thrown away, so that a resumed run sums alike
-    network.require_backward_grad_sync = True
-    with ctx:
-        loss = network(*fetch(train_batches, iteration * micro_steps))
-    loss.backward()
-    optimizer.zero_grad(set_to_none=True)
+if compile or par.world_size > 1:  # thrown away: here it compiles, and DDP orders its buckets, so that a resumed run sums alike
+    par.forward_backward(*fetch(train_batches, iteration * steps))
+    par.zero_grad()
 
 @torch.no_grad()
 def evaluate():
     """Mean loss over the fixed evaluation sequences of each split, shared by the processes; None if a stop is asked for."""
     means = {}
-    model.eval()
+    par.train(False)
     for split, loader in (('train', train_loader), ('val', val_loader)):
         starts = loader.eval_starts(eval_iters * batch_size)
-        steps = -(-len(starts) // (micro_batch * par.world_size))
         def prepare_eval(step):
-            rows = par.my_rows(len(starts), micro_batch, step)
+            rows = par.my_rows(len(starts), rows_per_step, step)
             return prepare(loader, np.where(rows < 0, -1, starts[rows]))
         batches = Prefetcher(prepare_eval)
         loss_sum = torch.zeros((), device=par.device)
-        for step in range(steps):
+        for step in range(-(-len(starts) // (rows_per_step * par.dp))):
             if par.any(stop_signal):
-                model.train()
+                par.train(True)
                 return None
-            with ctx:
-                loss_sum += forward(*fetch(batches, step))
-        means[split] = par.sum(loss_sum.item())[0] / (len(starts) * block_size)
-    model.train()
+            loss_sum += par.evaluate(*fetch(batches, step))
+        means[split] = par.sum_losses(loss_sum) / (len(starts) * block_size)
+    par.train(True)
     return means
 
-# what the run will be, in a few lines
-say(f'{par.world_size} process(es) on {par.device}, {dtype}, {model.num_params():,} parameters, '
-    f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
-say(f'tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
-    f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
+# what the run will be
+held, moments = par.bytes_held()
+say(f'''{par.world_size} process(es) on {par.device}, {dtype}, {n_parameters:,} parameters, \
+{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}
+  layout      {par.describe()}
+  on a rank   parameters {par.max(held) / 1e6:,.1f} MB, optimizer {par.max(moments) / 1e6:,.1f} MB
+  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; micro-batch {micro_batch}, \
+{micro_steps} micro-step(s) a process''')
+for note in par.notes:
+    say(f'  note        {note}')
 if saved:
     say(f'resuming {source} at iteration {iteration}')
 with one_sentence():
@@ -272,14 +286,14 @@ with one_sentence():
     wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id')) if wandb_log else None
     log = metrics.Metrics(out_dir, par.is_main, wandb)
 peak = metrics.peak_flops(par.device, dtype)
-flops_per_iter = model.flops_per_token(block_size) * tokens_per_iter
+flops_per_iter = flops_per_token * tokens_per_iter
 
 profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
-saved_iteration = iteration
+saved_iteration, skipped, failure = iteration, 0, None
 timed_from, clock = iteration, time.perf_counter()
 while True:
     # evaluate, and save
-    eval_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
+    eval_due = (eval_only or iteration % eval_interval == 0 or iteration == max_iters) and not failure
     save_due = save_interval and iteration % save_interval == 0
     if eval_due or save_due:
         metrics.synchronize(par.device)  # what is still under way is training time
@@ -295,13 +309,13 @@ while True:
     stop = par.any(stop_signal)
     if eval_only:
         break
-    ending = stop or iteration >= max_iters
+    ending = stop or failure or iteration >= max_iters
     if iteration > saved_iteration and (ending or save_due or (eval_due and (always_save_checkpoint or improved))):
         if keep_checkpoints or eval_iters:
             state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss,
                          best_val_loss=best_val_loss, wandb_id=log.wandb_id, scaler=scaler.state_dict(),
                          model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
-            say(f'saving {checkpoint.save(out_dir, iteration, model, optimizer, state, keep_checkpoints)}')
+            say(f'saving {checkpoint.save(out_dir, iteration, par.named_parameters(), optimizer, state, keep_checkpoints)}')
         saved_iteration = iteration
     if ending:
         break
@@ -313,31 +327,34 @@ while True:
     for group in optimizer.param_groups:
         group['lr'] = lr
     loss_sum = torch.zeros((), device=par.device)
-    for micro_step in range(micro_steps):
+    for step in range(steps):
         with record_function('data'):
-            x, y = fetch(train_batches, iteration * micro_steps + micro_step)
-        network.require_backward_grad_sync = micro_step == micro_steps - 1  # before the forward pass, which reads it
-        with ctx:
-            loss = network(x, y)
-        loss_sum += loss.detach()
-        # the sum over the global batch, divided by its tokens; DDP will divide by the number of processes
-        scaler.scale(loss * (par.world_size / tokens_per_iter)).backward()
+            x, y = fetch(train_batches, iteration * steps + step)
+        loss_sum += par.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
     with record_function('optimizer'):
         scaler.unscale_(optimizer)
-        gradients = [p.grad for p in model.parameters() if p.grad is not None]
-        grad_norm = torch.nn.utils.get_total_norm(gradients)
-        if grad_clip:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), grad_clip, grad_norm)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad(set_to_none=True)
+        grad_norm = par.clip_gradients(grad_clip)
+        # the norm is of all gradients everywhere, so all processes decide alike; float16's may overflow, which its scaler mends
+        decisive = par.sum_losses(loss_sum) if scaler.is_enabled() else grad_norm.item()
+        skipped = 0 if math.isfinite(decisive) else skipped + 1
+        if not skipped:
+            scaler.step(optimizer)
+            scaler.update()
+        par.zero_grad()
+    if skipped:
+        what = f'{"loss" if scaler.is_enabled() else "gradient norm"} of iteration {iteration + 1} is {decisive}'
+        if on_nonfinite == 'abort' or skipped == 10:
+            failure = (f'the {what}{f", after {skipped - 1} that were skipped" * (skipped > 1)}: the update was not made; '
+                       'try a lower learning_rate, or --on_nonfinite=skip if it is the data')
+            continue  # to the save above
+        say(f'the {what}: update skipped')
     iteration += 1
 
     if iteration % log_interval == 0:
         metrics.synchronize(par.device)
         seconds = (time.perf_counter() - clock) / (iteration - timed_from)
         timed_from, clock = iteration, time.perf_counter()
-        loss_mean = par.sum(loss_sum.item())[0] / tokens_per_iter
+        loss_mean = par.sum_losses(loss_sum) / tokens_per_iter
         log.train(dict(iter=iteration, loss=loss_mean, grad_norm=grad_norm.item(), lr=lr, dt_ms=1000 * seconds,
                        tokens_per_sec=tokens_per_iter / seconds,
                        mfu=flops_per_iter / seconds / (peak * par.world_size) if peak else None,
@@ -350,4 +367,8 @@ log.close()
 if stop:
     say(f'stopped by {signal.Signals(stop_signal or signal.SIGTERM).name} at iteration {iteration}'
         f'{"; --init_from=resume goes on from here" if iteration else ""}')
+if failure and par.is_main:
+    print(f'error: {failure}', file=sys.stderr, flush=True)
+if failure:
+    par.leave(1)
 par.leave(128 + (stop_signal or signal.SIGTERM) if stop else 0)

@@ -43,7 +43,7 @@ def test_schedules_are_their_formulas(schedule, warmup, decay, floor):
 @pytest.mark.parametrize('tie', [True, False])
 def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
     model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=tie, qk_norm=True))
-    optimizer = build_adamw(model, 1e-3, 0.1, (0.8, 0.9))
+    optimizer = build_adamw(model.named_parameters(), 1e-3, 0.1, (0.8, 0.9))
     decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
     assert sum(len(group['params']) for group in optimizer.param_groups) == len(decay) == len(list(model.parameters()))
     for name, p in model.named_parameters():
