@@ -219,9 +219,13 @@ class Parallel:
             self.network = self._replicate(model, grad_compress)
         if self.pp > 1:
             self._schedule(micro_batch, micro_steps, block_size, model.config.n_embd, dtype)
-        self.tied_pair = [dict(self.stages[index].named_parameters())[name] if index in self.stages else None
-                          for alias, original in tied.items() for index, name in ((0, original), (self.n_stages - 1, alias))
-                          if self.pp > 1]  # embedding and head on different stages; None where another rank has it
+        self.tied_pair = []  # embedding and head on different stages; None where another rank has it
+        if self.pp > 1 and tied:
+            (alias, original), = tied.items()
+            self.tied_pair = [dict(self.stages[index].named_parameters())[name] if index in self.stages else None
+                              for index, name in ((0, original), (self.n_stages - 1, alias))]
+            if self.pp_schedule not in V_SHAPED:
+                self.tied_group, _ = dist.new_subgroups_by_enumeration(self.mesh.mesh[[0, -1]].flatten(1).t().tolist())
         self._named = [(tied.get(name, name), p) for stage in self.stages.values() for name, p in stage.named_parameters()]
         self._rows = self._named
         if self.zero_stage == 1 and self.world_size > 1:
@@ -236,23 +240,20 @@ class Parallel:
 
     def _check_model(self, model, block_size, dtype, cpu_offload, grad_compress):
         config, plan = model.config, model.split_plan
-        tp, ranks = self.tp, self.tp * self.cp
-        if config.n_head % ranks:
-            raise ValueError(f'n_head={config.n_head} cannot be split over tp={tp} × cp={self.cp}: '
-                             f'set tp and cp so that their product is one of {_divisors(config.n_head)}')
-        if config.n_kv_head % tp:
-            raise ValueError(f'n_kv_head={config.n_kv_head} cannot be split over tp={tp}: set tp to one of '
-                             f'{_divisors(config.n_kv_head)}, or n_kv_head to a multiple of {tp} (cp has no such limit)')
-        if block_size % ranks:
-            raise ValueError(f'block_size={block_size} cannot be split over tp={tp} × cp={self.cp}: '
-                             f'set it to a multiple of {ranks}')
         blocks = model.get_submodule(plan['blocks'])
         widths = {name: m.out_features for name, m in blocks['0'].named_modules() if name in plan['colwise']}
-        widths |= {name: model.get_submodule(name).weight.size(0) for name in plan['embedding']}
-        for name, width in widths.items():
-            if width % tp:
-                raise ValueError(f'{name} is {width} wide, which cannot be split over tp={tp}: '
-                                 f'set tp to a power of 2, or to one of {_divisors(width)}')
+        widths |= {f'{name} (rows)': model.get_submodule(name).weight.size(0) for name in plan['embedding']}
+
+        def obstacle(tp, cp):  # what cannot be split so
+            over_both, over_tp = dict(n_head=config.n_head, block_size=block_size), dict(n_kv_head=config.n_kv_head, **widths)
+            return next((f'{name}={size}' for sizes, ranks in ((over_both, tp * cp), (over_tp, tp))
+                         for name, size in sizes.items() if size % ranks), None)
+
+        if obstacle(self.tp, self.cp):
+            fits = [f'tp={tp} cp={cp}' for tp in range(1, config.n_head + 1) for cp in range(1, config.n_head + 1)
+                    if not obstacle(tp, cp)]
+            raise ValueError(f'{obstacle(self.tp, self.cp)} cannot be split over tp={self.tp} cp={self.cp}: '
+                             f'this model can take {", ".join(fits)}')
         if self.n_stages > len(blocks) + 2:
             raise ValueError(f'pp={self.pp} with pp_schedule={self.pp_schedule} makes {self.n_stages} stages, but n_layer={len(blocks)} '
                              f'gives {len(blocks) + 2} parts to cut between (embedding, blocks, head): set pp to at most '
@@ -315,9 +316,6 @@ class Parallel:
         self.pipeline = getattr(pipelining.schedules, SCHEDULES[self.pp_schedule][0])(
             stages if self.stages_per_rank > 1 else stages[0], micro_steps, scale_grads=False,
             loss_fn=lambda loss, target: loss * self.loss_scale)
-        ends = self.mesh.mesh[[0, 0 if self.pp_schedule in V_SHAPED else -1]].flatten(1).t().tolist()
-        if self.pp_schedule not in V_SHAPED:
-            self.tied_group, _ = dist.new_subgroups_by_enumeration(ends)
 
     # ------------------------------------------------------------------------------------------------ running it
 
@@ -551,11 +549,12 @@ def split_tensors(model, blocks, plan, mesh):
                 if name in modules and list(modules[name].parameters()):
                     for style in steps:
                         parallelize_module(modules[name], mesh, style)
+                    if kind == 'embedding':  # a compiled block would lose the gradient of an input that is still under way
+                        modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
     model.tie()  # each of the two was split apart
-    model.register_forward_hook(lambda module, inputs, output: output.to_local() if hasattr(output, 'to_local') else output)
-    # cross-entropy on logits sharded by vocabulary, beside plain tensors
-    STAYING.enter_context(loss_parallel())
-    STAYING.enter_context(implicit_replication())
+    model.register_forward_hook(lambda module, inputs, output: output.to_local().clone() if hasattr(output, 'to_local') else output)
+    if not hasattr(STAYING, 'entered'):  # cross-entropy on logits sharded by vocabulary, beside plain tensors
+        STAYING.entered = STAYING.enter_context(loss_parallel()), STAYING.enter_context(implicit_replication())
 
 
 def exchange_heads(attention, mesh):

@@ -1,0 +1,80 @@
+"""The configs for many GPUs, laid out for the world size that their own commands name: in one process, as shapes alone."""
+import os
+import re
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import parallel
+from configurator import configure
+from model import GPT, GPTConfig
+
+JOIN = dist.init_process_group
+COMMANDS = []  # (world size, arguments of train.py), from the comments of the files
+for name in ('gpt2_xl_fsdp', 'llama_7b_tp_fsdp', 'gpt_70b_3d'):
+    with open(os.path.join(ROOT, 'config', f'{name}.py')) as file:
+        found = re.findall(r'^# torchrun (?:--standalone|--nnodes=(\d+)) --nproc_per_node=(\d+) .*train.py (.+)$', file.read(), re.M)
+    assert found, f'{name}.py names no command'
+    COMMANDS += [(int(nodes or 1) * int(gpus), rest) for nodes, gpus, rest in found]
+
+
+def settings(arguments):
+    """Every key of train.py, as these arguments leave it."""
+    namespace = dict(__file__=os.path.join(ROOT, 'train.py'), __name__='train')
+    with open(namespace['__file__']) as file:
+        exec(file.read().split('config = configure(globals())')[0], namespace)
+    return configure(namespace, [a if a.startswith('--') else os.path.join(ROOT, a) for a in arguments.split()])
+
+
+def lay_out(monkeypatch, world_size, rank, arguments):
+    """What train.py does up to the weights, on the meta device: (Parallel, parameters, micro_batch, micro_steps, config)."""
+    c = SimpleNamespace(**settings(arguments))
+    for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
+        monkeypatch.setenv(key, str(value))
+    monkeypatch.setattr(parallel, 'STAYING', mock.Mock())  # nothing runs here: contexts of the forward pass need not stay
+    fake = dict(store=FakeStore(), rank=rank, world_size=world_size)
+    monkeypatch.setattr(dist, 'init_process_group', lambda *_, **__: JOIN('fake', **fake))
+    par = parallel.Parallel('cpu', 'auto', c.comm_timeout, c.zero_stage, c.dp_replicate, c.tp, c.cp, c.pp, c.pp_schedule)
+    try:
+        par.device = torch.device('meta')
+        with par.device:
+            shape = {key: value for key, value in vars(c).items() if key in GPTConfig.__dataclass_fields__}
+            model = GPT(GPTConfig(vocab_size=50257, **shape), seed=None)
+        n_parameters = model.num_params()
+        micro_batch, micro_steps = par.split_batch(c.batch_size * c.gradient_accumulation_steps, c.batch_size)
+        par.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps, block_size=c.block_size,
+                    dtype='bfloat16', activation_checkpoint=c.activation_checkpoint)
+    finally:
+        dist.destroy_process_group()
+    return par, n_parameters, micro_batch, micro_steps, c
+
+
+@pytest.mark.parametrize('world_size, arguments', COMMANDS)
+def test_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
+    total, pp = 0, settings(arguments)['pp']
+    for rank in range(0, world_size, world_size // pp):  # one of each pipeline rank
+        par, n_parameters, micro_batch, micro_steps, c = lay_out(monkeypatch, world_size, rank, arguments)
+        share = par.tp * par.averaged // par.dp_replicate  # ranks that split what this pipeline rank has
+        total += par.bytes_held()[0] * share
+        assert par.bytes_held()[0] == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
+        assert par.notes == []  # nothing but what the file says
+        assert micro_batch == c.batch_size and micro_steps * par.dp == c.gradient_accumulation_steps
+        assert pp == 1 or micro_steps >= par.n_stages and micro_steps % pp == 0
+    assert total == pytest.approx(4 * n_parameters, rel=0.01)  # each parameter somewhere, none twice
+
+
+@pytest.mark.parametrize('world_size, arguments, message', [
+    (8, 'config/gpt2_xl_fsdp.py --tp=3', 'tp=3 .* does not divide the 8 process'),
+    (8, 'config/gpt2_xl_fsdp.py --tp=2', 'n_head=25 cannot be split over tp=2'),
+    (64, 'config/llama_7b_tp_fsdp.py --dp_replicate=3', 'dp_replicate=3 does not divide .* 32'),
+    (1024, 'config/gpt_70b_3d.py --tp=16', 'n_kv_head=8 cannot be split over tp=16'),
+    (1024, 'config/gpt_70b_3d.py --pp=64', 'makes 128 stages, but n_layer=80'),
+])
+def test_refuses_what_cannot_be(monkeypatch, world_size, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        lay_out(monkeypatch, world_size, 0, arguments)
