@@ -174,7 +174,7 @@ class Parallel:
         model: declares how it may be split in `split_plan`; its `config` has n_head, n_kv_head and n_embd.
         Raises ValueError where it cannot be laid out so.
         """
-        self._check_model(model, block_size, dtype, cpu_offload, grad_compress)
+        self._check_model(model, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress)
         self.loss_scale = self.averaged / global_tokens  # of a sum of losses, whose gradients get averaged
         self.ctx = autocast(dtype, self.device) if self.zero_stage < 2 else contextlib.nullcontext()
         plan, tied = model.split_plan, model.tied
@@ -214,6 +214,7 @@ class Parallel:
                 self._shard(stage, blocks, dtype, cpu_offload)
             stage.to_empty(device='cpu' if cpu_offload else self.device)
             stage.tie()
+            assert not (tied and self.pp == 1) or not tied.keys() & dict(stage.named_parameters()).keys(), 'the tie broke'
         self.network = model
         if self.zero_stage < 2 and self.world_size > 1:
             self.network = self._replicate(model, grad_compress)
@@ -238,7 +239,7 @@ class Parallel:
         rows = chunks[self.rank] if self.rank < len(chunks) else p.detach()[:0]
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
 
-    def _check_model(self, model, block_size, dtype, cpu_offload, grad_compress):
+    def _check_model(self, model, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress):
         config, plan = model.config, model.split_plan
         blocks = model.get_submodule(plan['blocks'])
         widths = {name: m.out_features for name, m in blocks['0'].named_modules() if name in plan['colwise']}
@@ -250,14 +251,17 @@ class Parallel:
                          for name, size in sizes.items() if size % ranks), None)
 
         if obstacle(self.tp, self.cp):
-            fits = [f'tp={tp} cp={cp}' for tp in range(1, config.n_head + 1) for cp in range(1, config.n_head + 1)
-                    if not obstacle(tp, cp)]
+            processes = self.world_size // self.pp
+            fits = [f'tp={tp} cp={cp}' for tp in range(1, processes + 1) for cp in range(1, processes // tp + 1)
+                    if processes % (tp * cp) == 0 and not obstacle(tp, cp)]
             raise ValueError(f'{obstacle(self.tp, self.cp)} cannot be split over tp={self.tp} cp={self.cp}: '
-                             f'this model can take {", ".join(fits)}')
+                             f'on these processes this model can have {", ".join(fits)}')
         if self.n_stages > len(blocks) + 2:
             raise ValueError(f'pp={self.pp} with pp_schedule={self.pp_schedule} makes {self.n_stages} stages, but n_layer={len(blocks)} '
                              f'gives {len(blocks) + 2} parts to cut between (embedding, blocks, head): set pp to at most '
                              f'{(len(blocks) + 2) // self.stages_per_rank}, or n_layer to at least {self.n_stages - 2}')
+        if activation_checkpoint not in ('none', 'selective', 'full'):
+            raise ValueError(f'activation_checkpoint is {activation_checkpoint!r}: choose one of none, selective, full')
         if cpu_offload and self.zero_stage < 2:
             raise ValueError(f'cpu_offload=True needs sharded parameters, but zero_stage is {self.zero_stage}: set zero_stage to 2 or 3')
         if grad_compress not in ('none', 'bf16', 'powersgd'):
@@ -288,7 +292,8 @@ class Parallel:
                                           gradient_as_bucket_view=True, init_sync=False)
         if grad_compress == 'bf16':
             from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-            network.register_comm_hook(None, bf16_compress_hook)
+            # by another name: DDP refuses that one on gloo, which can do it
+            network.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
         elif grad_compress == 'powersgd':  # Vogels et al. 2019, with error feedback
             from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
             network.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook)
