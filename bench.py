@@ -1,20 +1,32 @@
 """Measure train.py by launching it: a table of speed and memory for a sweep of settings, a profile, or a plot of runs.
 
     python bench.py config/train_gpt2.py --random_tokens=50257 --sweep="batch_size=8,16 compile=True,False"
+    python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; zero3 dp8 full; tp2 pp2 dp2 zbv"
+    python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2
     python bench.py config/quickstart.py --profile
     python bench.py --plot out-a out-b
 
 Everything that is not an option below goes to train.py as it is.
+
+A layout is words: dpN, tpN, cpN, ppN (processes of each kind), zeroN (zero_stage), repN (dp_replicate), a pp_schedule, full or
+selective (activation_checkpoint), offload (cpu_offload), bf16 or powersgd (grad_compress), and key=value for any other key.
+With dpN it has dp × tp × cp × pp processes, else --nproc_per_node. Its row has the main process's memory and, beneath, the bytes
+it communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the wire. Bubble
+is the idle share of the pipeline: simulated with equal stages / measured on the main process, whose optimizer and data are left
+out (on a CPU, Python between operators counts as idle).
 """
 import argparse
 import itertools
 import json
+import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+from types import SimpleNamespace
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -30,6 +42,72 @@ def parse_sweep(text):
     return [list(combination) for combination in itertools.product(*axes)]
 
 
+def parse_layouts(text, nproc_per_node=1):
+    """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...]."""
+    from parallel import SCHEDULES  # here, since it imports torch
+    keys = dict.fromkeys(SCHEDULES, 'pp_schedule') | dict.fromkeys(('full', 'selective'), 'activation_checkpoint')
+    keys |= dict.fromkeys(('bf16', 'powersgd'), 'grad_compress') | dict(zero='zero_stage', rep='dp_replicate')
+    layouts = []
+    for layout in filter(None, (' '.join(part.split()) for part in text.split(';'))):
+        arguments, degrees = [], {}
+        for word in layout.split():
+            degree = re.fullmatch(r'(dp|tp|cp|pp|zero|rep)=?(\d+)', word)
+            if degree:
+                name, degrees[degree[1]] = degree[1], int(degree[2])
+                arguments += [f'--{keys.get(name, name)}={degree[2]}'] * (name != 'dp')
+            elif word == 'offload':
+                arguments.append('--cpu_offload=True')
+            elif word in keys:
+                arguments.append(f'--{keys[word]}={word}')
+            elif re.fullmatch(r'\w+=.+', word):
+                arguments.append(f'--{word}')
+            else:
+                sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, zeroN, repN, {", ".join(SCHEDULES)}, '
+                         'full, selective, offload, bf16, powersgd and key=value')
+        model_parallel = math.prod(degrees.get(name, 1) for name in ('tp', 'cp', 'pp'))
+        processes = degrees['dp'] * model_parallel if 'dp' in degrees else nproc_per_node
+        if processes < 1 or model_parallel < 1 or processes % model_parallel:
+            sys.exit(f'error: layout {layout!r} takes a multiple of tp × cp × pp = {model_parallel} processes, not {processes}: '
+                     'set --nproc_per_node, or add dpN to the layout')
+        layouts.append((layout, processes, arguments))
+    return layouts
+
+
+def bubble(pp, micro_steps, pp_schedule):
+    """Idle share of a pipeline of `pp` ranks with equal stages, from playing PyTorch's order of its computations.
+
+    Forward takes 1, backward 2: 1 for the input's gradient and 1 for the weights' where they are apart. Sending takes nothing.
+    Gives (p - 1) / (m + p - 1) for gpipe and 1f1b (Huang et al. 2019), and with p - 1 over 2 chunks for interleaved1f1b
+    (Narayanan et al. 2021, 2.2); what splits the backward (Qi et al. 2024) waits for p - 1 forwards of its first micro-batch alone.
+    """
+    from torch.distributed.pipelining import schedules
+
+    from parallel import SCHEDULES
+    name, chunks = SCHEDULES[pp_schedule]
+    n_stages = pp * chunks
+    stage = SimpleNamespace(num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
+    order = getattr(schedules, name)([stage] * chunks if chunks > 1 else stage, micro_steps).pipeline_order
+    queues = [[(part.stage_index, part.computation_type.value) for action in actions if action
+               for part in action.sub_actions or [action] if part.is_compute_op] for actions in order.values()]
+    ends = {(s, way): [] for s in range(n_stages) for way in 'FB'}  # when a micro-batch leaves a stage; they do so in order
+    ends[-1, 'F'] = ends[n_stages, 'B'] = [0] * micro_steps
+    clock = [0] * pp
+    while any(queues):
+        for rank, queue in enumerate(queues):
+            while queue:
+                s, kind = queue[0]
+                came, left = (ends[s - 1, 'F'], ends[s, 'F']) if kind == 'F' else (ends[s + 1, 'B'], ends[s, 'B'])
+                if kind == 'W':
+                    clock[rank] += 1
+                elif len(came) == len(left):
+                    break  # what it takes is yet to come
+                else:
+                    clock[rank] = max(clock[rank], came[len(left)]) + (2 if kind == 'B' else 1)
+                    left.append(clock[rank])
+                queue.pop(0)
+    return 1 - 3 * chunks * micro_steps / max(clock)
+
+
 def write_random_tokens(folder, vocab_size, count=2 ** 22):
     """A dataset of uniform random tokens: what speed is measured on where there is no data. Its loss means nothing."""
     import numpy as np
@@ -41,39 +119,75 @@ def write_random_tokens(folder, vocab_size, count=2 ** 22):
         json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)
 
 
-def measure(arguments, options, folder, trace):
+def measure(arguments, options, folder, processes, trace=None):
     """One run of train.py: its medians over the settled iterations, or {'error': its last line}. trace: where one goes."""
     out_dir = os.path.join(folder, 'run')
     shutil.rmtree(out_dir, ignore_errors=True)
     launcher = [sys.executable]
-    if options.nproc_per_node > 1:
-        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={options.nproc_per_node}']
+    if processes > 1:
+        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    profile = options.profile or bool(options.layouts)
+    warmup = max(options.warmup, 9) if profile else options.warmup  # the trace takes iterations 6 to 9, and slows them
     run = subprocess.run(
         [*launcher, os.path.join(HERE, 'train.py'), '--wandb_log=False', *arguments, f'--out_dir={out_dir}', '--log_interval=1',
-         f'--max_iters={options.warmup + options.iters}', '--eval_iters=0', '--keep_checkpoints=0', '--init_from=scratch',
-         f'--profile={options.profile}'], capture_output=True, text=True)
+         f'--max_iters={warmup + options.iters}', '--eval_iters=0', '--keep_checkpoints=0', '--init_from=scratch',
+         f'--profile={profile}'], capture_output=True, text=True)
     if run.returncode:
         lines = run.stderr.splitlines() or ['no message']
-        said = [line for line in lines if line.startswith('error:')] or [line for line in lines if 'Error' in line] or lines
+        said = [line for line in lines if line.startswith('error:')] or [
+            line for line in lines if 'Error' in line and 'ChildFailedError' not in line] or lines  # not torchrun's last word
         return dict(error=said[-1])
     with open(os.path.join(out_dir, 'metrics.jsonl')) as file:
-        lines = [json.loads(line) for line in file][options.warmup:]
-    row = {key: None if lines[0][key] is None else statistics.median(line[key] for line in lines)
+        lines = [json.loads(line) for line in file]
+    with open(os.path.join(out_dir, 'config.json')) as file:
+        config = json.load(file)
+    row = {key: None if lines[0][key] is None else statistics.median(line[key] for line in lines[warmup:])
            for key in ('tokens_per_sec', 'dt_ms', 'mfu', 'mem_gb')}
-    if options.profile:
+    row['gradient_accumulation_steps'] = config['gradient_accumulation_steps']
+    if profile:
         with open(os.path.join(out_dir, 'profile.json')) as file:
-            row['profile_ms'] = json.load(file)
-        row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
+            profiled = json.load(file)
+        row |= dict(profile_ms=profiled['milliseconds'], bytes=profiled['bytes'], mem_gb=lines[2]['mem_gb'])  # a trace takes memory
+        if config['pp'] > 1:
+            ms, micro_steps = row['profile_ms'], int(re.search(r'(\d+) micro-step', run.stdout)[1])
+            row['bubble_theory'] = bubble(config['pp'], micro_steps, config['pp_schedule'])
+            row['bubble_measured'] = (ms['idle'] + ms['collectives']) / (sum(ms.values()) - ms['optimizer'] - ms['data'])
+        if options.profile:
+            row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
     return row
 
 
-def print_row(label, row):
+def scaling(sizes, run):
+    """Rows of weak scaling (the batch per process stays) and strong scaling (the global batch stays) by number of processes.
+
+    Efficiency is tokens per second and process, relative to the smallest size. run(arguments, processes): a row of measure.
+    """
+    first = None
+    for n in sizes:
+        strong = weak = run([], n)
+        if n > 1 and 'error' not in strong:
+            weak = run([f'--gradient_accumulation_steps={n * strong["gradient_accumulation_steps"]}'], n)
+        if 'error' in weak:
+            yield dict(processes=n, error=weak['error'])
+            continue
+        speeds = dict(weak=weak['tokens_per_sec'], strong=strong['tokens_per_sec'])
+        first = first or {kind: speed / n for kind, speed in speeds.items()}
+        yield dict(processes=n, **{f'{kind}_tokens_per_sec': speed for kind, speed in speeds.items()},
+                   **{f'{kind}_efficiency': speed / n / first[kind] for kind, speed in speeds.items()})
+
+
+def print_row(label, row, options):
     if 'error' in row:
         print(f'{label:<48} {row["error"]}', flush=True)
         return
     mfu = 'n/a' if row['mfu'] is None else f'{100 * row["mfu"]:.1f}%'
-    print(f'{label:<48} {row["tokens_per_sec"]:>12,.0f} {row["dt_ms"]:>10.2f} {mfu:>7} {row["mem_gb"]:>8.2f}', flush=True)
-    if 'profile_ms' in row:
+    share = f'{row["bubble_theory"]:.1%} / {row["bubble_measured"]:.1%}' if 'bubble_theory' in row else '-'
+    print(f'{label:<48} {row["tokens_per_sec"]:>12,.0f} {row["dt_ms"]:>10.2f} {mfu:>7} {row["mem_gb"]:>8.2f}'
+          + f' {share:>15}' * bool(options.layouts), flush=True)
+    if 'bytes' in row:
+        moved = [f'{name} {count / 1e6:,.2f}MB' for name, count in row['bytes'].items() if count >= 5000]
+        print(f'    communicates {", ".join(moved) or "nothing to speak of"}', flush=True)
+    if options.profile:
         total = sum(row['profile_ms'].values())
         for category, value in row['profile_ms'].items():
             print(f'    {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%')
@@ -116,8 +230,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
                                      allow_abbrev=False)
     parser.add_argument('--iters', type=int, default=20, help='iterations measured; the table gives their medians (20)')
-    parser.add_argument('--warmup', type=int, default=5, help='iterations before those (5)')
+    parser.add_argument('--warmup', type=int, default=5, help='iterations before those (5; 9 or more with a profile)')
     parser.add_argument('--sweep', default='', metavar='"KEY=A,B ..."', help='train.py keys; every combination is a row')
+    parser.add_argument('--layouts', metavar='"LAYOUT; ..."', help='layouts, as above; every one is a row (of each combination)')
+    parser.add_argument('--scaling', metavar='N,N...', help='instead: weak (gradient_accumulation_steps times '
+                        'processes) and strong scaling by number of processes, of OMP_NUM_THREADS threads each (1)')
     parser.add_argument('--nproc_per_node', type=int, default=1, help='processes under torchrun (1)')
     parser.add_argument('--random_tokens', type=int, metavar='VOCAB_SIZE',
                         help='train on random tokens of a vocabulary of this size rather than on a dataset')
@@ -129,22 +246,42 @@ def main():
     if options.plot:
         plot(options.plot, options.out)
         return
-    if options.iters < 1 or options.warmup < 0 or (options.profile and options.warmup + options.iters < 9):
-        sys.exit('error: --iters must be at least 1 and --warmup at least 0; --profile takes 9 iterations in all')
+    if options.iters < 1 or options.warmup < 0:
+        sys.exit('error: --iters must be at least 1 and --warmup at least 0')
+    if options.scaling and (options.layouts or options.sweep or options.profile):
+        sys.exit('error: --scaling makes a table of its own: give no --layouts, --sweep or --profile with it')
+    if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):
+        sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
+    layouts = parse_layouts(options.layouts, options.nproc_per_node) if options.layouts else [('', options.nproc_per_node, [])]
     failed = False
     with tempfile.TemporaryDirectory() as folder:
         if options.random_tokens:
             write_random_tokens(folder, options.random_tokens)
             train_arguments.append(f'--dataset={folder}')
+        if options.scaling:
+            os.environ.setdefault('OMP_NUM_THREADS', '1')  # else one process has the threads of all, and two half of them each
+            if not options.json:
+                print(f'{"processes":>9}' + f' {"weak":>14} {"efficiency":>11} {"strong":>14} {"efficiency":>11}   (tokens/s)')
+            sizes = sorted({int(n) for n in options.scaling.split(',')})
+            for row in scaling(sizes, lambda more, n: measure([*train_arguments, *more], options, folder, n)):
+                failed |= 'error' in row
+                if options.json or 'error' in row:
+                    print(json.dumps(row) if options.json else f'{row["processes"]:>9} {row["error"]}', flush=True)
+                else:
+                    print(f'{row["processes"]:>9}', *(f'{row[f"{kind}_tokens_per_sec"]:>14,.0f} {row[f"{kind}_efficiency"]:>11.1%}'
+                                                      for kind in ('weak', 'strong')), flush=True)
+            sys.exit(1 if failed else 0)
         if not options.json:
-            print(f'{"":<48} {"tokens/s":>12} {"ms/iter":>10} {"MFU":>7} {"GB":>8}')
-        for number, combination in enumerate(parse_sweep(options.sweep)):
-            row = measure([*train_arguments, *combination], options, folder, f'trace-{number}.json')
+            print(f'{"":<48} {"tokens/s":>12} {"ms/iter":>10} {"MFU":>7} {"GB":>8}'
+                  + f' {"bubble":>15}' * bool(options.layouts))
+        rows = itertools.product(layouts, parse_sweep(options.sweep))
+        for number, ((layout, processes, arguments), combination) in enumerate(rows):
+            row = measure([*train_arguments, *arguments, *combination], options, folder, processes, f'trace-{number}.json')
             failed |= 'error' in row
             if options.json:
-                print(json.dumps(dict(arguments=combination, **row)), flush=True)
+                print(json.dumps(dict(layout=layout, processes=processes, arguments=[*arguments, *combination], **row)), flush=True)
             else:
-                print_row(' '.join(combination).replace('--', '') or 'as given', row)
+                print_row(f'{layout} {" ".join(combination).replace("--", "")}'.strip() or 'as given', row, options)
     sys.exit(1 if failed else 0)
 
 

@@ -1,5 +1,6 @@
 """What a run says of itself: console lines, metrics.jsonl, wandb, throughput, MFU, and a profile of where time goes."""
 import json
+import math
 import os
 import re
 import resource
@@ -105,19 +106,24 @@ def synchronize(device):
 
 
 CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
+# c10d's names, which all of PyTorch's ways to communicate come down to, and ours
+COLLECTIVES = dict(allreduce='all_reduce', allgather='all_gather', reduce_scatter='reduce_scatter', alltoall='all_to_all',
+                   broadcast='broadcast', send='send', recv='recv')
+ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  # of what is not of 4
 
 
 class Profiler:
     """Traces iterations 6 to 9 of this process into out_dir/trace.json (Chrome's format) and prints where their time went.
 
-    The same figures go to out_dir/profile.json. Call step() before each iteration and after the last.
+    The same figures go to out_dir/profile.json, with the bytes it communicated. Call step() before each iteration and after
+    the last.
     """
     settle, traced = 5, 4
 
     def __init__(self, out_dir):
         self.out_dir, self.done = out_dir, False
         schedule = torch.profiler.schedule(wait=self.settle - 1, warmup=2, active=self.traced, repeat=1)
-        self.profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._report)
+        self.profiler = torch.profiler.profile(schedule=schedule, record_shapes=True, on_trace_ready=self._report)
         self.profiler.start()
 
     def step(self):
@@ -126,13 +132,16 @@ class Profiler:
     def _report(self, profiler):
         trace = os.path.join(self.out_dir, 'trace.json')
         profiler.export_chrome_trace(trace)
-        milliseconds = breakdown(trace)
+        events, steps = read_trace(trace)
+        milliseconds, moved = breakdown(events, steps), bytes_moved(events, steps)
         total = sum(milliseconds.values())
         with open(os.path.join(self.out_dir, 'profile.json'), 'w', encoding='utf-8') as file:
-            json.dump(milliseconds, file, indent=1)
+            json.dump(dict(milliseconds=milliseconds, bytes=moved), file, indent=1)
         print(f'profile of {self.traced} iterations of {total:.1f}ms each, traced in {trace}')
         for category, value in milliseconds.items():
             print(f'  {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%', flush=True)
+        print('  communicated ', ', '.join(f'{name} {count / 1e6:,.3f}MB' for name, count in moved.items()) or 'nothing',
+              flush=True)
         self.done = True
 
     def close(self):
@@ -141,15 +150,52 @@ class Profiler:
             print(f'no profile: it takes {self.settle + self.traced} iterations, set --max_iters to that at least')
 
 
-def breakdown(trace_path):
-    """Milliseconds per iteration that a Chrome trace of torch.profiler gives to each of CATEGORIES.
+def read_trace(path):
+    """(events with a duration, those of them that are whole iterations) of a Chrome trace of torch.profiler."""
+    with open(path, encoding='utf-8') as file:
+        events = [event for event in json.load(file)['traceEvents'] if event.get('ph') == 'X']
+    return events, [e for e in events if e['name'].startswith('ProfilerStep') and e['cat'] == 'user_annotation']
+
+
+def bytes_moved(events, steps):
+    """Bytes per iteration by collective, {'all_reduce': 4e6, ...}: the whole tensor of each, as this process sees it.
+
+    That is what all_gather returns and reduce_scatter takes, whatever the algorithm puts on the wire; send and recv count what
+    goes out and what comes in. Sums of single numbers are in it, some dozen bytes.
+    """
+    item_bytes, moved = {}, {}  # of lists the trace keeps no type: the backend's own event of as many elements has it
+    for event in events:
+        known = event.get('args', {})
+        if event['name'].startswith('gloo:'):
+            item_bytes[_elements(known['Input Dims'][0])] = _item_bytes(known['Input type'][0])
+        elif event['name'] == 'record_param_comms' and 'dtype' in known:  # NCCL's
+            item_bytes[known.get('In msg nelems')] = item_bytes[known.get('Out msg nelems')] = _item_bytes(known['dtype'])
+    for event in events:
+        name = next((ours for key, ours in COLLECTIVES.items() if key in event['name']), None)
+        if name and event['name'].startswith('c10d::'):
+            tensors = [(_elements(dims), kind) for dims, kind in zip(event['args']['Input Dims'], event['args']['Input type'])
+                       if kind not in ('', 'Scalar', 'ScalarList')]
+            size = (_item_bytes(tensors[0][1]) if tensors[0][1] != 'TensorList' else
+                    next((item_bytes[n] for n, _ in tensors if n in item_bytes), 4))
+            moved[name] = moved.get(name, 0) + size * max(n for n, _ in tensors) / len(steps)
+    return moved
+
+
+def _elements(dims):
+    """Of a tensor of these dimensions, or of all tensors of a list."""
+    return sum(map(_elements, dims)) if dims and isinstance(dims[0], list) else math.prod(dims)
+
+
+def _item_bytes(type_name):
+    return ITEM_BYTES.get(type_name.lower().removeprefix('c10::'), 4)
+
+
+def breakdown(events, steps):
+    """Milliseconds per iteration that a trace gives to each of CATEGORIES.
 
     On a GPU its kernels are counted, else the operators of the main thread. Collectives are what no computation hides, idle
     is what is left: waiting for the host, for other processes, or for data.
     """
-    with open(trace_path, encoding='utf-8') as file:
-        events = [event for event in json.load(file)['traceEvents'] if event.get('ph') == 'X']
-    steps = [event for event in events if event['name'].startswith('ProfilerStep') and event['cat'] == 'user_annotation']
     begin, end = min(e['ts'] for e in steps), max(e['ts'] + e['dur'] for e in steps)
     spans = dict.fromkeys(CATEGORIES, 0.0)
     busy, collectives = [], []  # (start, end) in microseconds
@@ -160,7 +206,9 @@ def breakdown(trace_path):
     else:
         work = [e for e in events if e['cat'] in ('cpu_op', 'user_annotation') and e not in steps]
         collectives = [(e['ts'], e['ts'] + e['dur']) for e in work if _category(e['name']) == 'collectives']
-        timed = _self_times([e for e in work if e['tid'] == steps[0]['tid']])
+        # other annotations enclose waiting: a pipeline's for its neighbours, gloo's for each other
+        timed = _self_times([e for e in work if e['tid'] == steps[0]['tid'] and (
+            e['cat'] == 'cpu_op' or _category(e['name']) in ('data', 'optimizer'))])
     for event, category in timed:
         start, stop = max(begin, event['ts']), min(end, event['ts'] + event['dur'])
         if start < stop:

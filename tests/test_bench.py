@@ -4,7 +4,9 @@ import json
 import pytest
 from conftest import TINY, run
 
+import bench
 import metrics
+from model import GPT, GPTConfig
 
 BENCH = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]
 
@@ -60,4 +62,67 @@ def test_breakdown(tmp_path, kind):
                    event('kernel', 'ncclDevKernel_AllReduce', 65, 10, tid=2), event('cpu_op', 'aten::mm', 0, 100)]
     (tmp_path / 'trace.json').write_text(json.dumps(dict(traceEvents=events)))
     expected = {'matmul': 30, 'attention': 20, 'other compute': 10, 'optimizer': 10, 'collectives': 5, 'data': 5, 'idle': 20}
-    assert metrics.breakdown(tmp_path / 'trace.json') == pytest.approx(expected)
+    assert metrics.breakdown(*metrics.read_trace(tmp_path / 'trace.json')) == pytest.approx(expected)
+
+
+def test_bytes_moved():
+    """A functional collective and the c10d operator it becomes are one; of a list, the backend's event knows the type."""
+    def event(name, dims, types):
+        return dict(name=name, args={'Input Dims': dims, 'Input type': types})
+    events = [event('_c10d_functional::all_gather_into_tensor', [[4, 8], [], []], ['c10::BFloat16', 'Scalar', '']),
+              event('c10d::allgather_into_tensor_coalesced_', [[[8, 8]], [[4, 8]], [], []], ['TensorList', 'TensorList', '', 'Scalar']),
+              event('gloo:all_gather', [[4, 8]], ['c10::BFloat16']),
+              event('c10d::_reduce_scatter_base_', [[5], [10], [], []], ['double', 'double', '', 'Scalar']),
+              event('c10d::alltoall_base_', [[6], [6], []], ['float', 'float', '']), event('c10d::barrier', [[], []], ['', ''])]
+    steps = [None, None]  # two iterations
+    assert metrics.bytes_moved(events, steps) == {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
+
+
+def test_parse_layouts():
+    assert bench.parse_layouts(' dp8; zero3 ;tp2 pp2  dp2 zbv full; cp=2 dp1 zero2 rep2 offload bf16 mlp=swiglu;', 4) == [
+        ('dp8', 8, []), ('zero3', 4, ['--zero_stage=3']),
+        ('tp2 pp2 dp2 zbv full', 8, ['--tp=2', '--pp=2', '--pp_schedule=zbv', '--activation_checkpoint=full']),
+        ('cp=2 dp1 zero2 rep2 offload bf16 mlp=swiglu', 2, ['--cp=2', '--zero_stage=2', '--dp_replicate=2', '--cpu_offload=True',
+                                                            '--grad_compress=bf16', '--mlp=swiglu'])]
+    for text, message in (('dp2; zero3 zbw', "'zbw': a layout is words of dpN"), ('dp0', 'not 0'),
+                          ('tp2 pp2', 'multiple of tp × cp × pp = 4 processes, not 2')):
+        with pytest.raises(SystemExit, match=message):
+            bench.parse_layouts(text, 2)
+
+
+def test_bubble():
+    """The textbook's share for every schedule, p ranks and m micro-batches."""
+    for p in (2, 3, 4):
+        for m in (2 * p, 3 * p, 5 * p):
+            expected = dict.fromkeys(('gpipe', '1f1b'), (p - 1) / (m + p - 1))  # Huang et al. 2019
+            expected['interleaved1f1b'] = (p - 1) / 2 / (m + (p - 1) / 2)  # Narayanan et al. 2021, 2.2
+            # zero bubble (Qi et al. 2024): two stages of three units each, and p - 1 forwards to wait for the first micro-batch
+            expected |= dict.fromkeys(('interleavedzb', 'zbv', 'dualpipev'), (p - 1) / (6 * m + p - 1))
+            assert {name: bench.bubble(p, m, name) for name in expected} == pytest.approx(expected), (p, m)
+
+
+def test_layouts(dataset, tmp_path):
+    """Two processes, 12 sequences in an iteration: 2 micro-steps of 3 each, or in the pipeline 3 of 4."""
+    done = run('bench.py', *BENCH, f'--dataset={dataset}', '--iters=1', '--layouts=dp2; zero3 dp2; pp2', '--nproc_per_node=2', '--json',
+               cwd=tmp_path)
+    ddp, fsdp, pipeline = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row['processes'] for row in (ddp, fsdp, pipeline)] == [2, 2, 2] and not list(tmp_path.iterdir())
+    gpt = GPT(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False))
+    psi, of_blocks = (4 * sum(p.numel() for p in part.parameters()) for part in (gpt, gpt.transformer.h))
+    numbers = 256  # bytes: the loss, the stop flag and the gradient's norm are summed too, number by number
+    assert ddp['bytes'] == pytest.approx({'all_reduce': psi}, abs=numbers)
+    assert fsdp['bytes'] == pytest.approx({'all_reduce': 0, 'reduce_scatter': 2 * psi, 'all_gather': 2 * (psi + of_blocks)}, abs=numbers)
+    activations, tied = 3 * 4 * 4 * 32 * 32, 4 * gpt.transformer.wte.weight.numel()
+    assert pipeline['bytes'] == pytest.approx({'send': activations, 'recv': activations, 'all_reduce': tied}, abs=numbers)
+    assert pipeline['bubble_theory'] == pytest.approx(1 / 4) and 0 < pipeline['bubble_measured'] < 1 and 'bubble_theory' not in ddp
+
+
+def test_scaling(dataset, tmp_path):
+    arguments = *BENCH, f'--dataset={dataset}', '--iters=2', '--warmup=1', '--scaling=2,1', '--json'
+    first, second = [json.loads(line) for line in run('bench.py', *arguments, cwd=tmp_path).stdout.splitlines()]
+    assert first['processes'] == 1 and first['weak_efficiency'] == first['strong_efficiency'] == 1
+    for kind in ('weak', 'strong'):
+        speed = second[f'{kind}_tokens_per_sec'] / first[f'{kind}_tokens_per_sec']
+        assert second['processes'] == 2 and second[f'{kind}_efficiency'] == pytest.approx(speed / 2)
+    done = run('bench.py', *arguments, '--profile', cwd=tmp_path, check=False)
+    assert done.returncode == 1 and '--scaling makes a table of its own' in done.stderr and 'Traceback' not in done.stderr
