@@ -9,6 +9,7 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
     named = list(named_parameters)
     groups = [dict(params=[(name, p) for name, p in named if p.dim() >= 2], weight_decay=weight_decay),
               dict(params=[(name, p) for name, p in named if p.dim() < 2], weight_decay=0.0)]
+    groups = [group for group in groups if group['params']]  # a pipeline's stage may have no vectors
     fused = all(p.device.type in ('cuda', 'cpu') for _, p in named)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
 

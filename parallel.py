@@ -14,6 +14,7 @@ import copy
 import datetime
 import functools
 import itertools
+import math
 import os
 import sys
 
@@ -170,7 +171,7 @@ class Parallel:
         """Put a model that was built on the meta device onto the processes, in the order that the parts need.
 
         Afterwards `forward_backward` and `evaluate` run it, `named_parameters` are what this process holds of it (memory that
-        `fill` or a checkpoint sets), and `note`s say what differs from what was asked for.
+        `fill` or a checkpoint sets), and `notes` say what differs from what was asked for.
         model: declares how it may be split in `split_plan`; its `config` has n_head, n_kv_head and n_embd.
         Raises ValueError where it cannot be laid out so.
         """
@@ -201,10 +202,12 @@ class Parallel:
                         exchange_heads(block.get_submodule(name), self.cp_mesh)
             # activation checkpointing, and compilation, block by block
             for block in blocks:
-                if activation_checkpoint != 'none':
+                if activation_checkpoint == 'selective':  # within what is compiled, for the compiler to see
                     checkpoint_activations(block, activation_checkpoint)
                 if compile:
                     block.forward = torch.compile(block.forward)
+                if activation_checkpoint == 'full':  # around it: within, the compiler fails on tensor-parallel blocks
+                    checkpoint_activations(block, activation_checkpoint)
             if compile and self.tp > 1 and self.device.type == 'cuda':  # async tensor parallel: collectives beside matmuls
                 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
                 torch._inductor.config._micro_pipeline_tp = True
@@ -287,7 +290,6 @@ class Parallel:
 
     def _replicate(self, model, grad_compress):
         """DDP. Buffers do not exist; weights are the same everywhere without being sent."""
-        torch._dynamo.config.optimize_ddp = False  # blocks are compiled one by one as it is (and pytorch#104674)
         network = DistributedDataParallel(model, device_ids=[self.device] if self.device.type == 'cuda' else None,
                                           gradient_as_bucket_view=True, init_sync=False)
         if grad_compress == 'bf16':
@@ -315,8 +317,8 @@ class Parallel:
         x = torch.empty(micro_batch, block_size // self.cp // self.tp, n_embd, device='meta', requires_grad=True,
                         dtype=torch.bfloat16 if dtype == 'bfloat16' else torch.float32)
         loss = torch.empty((), device='meta', requires_grad=True)
-        stages = [Stage(stage, index, self.n_stages, self.device, input_args=x if index else tokens,
-                                           output_args=x if index < self.n_stages - 1 else loss, group=self.mesh.get_group('pp'))
+        stages = [Stage(stage, index, self.n_stages, self.device, group=self.mesh.get_group('pp'),
+                        input_args=x if index else tokens, output_args=x if index < self.n_stages - 1 else loss)
                   for index, stage in self.stages.items()]
         self.pipeline = getattr(pipelining.schedules, SCHEDULES[self.pp_schedule][0])(
             stages if self.stages_per_rank > 1 else stages[0], micro_steps, scale_grads=False,
@@ -557,6 +559,9 @@ def split_tensors(model, blocks, plan, mesh):
                     if kind == 'embedding':  # a compiled block would lose the gradient of an input that is still under way
                         modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
     model.tie()  # each of the two was split apart
+    for name, p in model.named_parameters():
+        if not hasattr(p, 'placements'):
+            raise ValueError(f'{name} is in no part of split_plan (model.py): say there how tp={mesh.size()} splits it, or set tp to 1')
     model.register_forward_hook(lambda module, inputs, output: output.to_local().clone() if hasattr(output, 'to_local') else output)
     if not hasattr(STAYING, 'entered'):  # cross-entropy on logits sharded by vocabulary, beside plain tensors
         STAYING.entered = STAYING.enter_context(loss_parallel()), STAYING.enter_context(implicit_replication())
@@ -575,7 +580,7 @@ def exchange_heads(attention, mesh):
 
     def before(module, inputs):
         q, k, v = inputs
-        repeats = mesh.size() // np.gcd(mesh.size(), k.size(1)).item()
+        repeats = mesh.size() // math.gcd(mesh.size(), k.size(1))
         if repeats > 1:
             k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
         return tuple(redistribute(x, 2, 1) for x in (q, k, v))
@@ -607,6 +612,7 @@ def compile_failure(device):
     except Exception as error:  # whatever TorchInductor and the compiler it calls raise
         return f'{type(error).__name__}: {(str(error).strip().splitlines() or [""])[0]}'
     torch._dynamo.config.suppress_errors = True  # code it cannot follow runs as it is
+    torch._dynamo.config.optimize_ddp = False  # blocks are compiled one by one, so DDP's buckets need no more cuts (pytorch#104674)
 
 
 def resolve_dtype(dtype, device):

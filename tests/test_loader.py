@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import data.loader
 from data.loader import Prefetcher, TokenLoader, read_meta, shuffled
-from parallel import Parallel
+from parallel import SCHEDULES, Parallel
 
 U16 = dict(vocab_size=65536, dtype='uint16')
 
@@ -32,6 +32,23 @@ def rank_of(world_size, rank):
     par = object.__new__(Parallel)  # its arithmetic needs no process group
     par.dp, par.dp_rank, par.pp, par.n_stages, par.pp_schedule, par.notes = world_size, rank, 1, 1, '1f1b', []
     return par
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)))
+def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
+    """Every sequence once, micro-batches of batch_size at most, as many as the schedule wants."""
+    seen = []
+    for rank in range(dp):
+        par = rank_of(dp, rank)
+        par.pp, par.pp_schedule, par.n_stages = pp, schedule, pp * SCHEDULES[schedule][1] if pp > 1 else 1
+        micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
+        seen += par.my_rows(global_batch, micro_batch * micro_steps, 0).tolist()  # a pipeline takes them all at once
+    assert sorted(row for row in seen if row >= 0) == list(range(global_batch))
+    assert 1 <= micro_batch <= batch_size and micro_steps >= par.n_stages
+    assert not (schedule.startswith('interleaved') and pp > 1) or micro_steps % pp == 0
+    if pp == 1 and global_batch % dp == 0:
+        assert -1 not in seen
 
 
 @settings(max_examples=150, deadline=None)

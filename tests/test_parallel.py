@@ -29,7 +29,7 @@ pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 --batch_size=8 '
         '--gradient_accumulation_steps=3 --eval_iters=3 --eval_interval=8 --log_interval=1 --max_iters=8 --lr_decay_iters=12 '
         '--warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60').split()
-MODELS = dict(gpt2='--bias', deep='--bias --n_layer=7', modern='--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15')
+MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern='--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15')
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
 
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
@@ -46,6 +46,7 @@ LAYOUTS = {
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
         'hsdp': '--zero_stage=2 --dp_replicate=2', 'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'tp4': '--tp=4',
         'modern cp4': '--cp=4', 'cp4 zero3': '--cp=4 --zero_stage=3',
+        'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
         **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES},
         'tp2 dp2': '--tp=2 --zero_stage=3', 'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'modern tp2 cp2': '--tp=2 --cp=2',
         'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'deep tp2 pp2': '--tp=2 --pp=2 --zero_stage=3'},

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Layouts on one GPU, a world of 1: run with a machine that has one, in one call of some minutes. Figures go to LOG.md.
+#   bash tests/gpu_layouts.sh
+# On a CPU, to try the script itself:
+#   SHAPE="--n_layer=2 --n_embd=64 --n_head=4 --block_size=64 --batch_size=2" XL="$SHAPE" QUICK="--iters=2" bash tests/gpu_layouts.sh
+set -uo pipefail
+cd "$(dirname "$0")/.."
+BENCH="python bench.py --random_tokens=50257 ${QUICK:---iters=10}"
+SHAPE=${SHAPE:---n_layer=12 --batch_size=12}
+XL=${XL:-config/gpt2_xl_fsdp.py --batch_size=4}
+echo "== 124M: DDP's place, FSDP2 kept and freed, compiled; float16 with its scaler; checkpointing; offload"
+$BENCH $SHAPE --gradient_accumulation_steps=1 --compile=True \
+    --layouts="zero0; zero2; zero3; zero0 dtype=float16; zero3 selective; zero3 full; zero3 offload; zero0 compile=False"
+echo "== 1.5B: activation checkpointing, compiled"
+$BENCH $XL --gradient_accumulation_steps=1 --compile=True --layouts="zero2; zero2 selective; zero2 full; zero3 full"
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$work"
+echo "== the same curve from each: the losses of 5 iterations"
+for layout in "--zero_stage=0" "--zero_stage=2" "--zero_stage=3 --activation_checkpoint=selective" "--zero_stage=3 --cpu_offload"; do
+    python train.py $SHAPE --dataset="$work" --gradient_accumulation_steps=1 --eval_iters=0 --keep_checkpoints=0 \
+        --dtype=float32 --max_iters=5 --out_dir="$work/run" $layout > /dev/null && echo "$layout" $(grep -o '"loss": [0-9.]*' "$work/run/metrics.jsonl")
+done
