@@ -105,10 +105,13 @@ def load(path, parameters, optimizer=None):
         for name, parameter in _named(optimizer):
             prefix = f'optimizer.{name}.'
             for key in stored:
-                if key.startswith(prefix):  # a moment, laid out as its parameter, or a number such as the step
-                    make = torch.zeros_like if stored[key].size == parameter.shape else torch.zeros
-                    like = parameter.detach() if stored[key].size == parameter.shape else stored[key].size
-                    optimizer.state[parameter][key.removeprefix(prefix)] = make(like, dtype=stored[key].properties.dtype)
+                if key.startswith(prefix):
+                    kind, dtype = key.removeprefix(prefix), stored[key].properties.dtype
+                    if stored[key].size == parameter.shape:  # a moment is laid out as its parameter is
+                        optimizer.state[parameter][kind] = torch.zeros_like(parameter.detach(), dtype=dtype)
+                    else:  # the step: a fused optimizer wants it beside the parameter, others on the CPU
+                        device = parameter.device if optimizer.defaults.get('fused') else 'cpu'
+                        optimizer.state[parameter][kind] = torch.zeros(stored[key].size, dtype=dtype, device=device)
     tensors, copies = {}, []
     for key, tensor in _tensors(parameters, optimizer):
         if key in tensors:

@@ -339,7 +339,7 @@ while True:
         skipped = 0 if math.isfinite(decisive) else skipped + 1
         if not skipped:
             scaler.step(optimizer)
-            scaler.update()
+        scaler.update()
         par.zero_grad()
     if skipped:
         what = f'{"loss" if scaler.is_enabled() else "gradient norm"} of iteration {iteration + 1} is {decisive}'
