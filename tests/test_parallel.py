@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -74,13 +75,14 @@ def free_ports():
             yield port
 
 
-PORTS = free_ports()
+PORTS, PORTS_LOCK = free_ports(), threading.Lock()
 
 
 def launch(nproc, runs, folder, timeout=600):
     """Make runs [(name, arguments, files to execute before ...)] one after another in one launch; {name: {rank: what it said}}."""
     path = folder / f'runs-{nproc}'
-    path.write_text(json.dumps([[name.replace(' ', '_'), next(PORTS), *rest] for name, *rest in runs]))
+    with PORTS_LOCK:
+        path.write_text(json.dumps([[name.replace(' ', '_'), next(PORTS), *rest] for name, *rest in runs]))
     launcher = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
     done = subprocess.run([*launcher, os.path.join(ROOT, 'tests', 'several.py'), str(path)], capture_output=True, text=True,
                           env=dict(os.environ, OMP_NUM_THREADS='1'), timeout=timeout)
