@@ -115,7 +115,7 @@ def _check(key, value, config, kinds, where):
 
 def _help(path, config, kinds):
     """Every key with its default, type and comment, under the comment lines that group them in the script."""
-    lines, comments, pending = [], {}, None
+    lines, comments = [], {}
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:

@@ -122,11 +122,12 @@ class Parallel:
             return
         from torch.distributed.device_mesh import init_device_mesh  # here, since a plain run need not wait for it
         shards = self.dp // self.dp_replicate
-        # parameters live on the first mesh (FSDP shards over cp too); the second one is for the activations' exchange
+        # parameters live on this mesh (FSDP shards over cp too), the activations' exchange has one of its own
         self.mesh = init_device_mesh(self.device.type, (self.pp, self.dp_replicate, shards * self.cp, self.tp),
                                      mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
-        self.cp_mesh = init_device_mesh(self.device.type, (self.pp * self.dp, self.cp, self.tp),
-                                        mesh_dim_names=('pp_dp', 'cp', 'tp'))['cp']
+        if self.cp > 1:
+            self.cp_mesh = init_device_mesh(self.device.type, (self.pp * self.dp, self.cp, self.tp),
+                                            mesh_dim_names=('pp_dp', 'cp', 'tp'))['cp']
 
     # ------------------------------------------------------------------------------------------------ which data is whose
 

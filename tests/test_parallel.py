@@ -36,29 +36,31 @@ SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpip
 
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
 LAYOUTS = {
-    1: {'zero3': '--zero_stage=3', 'modern full': '--activation_checkpoint=full'},
+    1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
     2: {'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
         **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
-        'modern tp2': '--tp=2', 'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2',
-        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'offload': '--zero_stage=2 --cpu_offload',
+        'modern tp2': '--tp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'offload': '--zero_stage=2 --cpu_offload',
         'selective': '--tp=2 --activation_checkpoint=selective', 'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
-        'full pp2': '--pp=2 --activation_checkpoint=full', 'zero2 compiled': '--zero_stage=2 --compile=True',
+        'zero2 compiled': '--zero_stage=2 --compile=True',
         'modern tp2 compiled': '--tp=2 --compile=True'},
     3: {'zero1': '--zero_stage=1', 'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3'},
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
-        'hsdp': '--zero_stage=2 --dp_replicate=2', 'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'tp4': '--tp=4',
-        'modern cp4': '--cp=4', 'cp4 zero3': '--cp=4 --zero_stage=3',
+        'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4', 'modern cp4': '--cp=4',
         'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
         **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES},
         'tp2 dp2': '--tp=2 --zero_stage=3', 'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'modern tp2 cp2': '--tp=2 --cp=2',
-        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'deep tp2 pp2': '--tp=2 --pp=2 --zero_stage=3'},
-    8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb',
-        'modern tp2 cp2 pp2': '--tp=2 --cp=2 --pp=2'},
+        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
+    8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
+}
+MORE = {
+    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2', 'full pp2': '--pp=2 --activation_checkpoint=full'},
+    4: {'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'cp4 zero3': '--cp=4 --zero_stage=3'},
 }
 
 
 def matrix():
     """The larger matrix: every product of degrees on 4 and 8 processes, with every stage and mode that it allows."""
+    yield from ((nproc, name, text) for nproc, layouts in MORE.items() for name, text in layouts.items())
     for nproc, tp, cp, pp, stage, mode in itertools.product((4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4), (2, 3),
                                                             ('none', 'selective', 'full')):
         for model in ('deep', 'modern'):
