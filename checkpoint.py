@@ -7,14 +7,20 @@ aside and renamed when complete, so one that is there is whole.
 import glob
 import json
 import os
+import pathlib
+import pickle
 import re
 import shutil
+import sys
 import time
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+
+warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP says that one process is one process
 
 
 def find(out_dir):
@@ -44,35 +50,105 @@ def read_state(path):
         return json.load(file)
 
 
-def save(out_dir, iteration, parameters, optimizer, state, keep):
-    """Save a checkpoint, then delete all but the newest `keep` and the best. Called by every process; returns its path.
+class Saver:
+    """Saves the checkpoints of a run. All processes call it alike, and write together, one checkpoint at a time.
 
-    parameters: [(name, parameter)], those of one name being copies. optimizer: was given its parameters with their names.
-    state: JSON-serialisable; `val_loss` in it (a float or None) is what makes a checkpoint the best.
+    A save in the background costs training a copy of the tensors to host memory, which is kept for the next: 12 bytes a
+    parameter for AdamW, divided by the processes. What was due meanwhile waits. A save that fails (a full disk, a
+    folder gone) leaves what was there, prints a warning, and sets `problem` to it until the next has succeeded.
     """
-    import torch.distributed.checkpoint as dcp  # here, since it takes half a second that a start need not wait for
-    path = os.path.join(out_dir, 'ckpt', f'iter_{iteration:08d}')
-    aside = path + '.tmp'
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    if rank == 0:
-        shutil.rmtree(aside, ignore_errors=True)  # a save that was killed
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # DCP says that one process is one process
-        dcp.save(dict(_tensors(parameters, optimizer)), storage_writer=dcp.FileSystemWriter(aside))
-    checksums = _checksums(aside, f'__{rank}_*')
-    if dist.is_initialized():
-        gathered = [None] * dist.get_world_size()
-        dist.all_gather_object(gathered, checksums)
-        checksums = {name: value for part in gathered for name, value in part.items()}
-    if rank == 0:
-        _write_json(os.path.join(aside, 'state.json'), state)
-        checksums |= _checksums(aside, '.metadata') | _checksums(aside, 'state.json')
-        _write_json(os.path.join(aside, 'checksums.json'), checksums)
-        shutil.rmtree(path, ignore_errors=True)  # a damaged one that this run went back behind
-        os.rename(aside, path)
-        for old in set(find(out_dir)[keep:]) - {find_best(out_dir)}:
-            shutil.rmtree(old)
-    return path
+
+    def __init__(self, out_dir, keep):
+        """keep: complete checkpoints besides the best. In a process group: called by every process."""
+        self.folder, self.out_dir, self.keep, self.problem = os.path.join(out_dir, 'ckpt'), out_dir, keep, None
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        # of its own, since another thread talks in it
+        self.group = dist.new_group(backend='gloo') if dist.is_initialized() else None
+        self.thread, self.pending, self.copies = ThreadPoolExecutor(1), None, {}
+
+    def save(self, iteration, parameters, optimizer, state, background=False):
+        """Save a checkpoint, then delete all but the newest and the best; returns its path.
+
+        parameters: [(name, parameter)], those of one name being copies. optimizer: was given its parameters with their names.
+        state: JSON-serialisable; `val_loss` in it (a float or None) is what makes a checkpoint the best.
+        """
+        self.wait()
+        tensors = self._mine(_tensors(parameters, optimizer))
+        path = os.path.join(self.folder, f'iter_{iteration:08d}')
+        self.pending = self.thread.submit(self._write, path, self._copied(tensors) if background else tensors, state)
+        if not background:
+            self.wait()
+        return path
+
+    def wait(self):
+        """Until no save is under way."""
+        if self.pending is not None:
+            self.pending.result()
+            self.pending = None
+
+    def _mine(self, tensors):
+        """Of tensors that every process holds whole each saves its part; of sharded ones DCP sorts out the copies."""
+        whole = [key for key, tensor in tensors if tensor.dim() and not hasattr(tensor, 'placements')]
+        others = {key for i, key in enumerate(whole) if i % self.world_size != self.rank}
+        return {key: tensor for key, tensor in tensors if key not in others}
+
+    def _copied(self, tensors):
+        if self.copies.keys() != tensors.keys():
+            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+            on_gpu = any(_local(tensor).is_cuda for tensor in tensors.values())
+            self.copies = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False,
+                                                       use_non_blocking_copy=on_gpu)).stage(tensors)
+        else:  # as fast as memory goes, where the stager is a third of that on a CPU
+            for key, tensor in tensors.items():
+                _local(self.copies[key]).copy_(_local(tensor), non_blocking=True)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
+        return self.copies
+
+    def _write(self, path, tensors, state):
+        import torch.distributed.checkpoint as dcp  # here, since it takes half a second that a start need not wait for
+        aside = path + '.tmp'
+        checksums, problem = {}, None
+        try:
+            if self.rank == 0:
+                for stray in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):  # a save that was killed
+                    shutil.rmtree(stray)
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self.group)
+            checksums = _checksums(aside, f'__{self.rank}_*')
+        except Exception as error:  # whatever storage and process group raise: training goes on
+            problem = _cause(error)
+        if self.group:
+            gathered = [None] * self.world_size
+            dist.all_gather_object(gathered, (checksums, problem), group=self.group)
+            checksums = {name: value for part, _ in gathered for name, value in part.items()}
+            problem = next((problem for _, problem in gathered if problem), None)
+        if self.rank == 0 and not problem:
+            try:
+                _write_json(os.path.join(aside, 'state.json'), state)
+                checksums |= _checksums(aside, '.metadata') | _checksums(aside, 'state.json')
+                _write_json(os.path.join(aside, 'checksums.json'), checksums)
+                _sync(aside)
+                shutil.rmtree(path, ignore_errors=True)  # a damaged one that this run went back behind
+                os.rename(aside, path)
+                _sync(self.folder)
+                for old in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir)}:
+                    os.rename(old, old + '.tmp')  # at once, so that none is there in part
+                    shutil.rmtree(old + '.tmp')
+            except OSError as error:
+                problem = str(error)
+        self.problem = problem
+        if self.rank == 0 and problem:
+            shutil.rmtree(aside, ignore_errors=True)
+            last = next(iter(find(self.out_dir)), 'none')
+            print(f'warning: {path} could not be saved ({problem}). Training goes on; the last good checkpoint is {last}. Make room '
+                  'or mend the folder before the next save', file=sys.stderr, flush=True)
+
+
+def _cause(error):
+    """What went wrong in a save, in a line; DCP wraps it, with the traceback of each process."""
+    while getattr(error, 'failures', None):
+        error = next(iter(error.failures.values()))[0]
+    return f'{type(error).__name__}: {(str(error).strip().splitlines() or [""])[0]}'
 
 
 def damage(path, rank=0, world_size=1):
@@ -94,7 +170,7 @@ def damage(path, rank=0, world_size=1):
 def load(path, parameters, optimizer=None):
     """Fill parameters ([(name, parameter)], sharded or not) and optimizer from a checkpoint. ValueError where the model differs."""
     import torch.distributed.checkpoint as dcp
-    reader = dcp.FileSystemReader(path)
+    reader = _reader(path)
     stored = reader.read_metadata().state_dict_metadata
     for name, parameter in parameters:
         found = stored.get(f'model.{name}')
@@ -117,11 +193,36 @@ def load(path, parameters, optimizer=None):
         if key in tensors:
             copies.append((tensor, tensors[key]))
         tensors.setdefault(key, tensor)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')
-        dcp.load(tensors, storage_reader=reader)
+    dcp.load(tensors, storage_reader=reader)
     for tensor, original in copies:
         tensor.copy_(original)
+
+
+def _reader(path):
+    """DCP's reader of a checkpoint, but its pickled .metadata may name no more than what DCP writes there: it runs nothing."""
+    from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+
+    class Unpickler(pickle.Unpickler):
+        allowed = {(kind.__module__, kind.__qualname__): kind for kind in (
+            metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata,
+            metadata.TensorProperties, metadata.StorageMeta, metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+            pathlib.PosixPath, pathlib.WindowsPath, torch.Size, torch.serialization._get_layout)}
+
+        def find_class(self, module, name):
+            module = module.removesuffix('._local')  # pathlib's, from Python 3.13 on
+            found = self.allowed.get((module, name), getattr(torch, name, None) if module == 'torch' else None)
+            if (module, name) not in self.allowed and not isinstance(found, torch.dtype):
+                raise ValueError(f'{path}/.metadata names {module}.{name}, which no checkpoint of ours does: it was not loaded')
+            return found
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            with open(os.path.join(path, '.metadata'), 'rb') as file:
+                found = Unpickler(file).load()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return Reader(path)
 
 
 def set_aside(out_dir):
@@ -159,6 +260,17 @@ def _checksums(folder, pattern):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
         checksums[os.path.basename(path)] = [size, crc]
     return checksums
+
+
+def _local(tensor):
+    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+
+
+def _sync(folder):
+    """The names in a folder to disk; its files have been."""
+    handle = os.open(folder, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 def _write_json(path, content):

@@ -55,7 +55,14 @@ class Metrics:
             except ImportError:
                 raise ImportError('wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False') from None
             self.wandb = client.init(dir=out_dir, resume='allow', **wandb)
-        self.file = open(os.path.join(out_dir, 'metrics.jsonl'), 'a', encoding='utf-8')
+        path = os.path.join(out_dir, 'metrics.jsonl')
+        if os.path.exists(path):
+            with open(path, 'rb+') as file:  # a line that a crash of the machine cut off
+                content = file.read()
+                file.truncate(content.rfind(b'\n') + 1)
+        # lines that a full disk does not take stay in the buffer, and come before the next
+        self.out_dir, self.full = out_dir, False
+        self.file = open(path, 'a', buffering=2 ** 20, encoding='utf-8')
 
     @property
     def wandb_id(self):
@@ -73,6 +80,21 @@ class Metrics:
         """An evaluation line: iter train_loss val_loss."""
         self._write(line, f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, val loss {line["val_loss"]:.4f}')
 
+    def checkpoint(self, line, path):
+        """A line of a save: iter ckpt_stall_ms, for how long training waited."""
+        self._write(line, f'saving {path}, training waited {line["ckpt_stall_ms"]:.0f}ms')
+
+    def dump(self, name, content):
+        """Write JSON to a file of its own in out_dir; returns its path."""
+        path = os.path.join(self.out_dir, name) if self.file else ''
+        if self.file:
+            try:
+                with open(path, 'w', encoding='utf-8') as file:
+                    json.dump(content, file, indent=1)
+            except OSError as error:
+                return f'no file ({error})'
+        return path
+
     def _write(self, line, text):
         if self.file is None:
             return
@@ -80,13 +102,22 @@ class Metrics:
         # JSON has no NaN or infinity: null, so that any reader can go on
         self.file.write(json.dumps({k: None if v != v or v in (float('inf'), -float('inf')) else v
                                     for k, v in line.items()}) + '\n')
-        self.file.flush()
+        self._flush()
         if self.wandb:
             self.wandb.log(line, step=line['iter'])
 
+    def _flush(self):
+        try:
+            self.file.flush()
+            self.full = False
+        except OSError as error:
+            if not self.full:
+                print(f'warning: metrics.jsonl could not be written ({error}). Training goes on; its lines wait for room', file=sys.stderr, flush=True)
+            self.full = True
+
     def close(self):
         if self.file is not None:
-            self.file.close()
+            self._flush()
         if self.wandb:
             self.wandb.finish()
 

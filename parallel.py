@@ -452,6 +452,10 @@ class Parallel:
             dist.all_reduce(value, dist.ReduceOp.MAX)
         return value.item()
 
+    def gather(self, value):
+        """Every process's number, in the order of ranks."""
+        return self.sum(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
+
     def barrier(self):
         self.any(False)
 

@@ -39,7 +39,9 @@ eval_iters = 200  # an evaluation takes eval_iters * batch_size sequences of eit
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after each evaluation; False = only where the validation loss improved, and at the end
 save_interval = 0  # also save every so many iterations; 0 = only with evaluation
+save_minutes = 0.0  # also save every so many minutes; 0 = only with evaluation
 keep_checkpoints = 2  # complete checkpoints kept besides the best; 0 with eval_iters=0 saves none
+async_checkpoint = True  # write checkpoints while training goes on, from a copy in host memory
 init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or a folder of weights
 # wandb logging
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
@@ -102,7 +104,7 @@ SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot whe
 here = os.path.dirname(os.path.abspath(__file__))
 data_dir = os.path.join(here, 'data', dataset)
 
-# A signal asks for a checkpoint and a clean exit at the next iteration; one more, 5 seconds later or after, exits at once.
+# A signal asks for a checkpoint and a clean exit at the next micro-step; one more, 5 seconds later or after, exits at once.
 # Before that it is the same request come twice: Slurm signals every process, and torchrun passes its signal on to ours.
 stop_signal, stop_time = None, 0.0
 def request_stop(number, frame):
@@ -111,14 +113,14 @@ def request_stop(number, frame):
         stop_signal, stop_time = number, time.monotonic()
     elif time.monotonic() - stop_time > 5:
         os._exit(128 + number)
-for number in (signal.SIGTERM, signal.SIGINT):
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # the last is what Slurm's --signal=USR1@120 sends before the end
     signal.signal(number, request_stop)
 
 with one_sentence():
     for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'max_iters'):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
-    for key in ('eval_iters', 'save_interval', 'keep_checkpoints', 'warmup_iters', 'seed'):
+    for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters', 'seed'):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     if lr_schedule not in ('cosine', 'linear', 'wsd'):
@@ -210,6 +212,8 @@ scaler = torch.amp.GradScaler(par.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
+skipped, skipped_in_a_row = saved.get('skipped', [0, 0])  # updates, for a gradient that was not finite
+saver = checkpoint.Saver(out_dir, keep_checkpoints)
 
 # batches: each process takes its rows of the global batch, and its positions of them; the next are prepared while the device
 # works. A pipeline takes all micro-batches of an iteration at once.
@@ -241,6 +245,10 @@ if compile or par.world_size > 1:  # thrown away: here it compiles, and DDP orde
     par.forward_backward(*fetch(train_batches, iteration * steps))
     par.zero_grad()
 
+def stop_asked():
+    """The number of a signal that has reached any of the processes, the same on all of them; 0 for none."""
+    return int(par.max(stop_signal or 0))
+
 @torch.no_grad()
 def evaluate():
     """Mean loss over the fixed evaluation sequences of each split, shared by the processes; None if a stop is asked for."""
@@ -254,7 +262,7 @@ def evaluate():
         batches = Prefetcher(prepare_eval)
         loss_sum = torch.zeros((), device=par.device)
         for step in range(-(-len(starts) // (rows_per_step * par.dp))):
-            if par.any(stop_signal):
+            if stop_asked():
                 par.train(True)
                 return None
             loss_sum += par.evaluate(*fetch(batches, step))
@@ -289,12 +297,13 @@ peak = metrics.peak_flops(par.device, dtype)
 flops_per_iter = flops_per_token * tokens_per_iter
 
 profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
-saved_iteration, skipped, failure = iteration, 0, None
+saved_iteration, saved_time, stop, failure = iteration, time.monotonic(), 0, None
 timed_from, clock = iteration, time.perf_counter()
 while True:
     # evaluate, and save
-    eval_due = (eval_only or iteration % eval_interval == 0 or iteration == max_iters) and not failure
-    save_due = save_interval and iteration % save_interval == 0
+    eval_due = (eval_only or iteration % eval_interval == 0 or iteration == max_iters) and not (stop or failure)
+    save_due = save_interval and iteration % save_interval == 0 or \
+        save_minutes and par.any(par.is_main and time.monotonic() - saved_time >= 60 * save_minutes)
     if eval_due or save_due:
         metrics.synchronize(par.device)  # what is still under way is training time
     pause = time.perf_counter()
@@ -306,17 +315,22 @@ while True:
         improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)  # NaN is no improvement
         best_val_loss = val_loss if improved else best_val_loss
         log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
-    stop = par.any(stop_signal)
+    stop = stop or stop_asked()
     if eval_only:
         break
     ending = stop or failure or iteration >= max_iters
+    if ending:
+        saver.wait()
+        saved_iteration = -1 if saver.problem else saved_iteration  # once more
     if iteration > saved_iteration and (ending or save_due or (eval_due and (always_save_checkpoint or improved))):
         if keep_checkpoints or eval_iters:
             state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss,
-                         best_val_loss=best_val_loss, wandb_id=log.wandb_id, scaler=scaler.state_dict(),
-                         model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
-            say(f'saving {checkpoint.save(out_dir, iteration, par.named_parameters(), optimizer, state, keep_checkpoints)}')
-        saved_iteration = iteration
+                         best_val_loss=best_val_loss, skipped=[skipped, skipped_in_a_row], wandb_id=log.wandb_id,
+                         scaler=scaler.state_dict(), model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
+            stall = time.perf_counter()
+            path = saver.save(iteration, par.named_parameters(), optimizer, state, background=async_checkpoint and not ending)
+            log.checkpoint(dict(iter=iteration, ckpt_stall_ms=1000 * (time.perf_counter() - stall)), path)
+        saved_iteration, saved_time = iteration, time.monotonic()
     if ending:
         break
     clock += time.perf_counter() - pause
@@ -328,26 +342,36 @@ while True:
         group['lr'] = lr
     loss_sum = torch.zeros((), device=par.device)
     for step in range(steps):
+        stop = stop_asked() if step else 0
+        if stop:
+            break
         with record_function('data'):
             x, y = fetch(train_batches, iteration * steps + step)
         loss_sum += par.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
+    if stop:
+        continue  # to the save above; this iteration is for the run that goes on
     with record_function('optimizer'):
         scaler.unscale_(optimizer)
         grad_norm = par.clip_gradients(grad_clip)
         # the norm is of all gradients everywhere, so all processes decide alike; float16's may overflow, which its scaler mends
         decisive = par.sum_losses(loss_sum) if scaler.is_enabled() else grad_norm.item()
-        skipped = 0 if math.isfinite(decisive) else skipped + 1
-        if not skipped:
+        finite = math.isfinite(decisive)
+        if finite:
             scaler.step(optimizer)
         scaler.update()
         par.zero_grad()
-    if skipped:
+    skipped, skipped_in_a_row = (skipped, 0) if finite else (skipped + 1, skipped_in_a_row + 1)
+    if not finite:
         what = f'{"loss" if scaler.is_enabled() else "gradient norm"} of iteration {iteration + 1} is {decisive}'
-        if on_nonfinite == 'abort' or skipped == 10:
-            failure = (f'the {what}{f", after {skipped - 1} that were skipped" * (skipped > 1)}: the update was not made; '
-                       'try a lower learning_rate, or --on_nonfinite=skip if it is the data')
+        where = log.dump(f'nonfinite_{iteration + 1:08d}.json', dict(
+            iteration=iteration + 1, what=what, lr=lr, losses=par.gather(loss_sum.item()), block_size=block_size,
+            sequences=train_loader.where(train_loader.train_starts(iteration * global_batch + np.arange(global_batch)))))
+        if on_nonfinite == 'abort' or skipped_in_a_row == 10:
+            skipped, skipped_in_a_row = skipped - 1, skipped_in_a_row - 1  # it is met again by a run that goes on from here
+            failure = (f'the {what}{f", after {skipped_in_a_row} that were skipped" * (skipped_in_a_row > 0)}: the update was not made, '
+                       f'its batch is in {where}; try a lower learning_rate, or --on_nonfinite=skip if it is the data')
             continue  # to the save above
-        say(f'the {what}: update skipped')
+        say(f'the {what}: update skipped ({skipped} so far), its batch is in {where}')
     iteration += 1
 
     if iteration % log_interval == 0:
@@ -364,11 +388,11 @@ while True:
 if profiler:
     profiler.close()
 log.close()
-if stop:
-    say(f'stopped by {signal.Signals(stop_signal or signal.SIGTERM).name} at iteration {iteration}'
+if saver.problem and not failure:
+    failure = f'the run ended at iteration {iteration}, but its last checkpoint could not be saved ({saver.problem})'
+if stop and not failure:
+    say(f'stopped by {signal.Signals(stop).name} at iteration {iteration}'
         f'{"; --init_from=resume goes on from here" if iteration else ""}')
 if failure and par.is_main:
     print(f'error: {failure}', file=sys.stderr, flush=True)
-if failure:
-    par.leave(1)
-par.leave(128 + (stop_signal or signal.SIGTERM) if stop else 0)
+par.leave(1 if failure else 143 if stop else 0)

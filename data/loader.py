@@ -112,6 +112,11 @@ class TokenLoader:
             starts[here] = rotation + self.block_size * shuffled(sequences[here] % per_epoch, per_epoch, key)
         return starts
 
+    def where(self, starts):
+        """[(file, the token in it)] that begin at these stream positions."""
+        shards = np.searchsorted(self.ends, starts % self.n_tokens, side='right')
+        return [(self.paths[i], int(start % self.n_tokens - self.ends[i] + len(self.shards[i]))) for i, start in zip(shards, starts)]
+
     def eval_starts(self, count):
         """The fixed evaluation set: up to count sequences that do not overlap, spread evenly over the split."""
         available = (self.n_tokens - 1) // self.block_size
