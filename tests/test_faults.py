@@ -2,6 +2,7 @@
 import contextlib
 import json
 import os
+import pickle
 import re
 import resource
 import signal
@@ -11,6 +12,8 @@ import sys
 import time
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 import checkpoint
 from conftest import ROOT, TINY, curve, read_metrics, side_by_side
@@ -68,6 +71,15 @@ def kill(launcher):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     launcher.wait()
+
+
+def tensors(path):
+    """Every tensor of a checkpoint."""
+    reader = dcp.FileSystemReader(path)
+    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
+             for name, stored in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(state, storage_reader=reader)
+    return state
 
 
 def curve_of(out_dir):
@@ -341,10 +353,33 @@ def test_saves_by_the_clock_and_in_the_background(train):
         assert state['iteration'] == int(path[-8:]) and checkpoint.damage(path) is None
 
 
-def test_a_checkpoint_in_the_background_is_the_one_that_blocks(train):
-    """Training changes the tensors while they are written: what is written is what they were."""
-    options = ['--eval_iters=0', '--save_interval=1', '--keep_checkpoints=99', '--n_embd=256']
-    runs = side_by_side(lambda: train(*options), lambda: train(*options, '--async_checkpoint=False'))
-    for path, other in zip(*(checkpoint.find(run.out_dir) for run in runs), strict=True):
-        a, b = (json.load(open(os.path.join(folder, 'checksums.json'))) for folder in (path, other))
-        assert a['__0_0.distcp'] == b['__0_0.distcp'] and path[-8:] == other[-8:]
+def test_a_checkpoint_in_the_background_is_the_one_that_blocks(dataset, tmp_path):
+    """Training changes the tensors while they are written: what is written is what they were, whole or sharded, on each process."""
+    layouts = {'ddp': [], 'zero1': ['--zero_stage=1'], 'zero3': ['--zero_stage=3'], 'pp2': ['--pp=2']}
+    launch_several(2, [(f'{name}-{background}', [*TINY, '--eval_iters=0', '--save_interval=1', '--keep_checkpoints=99', '--max_iters=6', *layout,
+                                                 f'--async_checkpoint={background}', f'--dataset={dataset}', f'--out_dir={tmp_path}/{name}-{background}'])
+                       for name, layout in layouts.items() for background in (True, False)], tmp_path)
+    for name in layouts:
+        pairs = list(zip(*(checkpoint.find(tmp_path / f'{name}-{background}') for background in (True, False)), strict=True))
+        assert len(pairs) == 6
+        for path, other in pairs:
+            a, b = tensors(path), tensors(other)
+            assert a.keys() == b.keys() and len(a) > 40 and all(torch.equal(a[key], b[key]) for key in a), (name, path)
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+def test_a_checkpoint_from_others_runs_nothing(train, tmp_path):
+    run = train('--max_iters=2')
+    (path,) = checkpoint.find(run.out_dir)
+    parameters = [(key.removeprefix('model.'), tensor) for key, tensor in tensors(path).items() if key.startswith('model.')]
+    checkpoint.load(path, parameters)
+    Evil.path = str(tmp_path / 'it ran')
+    with open(os.path.join(path, '.metadata'), 'wb') as file:
+        pickle.dump(Evil(), file)
+    with pytest.raises(ValueError, match=r'names \w+.mkdir, which no checkpoint of ours does'):
+        checkpoint.load(path, parameters)
+    assert not os.path.exists(Evil.path)

@@ -305,7 +305,7 @@ def interrupt(dataset, out_dir, number, *arguments, again=0, nproc=1):
 
 
 def test_signals_save_and_the_run_goes_on_as_if_there_had_been_none(train, dataset, tmp_path):
-    code, _ = interrupt(dataset, tmp_path, signal.SIGTERM)
+    code, _ = interrupt(dataset, tmp_path, signal.SIGUSR1)
     assert code == 143
     stopped = saved(tmp_path)[-1]
     code, stdout = interrupt(dataset, tmp_path, signal.SIGINT, '--init_from=resume', again=200)
