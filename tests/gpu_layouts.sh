@@ -2,7 +2,7 @@
 # Layouts on one GPU, a world of 1: run with a machine that has one, in one call of some minutes. Figures go to LOG.md.
 #   bash tests/gpu_layouts.sh
 # On a CPU, to try the script itself:
-#   SHAPE="--n_layer=2 --n_embd=64 --n_head=4 --block_size=64 --batch_size=2" XL="$SHAPE" QUICK="--iters=2" bash tests/gpu_layouts.sh
+#   SHAPE="--n_layer=2 --n_embd=64 --n_head=4 --block_size=64 --batch_size=2" XL="$SHAPE" QUICK="--iters=2" SAVES=3 bash tests/gpu_layouts.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
 BENCH="python bench.py --random_tokens=50257 ${QUICK:---iters=10}"
@@ -13,6 +13,10 @@ $BENCH $SHAPE --gradient_accumulation_steps=1 --compile=True \
     --layouts="zero0; zero2; zero3; zero0 dtype=float16; zero3 selective; zero3 full; zero3 offload; zero0 compile=False"
 echo "== 1.5B: activation checkpointing, compiled"
 $BENCH $XL --gradient_accumulation_steps=1 --compile=True --layouts="zero2; zero2 selective; zero2 full; zero3 full"
+echo "== checkpoints: how long training waits for one, blocking and from pinned memory, whole and as FSDP2's shards"
+for stage in 0 3; do
+    $BENCH $SHAPE --gradient_accumulation_steps=1 --zero_stage=$stage --saves=${SAVES:-40} --iters=$((4 * ${SAVES:-40}))
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$work"
