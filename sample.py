@@ -63,8 +63,8 @@ with one_sentence():
         model = GPT(GPTConfig(**state['model']), seed=None)
         checkpoint.load(path, list(model.named_parameters()))
     else:
-        arguments, weights = checkpoint.read_gpt2(init_from)
-        tokenizer = get_tokenizer(dict(tokenizer='gpt2'))
+        arguments, weights, meta = checkpoint.read_weights(init_from)
+        tokenizer = get_tokenizer(meta)
         model = GPT(GPTConfig(**arguments), seed=None)
         fill(model.named_parameters(), checkpoint.padded(weights))
     if start == '-':

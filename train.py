@@ -179,7 +179,7 @@ with one_sentence():
                 raise ValueError(f'{source} is damaged ({problem}): delete it, and the next best is taken')
             model_args = checkpoint.read_state(source)['model'] | dict(dropout=dropout)
         else:
-            model_args, weights = checkpoint.read_gpt2(init_from)
+            model_args, weights, _ = checkpoint.read_weights(init_from)
             model_args['dropout'] = dropout
     if block_size > model_args['block_size']:
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} was made for '

@@ -121,9 +121,12 @@ def _cache_gpt2(cache):
 def get_tokenizer(meta):
     """The tokenizer of a dataset.
 
-    meta: the content of its meta.json; `tokenizer` and, for 'char', `chars` are read.
+    meta: the content of its meta.json, or None where weights came without; `tokenizer` and, for 'char', `chars` are read.
     ValueError: no such tokenizer. OSError: its vocabulary cannot be had. ImportError: tiktoken is missing.
     """
+    if meta is None:
+        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python checkpoint.py '
+                         'import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and sample with --out_dir=OUT_DIR')
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] != 'char':
