@@ -570,7 +570,8 @@ def _write_tokenizer(folder, tokenizer, block_size):
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)}
     written, merges, special = (lambda token: ''.join(letters[b] for b in token)), [], {}
-    splits, decoder = [dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)], dict(type='ByteLevel')
+    decoder = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
+    splits = [decoder]
     if tokenizer.name == 'char':
         vocab, splits, decoder = tokenizer.ids, [], dict(type='Fuse')
     elif tokenizer.name == 'bytes':
