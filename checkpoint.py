@@ -500,24 +500,26 @@ def export_weights(source, target, which='best', dtype='float32'):
                          'it stays with our own sample.py and train.py')
     model = GPT(config, seed=None)
     parameters = list(model.named_parameters())
-    optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0)) if target.endswith('.pt') else None
-    load(path, parameters, optimizer)
+    optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
+    load(path, parameters, optimizer if target.endswith('.pt') else None)
 
-    def cut(tensors):  # the padding off
-        return {name: tensor[:config.vocab_size].clone() if name in _TABLES else tensor for name, tensor in tensors.items()}
-    write(target, cut({name: p.detach() for name, p in parameters}), getattr(torch, dtype), config, state, cut, optimizer, parameters)
+    def whole(value):  # {name: value of its parameter}, without the vocabulary's padding
+        return {name: value(p)[:config.vocab_size].clone() if name in _TABLES else value(p) for name, p in parameters}
+    moments = {}
+    if all('exp_avg' in optimizer.state[p] for p in model.parameters()):  # AdamW's, and wanted
+        moments = {kind: whole(lambda p: optimizer.state[p][kind]) for kind in ('exp_avg', 'exp_avg_sq')}
+        state['step'] = optimizer.state[parameters[0][1]]['step']
+    write(target, whole(torch.Tensor.detach), moments, config, state, getattr(torch, dtype))
 
 
-def _export_nanogpt(target, tensors, dtype, config, state, cut, optimizer, parameters):
+def _export_nanogpt(target, tensors, moments, config, state, dtype):
     tensors, run = _packed(tensors), state['config']
     adamw = torch.optim.AdamW([dict(params=[t for t in tensors.values() if t.dim() >= 2], weight_decay=run.get('weight_decay', 0.1)),
                                dict(params=[t for t in tensors.values() if t.dim() < 2], weight_decay=0.0)],
                               lr=run.get('learning_rate', 6e-4), betas=(run.get('beta1', 0.9), run.get('beta2', 0.95)))
-    moments = [optimizer.state.get(p, {}) for _, p in parameters]
-    if all('exp_avg' in moment for moment in moments):
-        for kind in ('exp_avg', 'exp_avg_sq'):
-            for name, value in _packed(cut({name: m[kind] for (name, _), m in zip(parameters, moments)})).items():
-                adamw.state[tensors[name]] |= {kind: value, 'step': moments[0]['step']}
+    for kind, values in moments.items():
+        for name, value in _packed(values).items():
+            adamw.state[tensors[name]] |= {kind: value, 'step': state['step']}
     weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     weights['lm_head.weight'] = weights['transformer.wte.weight']
     model_args = {key: getattr(config, key) for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')}
@@ -528,7 +530,7 @@ def _export_nanogpt(target, tensors, dtype, config, state, cut, optimizer, param
     os.replace(target + '.tmp', target)
 
 
-def _export_hf(target, tensors, dtype, config, state, *_):
+def _export_hf(target, tensors, moments, config, state, dtype):
     tokenizer = get_tokenizer(state['tokenizer']) if state['tokenizer'] else None
     end = tokenizer.eot if tokenizer else None
     ends = dict(bos_token_id=end, eos_token_id=end)
@@ -539,7 +541,7 @@ def _export_hf(target, tensors, dtype, config, state, *_):
             tensors.setdefault(name.replace('weight', 'bias'), torch.zeros(len(tensors[name])))
         tensors = {name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor for name, tensor in _packed(tensors).items()}
         theirs |= dict(
-            architectures=['GPT2LMHeadModel'], model_type='gpt2', n_positions=config.block_size, n_embd=config.n_embd,
+            architectures=['GPT2LMHeadModel'], model_type='gpt2', n_positions=config.block_size, n_ctx=config.block_size, n_embd=config.n_embd,
             n_layer=config.n_layer, n_head=config.n_head, n_inner=config.n_hidden, layer_norm_epsilon=config.norm_eps,
             activation_function='gelu' if config.mlp == 'gelu' else 'gelu_new', resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     else:
@@ -554,54 +556,13 @@ def _export_hf(target, tensors, dtype, config, state, *_):
     from safetensors.torch import save_file
     os.makedirs(target)
     if tokenizer:
-        _write_tokenizer(target, tokenizer, config.block_size)
+        for name, content in tokenizer.hugging_face(config.block_size).items():
+            _write_json(os.path.join(target, name), content)
     _write_json(os.path.join(target, 'generation_config.json'), ends)
     save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
               os.path.join(target, 'model.safetensors'), metadata=dict(format='pt'))
     _write_json(os.path.join(target, 'config.json'), theirs)
     shutil.copymode(os.path.join(target, 'config.json'), os.path.join(target, 'model.safetensors'))  # safetensors keeps it to its owner
-
-
-def _write_tokenizer(folder, tokenizer, block_size):
-    """tokenizer.json and tokenizer_config.json, for Hugging Face's tokenizers, of one of ours.
-
-    All are a BPE: characters one without merges, the others one over bytes, written as the printable characters of GPT-2's vocab.json.
-    """
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {b: chr(b) for b in printable} | {b: chr(256 + i) for i, b in enumerate(b for b in range(256) if b not in printable)}
-    written, merges, special = (lambda token: ''.join(letters[b] for b in token)), [], {}
-    decoder = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
-    splits = [decoder]
-    if tokenizer.name == 'char':
-        vocab, splits, decoder = tokenizer.ids, [], dict(type='Fuse')
-    elif tokenizer.name == 'bytes':
-        vocab = {written([b]): b for b in range(256)}
-    else:
-        ranks, special = tokenizer.encoding._mergeable_ranks, tokenizer.encoding._special_tokens
-        vocab = {written(token): i for token, i in ranks.items()} | special
-        for token in sorted(ranks, key=ranks.get):  # made of the last two parts that the tokens before it leave of it
-            parts = [bytes([b]) for b in token]
-            while len(parts) > 2:
-                rank, i = min((ranks.get(a + b, float('inf')), i) for i, (a, b) in enumerate(zip(parts, parts[1:])))
-                if rank == float('inf'):
-                    break
-                parts[i:i + 2] = [parts[i] + parts[i + 1]]
-            if len(parts) == 2:
-                merges.append([written(part) for part in parts])
-        # Oniguruma takes the + of {1,3}+ for one more repetition, not for a possessive one; at the end of a branch that is idle
-        regex = dict(type='Split', pattern=dict(Regex=tokenizer.encoding._pat_str.replace('}+', '}')), behavior='Isolated', invert=False)
-        splits = [regex, *splits]
-    added = [dict(id=i, content=content, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-             for content, i in sorted(special.items(), key=lambda item: item[1])]
-    model = dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None, fuse_unk=False,
-                 byte_fallback=False, ignore_merges=True, vocab=vocab, merges=merges)
-    _write_json(os.path.join(folder, 'tokenizer.json'), dict(
-        version='1.0', truncation=None, padding=None, added_tokens=added, normalizer=None, post_processor=None, decoder=decoder,
-        pre_tokenizer=dict(type='Sequence', pretokenizers=splits) if splits else None, model=model))
-    end = next((content for content, i in special.items() if i == tokenizer.eot), None)
-    _write_json(os.path.join(folder, 'tokenizer_config.json'), dict(
-        tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size, clean_up_tokenization_spaces=False,
-        **dict(bos_token=end, eos_token=end, unk_token=end) if end else {}))
 
 
 def import_weights(source, out_dir, dataset=None):
@@ -676,13 +637,9 @@ def inspect(source, which='best'):
     for (name, shape, dtype, count), blocks in rows.items():
         span = f'{min(blocks)}..{max(blocks)}' if len(blocks) > 1 else blocks[0]
         print(f'{name.format(span):<44} {str(shape):<16} {dtype:<9} {len(blocks) * count:>14,}')
-    total, size, held = (sum(map(measure, tensors)) for measure, tensors in (
-        (torch.numel, weights.values()), (_nbytes, weights.values()), (_nbytes, moments)))
+    total, (size, held) = sum(map(torch.numel, weights.values())), (
+        sum(tensor.numel() * tensor.element_size() for tensor in tensors) for tensors in (weights.values(), moments))
     print(f'{total:,} parameters in {size:,} bytes' + (f', and {held:,} bytes of optimizer state' if held else ''))
-
-
-def _nbytes(tensor):
-    return tensor.numel() * tensor.element_size()
 
 
 if __name__ == '__main__':

@@ -17,7 +17,7 @@ from parallel import Parallel, autocast, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
-init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder of such
+init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2*', or weights: a Hugging Face folder, nanoGPT's ckpt.pt
 out_dir = 'out'  # the run's folder
 which = 'best'  # its checkpoint: 'best' (least validation loss) or 'latest'
 # prompt

@@ -42,7 +42,7 @@ save_interval = 0  # also save every so many iterations; 0 = only with evaluatio
 save_minutes = 0.0  # also save every so many minutes; 0 = only with evaluation
 keep_checkpoints = 2  # complete checkpoints kept besides the best; 0 with eval_iters=0 saves none
 async_checkpoint = True  # write checkpoints while training goes on, from a copy in host memory
-init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or a folder of weights
+init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or weights: a folder, a ckpt.pt
 # wandb logging
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
 wandb_project = 'owt'  # its project
