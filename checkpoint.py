@@ -295,6 +295,7 @@ def _write_json(path, content):
 # --- weights that travel: Hugging Face folders, nanoGPT's ckpt.pt. Nothing in them is unpickled but tensors and plain values.
 
 _GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')
+_NANOGPT_KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
 _GPT2_META = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
 _TABLES = 'transformer.wte.weight', 'lm_head.weight'  # have rows of padding here, and nowhere else
 _LLAMA_NAMES = [('transformer.h.', 'model.layers.'), ('transformer.wte.', 'model.embed_tokens.'), ('transformer.ln_f.', 'model.norm.'),
@@ -354,7 +355,8 @@ def _read_hf(folder):
         import huggingface_hub
         name = folder
         try:
-            folder = huggingface_hub.snapshot_download(f'openai-community/{name}', allow_patterns=['config.json', 'model.safetensors'])
+            folder = huggingface_hub.snapshot_download(f'openai-community/{name}',
+                                                       allow_patterns=['config.json', 'model.safetensors'])
         except Exception as error:  # whatever the hub's client raises offline, and in its cache
             raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be downloaded '
                           f'({type(error).__name__}): go online or give a folder with its config.json and '
@@ -378,7 +380,8 @@ def _read_hf(folder):
         tensors = {name if name.startswith(('transformer.', 'lm_head.')) else f'transformer.{name}': tensor
                    for name, tensor in tensors.items()}
         # GPT-2 stores (in, out)
-        tensors = _unpacked({name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor for name, tensor in tensors.items()})
+        tensors = _unpacked({name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor
+                             for name, tensor in tensors.items()})
         biases = {name for name in tensors if name.endswith('.bias')}
         if ours and not ours['model']['bias'] and not any(tensors[name].any() for name in biases):  # as we export those without
             arguments['bias'] = False
@@ -409,19 +412,21 @@ def _from_hf_config(theirs, folder):
         rope |= theirs.get(key) or {}
         if rope.get('rope_type', rope.get('type', 'default')) != 'default' or rope.keys() - {'rope_type', 'type', 'rope_theta'}:
             odd[key] = rope
-    if 'model_type' not in theirs or odd:
-        raise ValueError(f'{folder} is not a GPT-2, Llama or Qwen3 that our model can be: its config.json has {odd or "no model_type"}')
+    if not kind or odd:
+        raise ValueError(f'{folder} is no GPT-2, Llama or Qwen3 that our model can be: its config.json has '
+                         f'{odd or "no model_type"}')
     if kind == 'gpt2':
         return dict(block_size=theirs['n_positions'], vocab_size=theirs['vocab_size'], n_layer=theirs['n_layer'],
                     n_head=theirs['n_head'], n_embd=theirs['n_embd'], n_hidden=theirs.get('n_inner') or 0,
                     mlp='gelu' if theirs.get('activation_function') == 'gelu' else 'gelu_tanh',
                     tie_weights=theirs.get('tie_word_embeddings', True), norm_eps=theirs.get('layer_norm_epsilon', 1e-5))
     return dict(block_size=theirs['max_position_embeddings'], vocab_size=theirs['vocab_size'], n_layer=theirs['num_hidden_layers'],
-                n_head=theirs['num_attention_heads'], n_kv_head=theirs.get('num_key_value_heads') or theirs['num_attention_heads'],
+                n_head=theirs['num_attention_heads'], n_kv_head=theirs.get('num_key_value_heads') or 0,
                 n_embd=theirs['hidden_size'], n_hidden=theirs['intermediate_size'],
                 head_width=theirs.get('head_dim') or (128 if kind == 'qwen3' else 0), pos='rope', norm='rmsnorm', mlp='swiglu',
-                qk_norm=kind == 'qwen3', bias=theirs.get('attention_bias', False), tie_weights=theirs.get('tie_word_embeddings', False),
-                norm_eps=theirs.get('rms_norm_eps', 1e-6), rope_theta=float(rope.get('rope_theta', theirs.get('rope_theta', 10000.0))))
+                qk_norm=kind == 'qwen3', bias=theirs.get('attention_bias', False),
+                tie_weights=theirs.get('tie_word_embeddings', False), norm_eps=theirs.get('rms_norm_eps', 1e-6),
+                rope_theta=float(rope.get('rope_theta', theirs.get('rope_theta', 10000.0))))
 
 
 def _load_nanogpt(path):
@@ -441,8 +446,7 @@ def _load_nanogpt(path):
 
 def _read_nanogpt(path):
     saved = _load_nanogpt(path)
-    arguments = {key: value for key, value in saved['model_args'].items()
-                 if key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')}
+    arguments = {key: value for key, value in saved['model_args'].items() if key in _NANOGPT_KEYS}
     weights = _unpacked({name: tensor for name, tensor in saved['model'].items() if name != 'lm_head.weight'})  # it is tied
     return arguments, weights, saved.get('tokenizer', _GPT2_META if arguments['vocab_size'] in (50257, 50304) else None)
 
@@ -488,20 +492,21 @@ def export_weights(source, target, which='best', dtype='float32'):
         raise ValueError(f'{path} is damaged ({damage(path)}): export another')
     state = read_state(path)
     config = GPTConfig(**state['model'])
-    write, needs = _export_hf, dict(pos=['rope'], norm=['rmsnorm'], mlp=['swiglu'], softcap=[0], bias=[False, not config.qk_norm])
-    if config.pos == 'learned' or target.endswith('.pt'):
+    nanogpt = target.endswith('.pt')
+    needs = dict(pos=['rope'], norm=['rmsnorm'], mlp=['swiglu'], softcap=[0], bias=[False, not config.qk_norm])
+    if config.pos == 'learned' or nanogpt:
         needs = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu', 'gelu_tanh'], n_kv_head=[config.n_head], qk_norm=[False],
                      softcap=[0], head_width=[config.n_embd / config.n_head])
-    if target.endswith('.pt'):
-        write, needs = _export_nanogpt, needs | dict(mlp=['gelu'], tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
+    if nanogpt:
+        needs |= dict(mlp=['gelu'], tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
     odd = [f'{key}={getattr(config, key)}' for key, allowed in needs.items() if getattr(config, key) not in allowed]
     if odd:
-        raise ValueError(f"{path} has {', '.join(odd)}, which {'nanoGPT' if target.endswith('.pt') else 'no standard form'} has not: "
+        raise ValueError(f"{path} has {', '.join(odd)}, which {'nanoGPT' if nanogpt else 'no standard form'} has not: "
                          'it stays with our own sample.py and train.py')
     model = GPT(config, seed=None)
     parameters = list(model.named_parameters())
     optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
-    load(path, parameters, optimizer if target.endswith('.pt') else None)
+    load(path, parameters, optimizer if nanogpt else None)
 
     def whole(value):  # {name: value of its parameter}, without the vocabulary's padding
         return {name: value(p)[:config.vocab_size].clone() if name in _TABLES else value(p) for name, p in parameters}
@@ -509,24 +514,25 @@ def export_weights(source, target, which='best', dtype='float32'):
     if all('exp_avg' in optimizer.state[p] for p in model.parameters()):  # AdamW's, and wanted
         moments = {kind: whole(lambda p: optimizer.state[p][kind]) for kind in ('exp_avg', 'exp_avg_sq')}
         state['step'] = optimizer.state[parameters[0][1]]['step']
+    write = _export_nanogpt if nanogpt else _export_hf
     write(target, whole(torch.Tensor.detach), moments, config, state, getattr(torch, dtype))
 
 
 def _export_nanogpt(target, tensors, moments, config, state, dtype):
     tensors, run = _packed(tensors), state['config']
-    adamw = torch.optim.AdamW([dict(params=[t for t in tensors.values() if t.dim() >= 2], weight_decay=run.get('weight_decay', 0.1)),
-                               dict(params=[t for t in tensors.values() if t.dim() < 2], weight_decay=0.0)],
+    matrices, vectors = ([tensor for tensor in tensors.values() if (tensor.dim() >= 2) == kind] for kind in (True, False))
+    adamw = torch.optim.AdamW([dict(params=matrices, weight_decay=run.get('weight_decay', 0.1)), dict(params=vectors, weight_decay=0.0)],
                               lr=run.get('learning_rate', 6e-4), betas=(run.get('beta1', 0.9), run.get('beta2', 0.95)))
     for kind, values in moments.items():
         for name, value in _packed(values).items():
             adamw.state[tensors[name]] |= {kind: value, 'step': state['step']}
     weights = {name: tensor.to(dtype) for name, tensor in tensors.items()}
     weights['lm_head.weight'] = weights['transformer.wte.weight']
-    model_args = {key: getattr(config, key) for key in ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')}
-    best = state['best_val_loss']
+    model_args, best = {key: getattr(config, key) for key in _NANOGPT_KEYS}, state['best_val_loss']
     content = dict(model=weights, model_args=model_args, iter_num=state['iteration'], best_val_loss=1e9 if best is None else best,
                    config=run, optimizer=adamw.state_dict(), tokenizer=state['tokenizer'])
-    torch.save(content, target + '.tmp')
+    with open(target + '.tmp', 'wb') as file:
+        torch.save(content, file)
     os.replace(target + '.tmp', target)
 
 
@@ -541,15 +547,17 @@ def _export_hf(target, tensors, moments, config, state, dtype):
             tensors.setdefault(name.replace('weight', 'bias'), torch.zeros(len(tensors[name])))
         tensors = {name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor for name, tensor in _packed(tensors).items()}
         theirs |= dict(
-            architectures=['GPT2LMHeadModel'], model_type='gpt2', n_positions=config.block_size, n_ctx=config.block_size, n_embd=config.n_embd,
-            n_layer=config.n_layer, n_head=config.n_head, n_inner=config.n_hidden, layer_norm_epsilon=config.norm_eps,
-            activation_function='gelu' if config.mlp == 'gelu' else 'gelu_new', resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+            architectures=['GPT2LMHeadModel'], model_type='gpt2', n_positions=config.block_size, n_ctx=config.block_size,
+            n_embd=config.n_embd, n_layer=config.n_layer, n_head=config.n_head, n_inner=config.n_hidden,
+            layer_norm_epsilon=config.norm_eps, activation_function='gelu' if config.mlp == 'gelu' else 'gelu_new',
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     else:
         for our_name, their_name in _LLAMA_NAMES:
             tensors = {name.replace(our_name, their_name): tensor for name, tensor in tensors.items()}
         theirs |= dict(
-            architectures=['Qwen3ForCausalLM' if config.qk_norm else 'LlamaForCausalLM'], model_type='qwen3' if config.qk_norm else 'llama',
-            max_position_embeddings=config.block_size, hidden_size=config.n_embd, intermediate_size=config.n_hidden,
+            architectures=['Qwen3ForCausalLM' if config.qk_norm else 'LlamaForCausalLM'],
+            model_type='qwen3' if config.qk_norm else 'llama', max_position_embeddings=config.block_size,
+            hidden_size=config.n_embd, intermediate_size=config.n_hidden,
             num_hidden_layers=config.n_layer, num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head,
             head_dim=config.head_width, hidden_act='silu', rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta,
             attention_bias=config.bias, **{} if config.qk_norm else dict(mlp_bias=config.bias))
@@ -562,13 +570,14 @@ def _export_hf(target, tensors, moments, config, state, dtype):
     save_file({name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()},
               os.path.join(target, 'model.safetensors'), metadata=dict(format='pt'))
     _write_json(os.path.join(target, 'config.json'), theirs)
-    shutil.copymode(os.path.join(target, 'config.json'), os.path.join(target, 'model.safetensors'))  # safetensors keeps it to its owner
+    # safetensors keeps its file to the owner
+    shutil.copymode(os.path.join(target, 'config.json'), os.path.join(target, 'model.safetensors'))
 
 
 def import_weights(source, out_dir, dataset=None):
-    """Make out_dir a run's folder whose checkpoint is what read_weights(source) gives, with AdamW's moments where a ckpt.pt has them.
+    """Make out_dir a run's folder, its checkpoint what read_weights(source) gives, with AdamW's moments where a ckpt.pt has them.
 
-    dataset: whose meta.json names the tokenizer, where source does not.
+    dataset: whose meta.json names the tokenizer, where source does not. ValueError where out_dir has checkpoints.
     """
     if find(out_dir):
         raise ValueError(f'{out_dir} has checkpoints already: name another folder')
@@ -576,8 +585,8 @@ def import_weights(source, out_dir, dataset=None):
     if dataset:
         meta = read_meta(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data', dataset))
     if meta and meta['vocab_size'] > arguments['vocab_size']:
-        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, the weights have {arguments["vocab_size"]}: name the '
-                         'dataset they were trained with, once it is prepared')
+        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, the weights have {arguments["vocab_size"]}: '
+                         'name the dataset they were trained with, once it is prepared')
     model, value = GPT(GPTConfig(**arguments), seed=None), padded(weights)
     parameters = list(model.named_parameters())
     for name, p in parameters:
@@ -587,7 +596,8 @@ def import_weights(source, out_dir, dataset=None):
     moments = saved.get('optimizer', {}).get('state')
     if moments:  # numbered in nanoGPT's order, matrices first
         optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
-        theirs = sorted((name for name in saved['model'] if name != 'lm_head.weight'), key=lambda name: saved['model'][name].dim() < 2)
+        theirs = [name for name in saved['model'] if name != 'lm_head.weight']
+        theirs.sort(key=lambda name: saved['model'][name].dim() < 2)
         for kind in ('exp_avg', 'exp_avg_sq'):
             value = padded(_unpacked({name: moments[i][kind] for i, name in enumerate(theirs)}))
             for name, p in parameters:
@@ -623,7 +633,8 @@ def inspect(source, which='best'):
 
     def row(title, entries):
         if entries:
-            print(f'{title}: ' + ', '.join(f'{key} {float(value) if torch.is_tensor(value) else value}' for key, value in entries.items()))
+            print(f'{title}: ' + ', '.join(f'{key} {float(value) if torch.is_tensor(value) else value}'
+                                          for key, value in entries.items()))
     row(path or source, more)
     row('model', arguments)
     row('run', {key: run[key] for key in ('dataset', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'learning_rate',
@@ -645,14 +656,14 @@ def inspect(source, which='best'):
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description='Weights in and out, and what a checkpoint holds.')
     commands = parser.add_subparsers(dest='command', required=True)
-    which = dict(choices=('best', 'latest'), default='best', help='checkpoint of a run: of least validation loss (default), or the last')
+    which = dict(choices=('best', 'latest'), default='best', help="a run's checkpoint of least loss (default), or the last")
     command = commands.add_parser('export', help="a run's weights to a Hugging Face folder, or to nanoGPT's ckpt.pt")
     command.add_argument('source', help="a run's out_dir, or one of its ckpt/iter_*")
     command.add_argument('target', help='a new folder, for transformers; or a file that ends in .pt, for nanoGPT')
     command.add_argument('--which', **which)
     command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32', help='of the weights (float32)')
     command = commands.add_parser('import', help="weights trained elsewhere to a run's folder")
-    command.add_argument('source', help=f"a Hugging Face folder (GPT-2, Llama or Qwen3), nanoGPT's ckpt.pt, {', '.join(_GPT2_NAMES)}")
+    command.add_argument('source', help="a Hugging Face folder (GPT-2, Llama, Qwen3), nanoGPT's ckpt.pt, gpt2, gpt2-medium, ...")
     command.add_argument('out_dir', help='a folder without checkpoints')
     command.add_argument('--dataset', help='in data/: its meta.json names the tokenizer, where the source does not')
     command = commands.add_parser('inspect', help='what is in a checkpoint: iteration, losses, config, parameters')

@@ -46,8 +46,8 @@ class Tokenizer:
         model = dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
                      fuse_unk=False, byte_fallback=False, ignore_merges=True, vocab=vocab | special, merges=merges)
         end = next((content for content, i in special.items() if i == self.eot), None)
-        return {'tokenizer.json': dict(version='1.0', truncation=None, padding=None, added_tokens=added, normalizer=None, model=model,
-                                       post_processor=None, **over_characters if self.name == 'char' else over_bytes),
+        return {'tokenizer.json': dict(version='1.0', truncation=None, padding=None, added_tokens=added, normalizer=None,
+                                       post_processor=None, model=model, **over_characters if self.name == 'char' else over_bytes),
                 'tokenizer_config.json': dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
                                               clean_up_tokenization_spaces=False,
                                               **dict(bos_token=end, eos_token=end, unk_token=end) if end else {})}
@@ -67,7 +67,7 @@ class CharTokenizer(Tokenizer):
     name = 'char'
 
     def parts(self):
-        """(vocabulary {written token: id}, merges [[left, right]], pattern that splits text before, special tokens {text: id})."""
+        """Vocabulary {written token: id}, merges [[left, right]], pattern that splits the text before, special tokens {text: id}."""
         return self.ids, [], None, {}
 
     def __init__(self, chars):
@@ -133,7 +133,7 @@ class BPETokenizer(Tokenizer):
         return self.encoding.encode_ordinary(text)
 
     def decode_bytes(self, ids):
-        return self.encoding.decode_bytes(ids)
+        return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])  # nanoGPT's table has rows for 50304
 
     def parts(self):
         ranks, merges = self.encoding._mergeable_ranks, []
@@ -178,8 +178,8 @@ def get_tokenizer(meta):
     ValueError: no such tokenizer. OSError: its vocabulary cannot be had. ImportError: tiktoken is missing.
     """
     if meta is None:
-        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python checkpoint.py '
-                         'import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and sample with --out_dir=OUT_DIR')
+        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python '
+                         'checkpoint.py import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and take --out_dir=OUT_DIR')
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] != 'char':

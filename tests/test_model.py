@@ -23,7 +23,8 @@ VARIANTS = dict(default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_t
                 swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'), qk_norm=dict(qk_norm=True),
                 grouped=dict(n_kv_head=2), multi_query=dict(n_kv_head=1), untied=dict(tie_weights=False),
                 softcap=dict(softcap=2.0), widths=dict(n_hidden=40, head_width=12, norm_eps=0.1),
-                foreign=MODERN | dict(mlp='swiglu', n_hidden=40, head_width=12, norm_eps=0.1, rope_theta=100.0), modern=MODERN, modern_swiglu=MODERN | dict(mlp='swiglu', n_kv_head=1, bias=True))
+                foreign=MODERN | dict(mlp='swiglu', n_hidden=40, head_width=12, norm_eps=0.1, rope_theta=100.0),
+                modern=MODERN, modern_swiglu=MODERN | dict(mlp='swiglu', n_kv_head=1, bias=True))
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
 few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN], ids=['default', 'rope', 'modern'])
 
