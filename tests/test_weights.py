@@ -136,6 +136,8 @@ def test_folders_of_transformers_read_in(kind, tmp_path):
         assert checkpoint.read_weights(str(tmp_path / 'hf'))[0] == arguments
     checkpoint.import_weights(str(tmp_path / 'hf'), str(tmp_path / 'run'))
     checkpoint.export_weights(str(tmp_path / 'run'), str(tmp_path / 'again'), dtype='bfloat16')
+    assert checkpoint.read_weights(str(tmp_path / 'again'))[0] == arguments
+    assert type(theirs).from_pretrained(tmp_path / 'again', dtype='auto').dtype == torch.bfloat16
     assert_same(load_file(tmp_path / 'again' / 'model.safetensors'),
                 {name: p for name, p in theirs.state_dict().items() if name != 'lm_head.weight' or not arguments['tie_weights']})
 
