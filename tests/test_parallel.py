@@ -27,6 +27,7 @@ import torch.distributed.checkpoint as dcp
 import checkpoint
 from conftest import ROOT, read_metrics, run, side_by_side
 from conftest import launch as conftest_launch
+from data.loader import TokenLoader, read_meta
 
 pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 --batch_size=8 '
@@ -38,7 +39,7 @@ SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpip
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
 LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
-    2: {'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
+    2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
         **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
         'modern tp2': '--tp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'offload': '--zero_stage=2 --cpu_offload',
         'selective': '--tp=2 --activation_checkpoint=selective', 'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
@@ -253,7 +254,14 @@ def test_one_process_with_a_nan_decides_for_all(dataset, tmp_path, layout, rank)
                       for choice in ('skip', 'abort')] +
                   [('none', arguments(dataset, tmp_path / 'none', f'{layout} --eval_iters=0 --max_iters=3'))], tmp_path)
     what = 'loss' if 'float16' in layout else 'gradient norm'  # float16's gradients may overflow, which its scaler mends
-    assert said['skip'][0].count(f'the {what} of iteration 4 is nan: update skipped') == 1
+    assert said['skip'][0].count(f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {tmp_path}/skip/nonfinite') == 1
+    assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [1, 0]
+    for choice in ('skip', 'abort'):
+        dump = json.loads((tmp_path / choice / 'nonfinite_00000004.json').read_text())
+        loader = TokenLoader(str(dataset), 'train', dump['block_size'], 65, read_meta(dataset), seed=1337)
+        count = len(dump['sequences'])
+        assert [position for path, position in dump['sequences']] == (loader.train_starts(3 * count + np.arange(count)) % 20_000).tolist()
+        assert {path for path, _ in dump['sequences']} == {str(dataset / 'train.bin')} and len(dump['losses']) == 2 and dump['lr'] > 0
     lines, _ = read_metrics(tmp_path / 'skip')
     assert sorted(lines) == [1, 2, 3, 4, 5, 6] and lines[4]['grad_norm'] is None and lines[6]['loss'] < lines[1]['loss']
     assert f'error: the {what} of iteration 4 is nan' in said['abort'][0]
@@ -267,6 +275,7 @@ def test_ten_skips_in_a_row_end_the_run(dataset, tmp_path):
     said = launch(1, [('skip', arguments(dataset, tmp_path / 'skip', '--learning_rate=1e30 --on_nonfinite=skip --eval_iters=0 '
                                          '--max_iters=50'))], tmp_path)
     assert said['skip'][0].count('update skipped') == 9 and 'after 9 that were skipped' in said['skip'][0]
+    assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [9, 9]
 
 
 REFUSED = {
@@ -381,18 +390,37 @@ def test_a_long_context_over_four_processes(tmp_path):
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-4) and found[1][1] == pytest.approx(found[0][1], rel=1e-3)
 
 
-def test_any_layouts_checkpoint_serves_one_process(runs, dataset, tmp_path):
-    """Saved by pp2 tp2 dp2: one process evaluates it, samples from it and goes on with it as with its own."""
+RESHARDED = {1: ['gpt2'], 2: ['ddp', 'zero2', 'tp2', 'pp2 1f1b'], 3: ['zero3'], 8: ['pp2 tp2 dp2']}
+
+
+def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_path):
+    """Weights, moments, data order: two more iterations after eight, 49 times, on the curve of one process that was never stopped."""
+    saved = {name: runs(nproc, name)[0] for nproc, names in RESHARDED.items() for name in names}
+    before = read_metrics(saved['gpt2'])[0]
+    run('train.py', *arguments(dataset, tmp_path / 'unbroken', '--bias --max_iters=10 --eval_iters=0'))
+    expected = read_metrics(tmp_path / 'unbroken')[0]
+    assert all(before[i]['loss'] == expected[i]['loss'] for i in before) and len(expected) == 10
+    for nproc, names in RESHARDED.items():
+        continuations = []
+        for source in saved:
+            for name in names:
+                out_dir = tmp_path / f'{source} on {name}'
+                shutil.copytree(saved[source], out_dir)
+                text = f'--bias --max_iters=10 --eval_iters=0 --keep_checkpoints=0 --init_from=resume {LAYOUTS.get(nproc, {}).get(name, "")}'
+                continuations.append((out_dir.name, arguments(dataset, out_dir, text)))
+        said = launch(nproc, continuations, tmp_path)
+        for name, _ in continuations:
+            lines = read_metrics(tmp_path / name)[0]
+            assert 'iter_00000008 at iteration 8' in said[name][0] and len(lines) == 10, said[name][0]
+            for i in (9, 10):
+                assert lines[i]['loss'] == pytest.approx(expected[i]['loss'], abs=1e-4), name
+                assert lines[i]['grad_norm'] == pytest.approx(expected[i]['grad_norm'], rel=1e-3), name
+
+
+def test_any_layouts_checkpoint_serves_one_process(runs):
+    """Saved by pp2 tp2 dp2: one process samples from it as from its own."""
     one, _ = runs(1, 'gpt2')
     eight, _ = runs(8, 'pp2 tp2 dp2')
     texts = [run('sample.py', f'--out_dir={path}', '--which=latest', '--temperature=0', '--max_new_tokens=40', '--num_samples=1',
                  '--device=cpu', '--start=A').stdout for path in (one, eight)]
     assert texts[0] == texts[1] and len(texts[0]) > 40
-    went_on = []
-    for path in (one, eight):
-        shutil.copytree(path, tmp_path / path.parent.name)
-        run('train.py', *arguments(dataset, tmp_path / path.parent.name, '--bias --max_iters=10 --init_from=resume'))
-        went_on.append(read_metrics(tmp_path / path.parent.name))
-    for i in (9, 10):
-        assert went_on[0][0][i]['loss'] == pytest.approx(went_on[1][0][i]['loss'], abs=1e-4)
-    assert went_on[0][1][10]['val_loss'] == pytest.approx(went_on[1][1][10]['val_loss'], abs=1e-4)
