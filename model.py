@@ -29,6 +29,11 @@ class GPTConfig:
     qk_norm: bool = False      # RMSNorm on queries and keys, per head
     tie_weights: bool = True   # the output head is the token embedding
     softcap: float = 0.0       # tanh cap on the logits; 0 = none
+    # what weights trained elsewhere may have otherwise; no keys of train.py
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    n_hidden: int = 0          # the MLP's width; 0 = 4 * n_embd, for SwiGLU 8/3 of it in 64s
+    head_width: int = 0        # of a head; 0 = n_embd / n_head
 
     def __post_init__(self):
         choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'),
@@ -39,24 +44,23 @@ class GPTConfig:
         for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd'):
             if getattr(self, key) < 1:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
-        if self.n_embd % self.n_head:
+        if not self.head_width and self.n_embd % self.n_head:
             raise ValueError(f'n_embd={self.n_embd} is not divisible by n_head={self.n_head}: '
                              f'n_embd={-(-self.n_embd // self.n_head) * self.n_head} would do')
         self.n_kv_head = self.n_kv_head or self.n_head
         if self.n_kv_head < 0 or self.n_head % self.n_kv_head:
             raise ValueError(f'n_kv_head={self.n_kv_head} does not divide n_head={self.n_head}: '
                              'set n_kv_head to a divisor of n_head')
-        if self.pos == 'rope' and self.head_dim % 2:
-            raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_dim} wide: '
+        self.head_width = self.head_width or self.n_embd // self.n_head
+        if self.pos == 'rope' and self.head_width % 2:
+            raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_width} wide: '
                              'choose n_embd and n_head so that n_embd / n_head is even')
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
         if self.softcap < 0:
             raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
-
-    @property
-    def head_dim(self):
-        return self.n_embd // self.n_head
+        # SwiGLU has three matrices; 8/3 of the width keeps the parameters of the other forms (Shazeer 2020)
+        self.n_hidden = self.n_hidden or (-(-8 * self.n_embd // 3 // 64) * 64 if self.mlp == 'swiglu' else 4 * self.n_embd)
 
     @property
     def padded_vocab_size(self):
@@ -65,7 +69,8 @@ class GPTConfig:
 
 
 def build_norm(width, config):
-    return nn.LayerNorm(width, eps=1e-5, bias=config.bias) if config.norm == 'layernorm' else nn.RMSNorm(width, eps=1e-5)
+    eps = config.norm_eps
+    return nn.LayerNorm(width, eps=eps, bias=config.bias) if config.norm == 'layernorm' else nn.RMSNorm(width, eps=eps)
 
 
 def rotate(x, cos, sin):
@@ -92,19 +97,19 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
-        kv_width = config.n_kv_head * config.head_dim
-        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        width, kv_width = config.n_head * config.head_width, config.n_kv_head * config.head_width
+        self.c_q = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.bias)
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.q_norm = nn.RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_dim, eps=1e-5) if config.qk_norm else nn.Identity()
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
+        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.dot_product = DotProductAttention(config)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None):  # x (B, T, C)
         B, T, _ = x.shape
-        q, k, v = (y.view(B, T, -1, self.config.head_dim).transpose(1, 2) for y in (self.c_q(x), self.c_k(x), self.c_v(x)))
+        q, k, v = (y.view(B, T, -1, self.config.head_width).transpose(1, 2) for y in (self.c_q(x), self.c_k(x), self.c_v(x)))
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
@@ -118,12 +123,10 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.kind = config.mlp
-        # SwiGLU has three matrices; 8/3 of the width keeps the parameters of the other forms (Shazeer 2020)
-        hidden = -(-8 * config.n_embd // 3 // 64) * 64 if self.kind == 'swiglu' else 4 * config.n_embd
-        self.c_fc = nn.Linear(config.n_embd, hidden, bias=config.bias)
+        self.c_fc = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
         if self.kind == 'swiglu':
-            self.c_gate = nn.Linear(config.n_embd, hidden, bias=config.bias)
-        self.c_proj = nn.Linear(hidden, config.n_embd, bias=config.bias)
+            self.c_gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.c_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -242,13 +245,14 @@ class GPT(nn.Module):
 
     def rope(self, positions):
         """Cosines and sines (T, D/2) of the rotary embedding's angles at positions (T,)."""
-        frequency = 10000.0 ** (-torch.arange(0, self.config.head_dim, 2, device=positions.device) / self.config.head_dim)
+        D = self.config.head_width
+        frequency = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device) / D)
         angle = positions[:, None] * frequency
         return angle.cos(), angle.sin()
 
     def new_cache(self, batch_size):
         """An empty KV cache for `forward`: one LayerCache a layer."""
-        shape = batch_size, self.config.n_kv_head, self.config.block_size, self.config.head_dim
+        shape = batch_size, self.config.n_kv_head, self.config.block_size, self.config.head_width
         return [LayerCache(shape) for _ in range(self.config.n_layer)]
 
     def num_params(self):
@@ -259,11 +263,11 @@ class GPT(nn.Module):
         """Floating-point operations of forward and backward per token, in sequences of T, counted from the structure.
 
         Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds, per layer, 6
-        for each of the two T × C products, halved because a causal token sees half of the sequence on average. (PaLM,
+        for each of the two T × H D products, halved because a causal token sees half of the sequence on average. (PaLM,
         Chowdhery et al. 2022, B, and nanoGPT do not halve, and so report a somewhat higher MFU.)
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_embd
+        return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
 
     @torch.no_grad()
     def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, generator=None):

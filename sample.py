@@ -17,7 +17,7 @@ from parallel import Parallel, autocast, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
-init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', or a folder of such
+init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2*', or weights: a Hugging Face folder, nanoGPT's ckpt.pt
 out_dir = 'out'  # the run's folder
 which = 'best'  # its checkpoint: 'best' (least validation loss) or 'latest'
 # prompt
@@ -63,8 +63,8 @@ with one_sentence():
         model = GPT(GPTConfig(**state['model']), seed=None)
         checkpoint.load(path, list(model.named_parameters()))
     else:
-        arguments, weights = checkpoint.read_gpt2(init_from)
-        tokenizer = get_tokenizer(dict(tokenizer='gpt2'))
+        arguments, weights, meta = checkpoint.read_weights(init_from)
+        tokenizer = get_tokenizer(meta)
         model = GPT(GPTConfig(**arguments), seed=None)
         fill(model.named_parameters(), checkpoint.padded(weights))
     if start == '-':

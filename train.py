@@ -43,7 +43,7 @@ save_interval = 0  # also save every so many iterations; 0 = only with evaluatio
 save_minutes = 0.0  # also save every so many minutes; 0 = only with evaluation
 keep_checkpoints = 2  # complete checkpoints kept besides the best; 0 with eval_iters=0 saves none
 async_checkpoint = True  # write checkpoints while training goes on, from a copy in host memory
-init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or a folder of weights
+init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or weights: a folder, a ckpt.pt
 # wandb logging
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
 wandb_project = 'owt'  # its project
@@ -184,7 +184,7 @@ with one_sentence():
                 raise ValueError(f'{source} is damaged ({problem}): delete it, and the next best is taken')
             model_args = checkpoint.read_state(source)['model'] | dict(dropout=dropout)
         else:
-            model_args, weights = checkpoint.read_gpt2(init_from)
+            model_args, weights, _ = checkpoint.read_weights(init_from)
             model_args['dropout'] = dropout
     if block_size > model_args['block_size']:
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} was made for '

@@ -31,9 +31,44 @@ class Tokenizer:
         dtype = 'uint16' if self.vocab_size <= 65536 else 'uint32'
         return {'vocab_size': self.vocab_size, 'dtype': dtype, 'tokenizer': self.name}
 
+    def hugging_face(self, block_size):
+        """{file name: content} of the JSON files that Hugging Face's AutoTokenizer makes the same tokenizer of.
+
+        All are a BPE: characters one without merges, the others one over bytes. What looks like a special token is one there.
+        """
+        vocab, merges, pattern, special = self.parts()
+        coder = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
+        split = [dict(type='Split', pattern=dict(Regex=pattern), behavior='Isolated', invert=False)] if pattern else []
+        over_bytes = dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[*split, coder]), decoder=coder)
+        over_characters = dict(pre_tokenizer=None, decoder=dict(type='Fuse'))
+        added = [dict(id=i, content=content, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+                 for content, i in sorted(special.items(), key=lambda item: item[1])]
+        model = dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
+                     fuse_unk=False, byte_fallback=False, ignore_merges=True, vocab=vocab | special, merges=merges)
+        end = next((content for content, i in special.items() if i == self.eot), None)
+        return {'tokenizer.json': dict(version='1.0', truncation=None, padding=None, added_tokens=added, normalizer=None,
+                                       post_processor=None, model=model, **over_characters if self.name == 'char' else over_bytes),
+                'tokenizer_config.json': dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
+                                              clean_up_tokenization_spaces=False,
+                                              **dict(bos_token=end, eos_token=end, unk_token=end) if end else {})}
+
+
+# GPT-2's vocab.json writes a byte as a character: itself where it prints, else one from 256 on
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_LETTERS = {byte: chr(byte) for byte in _PRINTABLE}
+_LETTERS |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)}
+
+
+def _written(token):
+    return ''.join(_LETTERS[byte] for byte in token)
+
 
 class CharTokenizer(Tokenizer):
     name = 'char'
+
+    def parts(self):
+        """Vocabulary {written token: id}, merges [[left, right]], pattern that splits the text before, special tokens {text: id}."""
+        return self.ids, [], None, {}
 
     def __init__(self, chars):
         """chars: the alphabet in id order, a string or a list of single characters."""
@@ -66,6 +101,9 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text):
         return list(text.encode(errors='replace'))  # JSON can carry lone surrogates
 
+    def parts(self):
+        return {_written([byte]): byte for byte in range(256)}, [], None, {}
+
     def decode_bytes(self, ids):
         return bytes(ids)
 
@@ -95,7 +133,22 @@ class BPETokenizer(Tokenizer):
         return self.encoding.encode_ordinary(text)
 
     def decode_bytes(self, ids):
-        return self.encoding.decode_bytes(ids)
+        return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])  # nanoGPT's table has rows for 50304
+
+    def parts(self):
+        ranks, merges = self.encoding._mergeable_ranks, []
+        for token in sorted(ranks, key=ranks.get):  # a merge joins the last two parts of what becomes a token
+            pieces = [bytes([byte]) for byte in token]
+            while len(pieces) > 2:
+                rank, i = min((ranks.get(a + b, float('inf')), i) for i, (a, b) in enumerate(zip(pieces, pieces[1:])))
+                if rank == float('inf'):
+                    break
+                pieces[i:i + 2] = [pieces[i] + pieces[i + 1]]
+            if len(pieces) == 2:
+                merges.append([_written(piece) for piece in pieces])
+        # Oniguruma takes the + of {1,3}+ for one more repetition, not for a possessive one, which at the end of a branch is idle
+        pattern = self.encoding._pat_str.replace('}+', '}')
+        return {_written(token): i for token, i in ranks.items()}, merges, pattern, self.encoding._special_tokens
 
 
 def _cache_gpt2(cache):
@@ -121,9 +174,12 @@ def _cache_gpt2(cache):
 def get_tokenizer(meta):
     """The tokenizer of a dataset.
 
-    meta: the content of its meta.json; `tokenizer` and, for 'char', `chars` are read.
+    meta: the content of its meta.json, or None where weights came without; `tokenizer` and, for 'char', `chars` are read.
     ValueError: no such tokenizer. OSError: its vocabulary cannot be had. ImportError: tiktoken is missing.
     """
+    if meta is None:
+        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python '
+                         'checkpoint.py import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and take --out_dir=OUT_DIR')
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] != 'char':
