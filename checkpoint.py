@@ -93,6 +93,11 @@ class Saver:
             self.wait()
         return path
 
+    def prepare(self, parameters, optimizer):
+        """Have the host memory for the copies ready before the first save in the background, which need not wait for it then."""
+        if not self.copies and self.pending is None:
+            self.pending = self.thread.submit(self._copied, self._mine(_tensors(parameters, optimizer)))
+
     def wait(self):
         """Until no save is under way."""
         if self.pending is not None:

@@ -386,6 +386,8 @@ while True:
         say(f'the {what}: update skipped ({skipped} so far), its batch is in {where}')
     iteration += 1
     watchdog.limit = comm_timeout  # what compiles has done so
+    if async_checkpoint and (keep_checkpoints or eval_iters):
+        saver.prepare(par.named_parameters(), optimizer)
 
     if iteration % log_interval == 0:
         metrics.synchronize(par.device)
