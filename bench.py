@@ -3,6 +3,7 @@
     python bench.py config/train_gpt2.py --random_tokens=50257 --sweep="batch_size=8,16 compile=True,False"
     python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; zero3 dp8 full; tp2 pp2 dp2 zbv"
     python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2
+    python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10
     python bench.py config/quickstart.py --profile
     python bench.py --plot out-a out-b
 
@@ -119,7 +120,7 @@ def write_random_tokens(folder, vocab_size, count=2 ** 22):
         json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)
 
 
-def measure(arguments, options, folder, processes, trace=None):
+def measure(arguments, options, folder, processes, trace=None, saves=('--keep_checkpoints=0',)):
     """One run of train.py: its medians over the settled iterations, or {'error': its last line}. trace: where one goes."""
     out_dir = os.path.join(folder, 'run')
     shutil.rmtree(out_dir, ignore_errors=True)
@@ -129,8 +130,8 @@ def measure(arguments, options, folder, processes, trace=None):
     profile = options.profile or bool(options.layouts)
     warmup = max(options.warmup, 9) if profile else options.warmup  # the trace takes iterations 6 to 9, and slows them
     run = subprocess.run(
-        [*launcher, os.path.join(HERE, 'train.py'), '--wandb_log=False', *arguments, f'--out_dir={out_dir}', '--log_interval=1',
-         f'--max_iters={warmup + options.iters}', '--eval_iters=0', '--keep_checkpoints=0', '--init_from=scratch',
+        [*launcher, os.path.join(HERE, 'train.py'), *arguments, '--wandb_log=False', f'--out_dir={out_dir}', '--log_interval=1',
+         f'--max_iters={warmup + options.iters}', '--eval_iters=0', *saves, '--init_from=scratch',
          f'--profile={profile}'], capture_output=True, text=True)
     if run.returncode:
         lines = run.stderr.splitlines() or ['no message']
@@ -139,11 +140,13 @@ def measure(arguments, options, folder, processes, trace=None):
         return dict(error=said[-1])
     with open(os.path.join(out_dir, 'metrics.jsonl')) as file:
         lines = [json.loads(line) for line in file]
+    stalls = [line['ckpt_stall_ms'] for line in lines if 'ckpt_stall_ms' in line]
+    lines = [line for line in lines if 'loss' in line]
     with open(os.path.join(out_dir, 'config.json')) as file:
         config = json.load(file)
     row = {key: None if lines[0][key] is None else statistics.median(line[key] for line in lines[warmup:])
            for key in ('tokens_per_sec', 'dt_ms', 'mfu', 'mem_gb')}
-    row['gradient_accumulation_steps'] = config['gradient_accumulation_steps']
+    row |= dict(gradient_accumulation_steps=config['gradient_accumulation_steps'], stalls_ms=stalls[:-1])  # the last, at the end, blocks
     if profile:
         with open(os.path.join(out_dir, 'profile.json')) as file:
             profiled = json.load(file)
@@ -174,6 +177,21 @@ def scaling(sizes, run):
         first = first or {kind: speed / n for kind, speed in speeds.items()}
         yield dict(processes=n, **{f'{kind}_tokens_per_sec': speed for kind, speed in speeds.items()},
                    **{f'{kind}_efficiency': speed / n / first[kind] for kind, speed in speeds.items()})
+
+
+def saves(interval, run):
+    """Rows of what a checkpoint every `interval` iterations costs, blocking and in the background. run(saves): a row of measure."""
+    blocking = None
+    for background in (False, True):
+        row = run(['--keep_checkpoints=1', f'--save_interval={interval}', f'--async_checkpoint={background}'])
+        if 'error' not in row and len(row['stalls_ms']) < 2:
+            row = dict(error=f'there were {len(row["stalls_ms"])} saves before the last: set --iters to {3 * interval} at least')
+        if 'error' not in row:
+            first, later = row['stalls_ms'][0], statistics.median(row['stalls_ms'][1:])
+            blocking = blocking or (first, later)
+            row = dict(first_ms=first, later_ms=later, first_ratio=first / blocking[0], later_ratio=later / blocking[1],
+                       dt_ms=row['dt_ms'])
+        yield dict(async_checkpoint=background, **row)
 
 
 def print_row(label, row, options):
@@ -235,6 +253,8 @@ def main():
     parser.add_argument('--layouts', metavar='"LAYOUT; ..."', help='layouts, as above; every one is a row (of each combination)')
     parser.add_argument('--scaling', metavar='N,N...', help='instead: weak (gradient_accumulation_steps times '
                         'processes) and strong scaling by number of processes, of OMP_NUM_THREADS threads each (1)')
+    parser.add_argument('--saves', type=int, metavar='N', help='instead: for how long training waits for a checkpoint every N '
+                        'iterations, blocking and in the background: the first (which allocates the copy) and the median of the others')
     parser.add_argument('--nproc_per_node', type=int, default=1, help='processes under torchrun (1)')
     parser.add_argument('--random_tokens', type=int, metavar='VOCAB_SIZE',
                         help='train on random tokens of a vocabulary of this size rather than on a dataset')
@@ -270,6 +290,17 @@ def main():
                 else:
                     print(f'{row["processes"]:>9}', *(f'{row[f"{kind}_tokens_per_sec"]:>14,.0f} {row[f"{kind}_efficiency"]:>11.1%}'
                                                       for kind in ('weak', 'strong')), flush=True)
+            sys.exit(1 if failed else 0)
+        if options.saves:
+            if not options.json:
+                print(f'{"async_checkpoint":<16} {"first save":>12} {"ratio":>7} {"later saves":>12} {"ratio":>7} {"ms/iter":>10}   (training waits, ms)')
+            for row in saves(options.saves, lambda more: measure(train_arguments, options, folder, options.nproc_per_node, saves=more)):
+                failed |= 'error' in row
+                if options.json or 'error' in row:
+                    print(json.dumps(row) if options.json else f'{row["async_checkpoint"]!s:<16} {row["error"]}', flush=True)
+                else:
+                    print(f'{row["async_checkpoint"]!s:<16} {row["first_ms"]:>12.1f} {row["first_ratio"]:>7.1%} {row["later_ms"]:>12.1f} '
+                          f'{row["later_ratio"]:>7.1%} {row["dt_ms"]:>10.2f}', flush=True)
             sys.exit(1 if failed else 0)
         if not options.json:
             print(f'{"":<48} {"tokens/s":>12} {"ms/iter":>10} {"MFU":>7} {"GB":>8}'

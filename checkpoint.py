@@ -4,6 +4,7 @@ out_dir/ckpt/iter_00000250/ is a torch.distributed.checkpoint directory of tenso
 moments as `optimizer.<name>.<kind>`), with state.json for all else a run needs to go on, and checksums.json. It is written
 aside and renamed when complete, so one that is there is whole.
 """
+import fcntl
 import glob
 import json
 import os
@@ -113,9 +114,11 @@ class Saver:
             if self.rank == 0:
                 for stray in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):  # a save that was killed
                     shutil.rmtree(stray)
+            if self.group:
+                dist.barrier(self.group)
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self.group)
             checksums = _checksums(aside, f'__{self.rank}_*')
-        except Exception as error:  # whatever storage and process group raise: training goes on
+        except (Exception, dcp.api.CheckpointException) as error:  # whatever storage raises: training goes on
             problem = _cause(error)
         if self.group:
             gathered = [None] * self.world_size
@@ -140,8 +143,8 @@ class Saver:
         if self.rank == 0 and problem:
             shutil.rmtree(aside, ignore_errors=True)
             last = next(iter(find(self.out_dir)), 'none')
-            print(f'warning: {path} could not be saved ({problem}). Training goes on; the last good checkpoint is {last}. Make room '
-                  'or mend the folder before the next save', file=sys.stderr, flush=True)
+            print(f'warning: {path} could not be saved ({problem}); the last good checkpoint is {last}. Make room or mend '
+                  'the folder before the next save', file=sys.stderr, flush=True)
 
 
 def _cause(error):
@@ -223,6 +226,27 @@ def _reader(path):
             return found
 
     return Reader(path)
+
+
+def lock(out_dir, patience=30):
+    """Hold out_dir against other runs, which would delete each other's checkpoints; the file to keep open meanwhile.
+
+    One that still ends (of an elastic run on a node that was left out) is waited for, so many seconds. Raises ValueError then.
+    """
+    file = open(os.path.join(out_dir, '.lock'), 'a', encoding='utf-8')
+    for waited in range(patience + 1):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if waited == 0:
+                print(f'waiting for the run that is still at work in {out_dir}', flush=True)
+            time.sleep(waited < patience)
+        except OSError:  # storage that knows no locks
+            break
+    else:
+        raise ValueError(f'another run is at work in {out_dir}: set another --out_dir, or end that one')
+    return file
 
 
 def set_aside(out_dir):

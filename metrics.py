@@ -69,12 +69,13 @@ class Metrics:
         return self.wandb.id if self.wandb else None
 
     def train(self, line, eta_seconds):
-        """A training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens."""
+        """A training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens; of several processes slowest_rank lag_ms."""
         mfu = 'n/a' if line['mfu'] is None else f'{100 * line["mfu"]:.2f}%'
+        lag = f', rank {line["slowest_rank"]} last by {line["lag_ms"]:.1f}ms' if 'lag_ms' in line else ''
         hours, seconds = divmod(int(eta_seconds), 3600)
         self._write(line, f'iter {line["iter"]}: loss {line["loss"]:.4f}, time {line["dt_ms"]:.2f}ms, mfu {mfu}, '
                           f'{line["tokens_per_sec"]:,.0f} tok/s, grad norm {line["grad_norm"]:.3f}, lr {line["lr"]:.2e}, '
-                          f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}')
+                          f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}')
 
     def eval(self, line):
         """An evaluation line: iter train_loss val_loss."""

@@ -16,7 +16,10 @@ import functools
 import itertools
 import math
 import os
+import re
 import sys
+import time
+import uuid
 
 import numpy as np
 import torch
@@ -48,6 +51,7 @@ class Parallel:
         self.is_main = self.rank == 0
         self.zero_stage, self.dp_replicate, self.tp, self.cp, self.pp = zero_stage, dp_replicate, tp, cp, pp
         self.pp_schedule, self.comm_timeout = pp_schedule, comm_timeout
+        self.waits, self.gradients_ready = [], []  # (begin, end) of waiting for other processes; when the last gradient was there
         self.notes = []  # what was chosen otherwise than asked for, and why: one line each
         self._check_degrees()
         self.stages_per_rank = SCHEDULES[pp_schedule][1] if pp > 1 else 1
@@ -116,8 +120,11 @@ class Parallel:
             if self.device.type != 'cuda':
                 raise ValueError(f'backend=nccl needs CUDA GPUs, but the device is {self.device}: use --backend=gloo')
             backend = 'cpu:gloo,cuda:nccl'  # flags and sums of single numbers travel over gloo, without a device sync
-        alone = dict(store=dist.HashStore(), rank=0, world_size=1) if self.world_size == 1 else {}
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=self.comm_timeout), **alone)
+        store = dist.HashStore() if self.world_size == 1 else _fresh_store()
+        # longer than any wait should be: the watchdog ends what hangs, and knows the first iteration, which compiles, from the others
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
+                                timeout=datetime.timedelta(seconds=max(3600, 2 * self.comm_timeout)))
+        sys.excepthook = _lost_connection
         if self.zero_stage == 0 and self.cp == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh  # here, since a plain run need not wait for it
@@ -300,6 +307,9 @@ class Parallel:
         elif grad_compress == 'powersgd':  # Vogels et al. 2019, with error feedback
             from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
             network.register_comm_hook(PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10), powerSGD_hook)
+        # the embedding's gradient comes last: from then on this process waits for the others
+        model.get_parameter(f'{model.split_plan["embedding"][0]}.weight').register_post_accumulate_grad_hook(
+            lambda p: self.gradients_ready.append(self._now()) if network.require_backward_grad_sync else None)
         return network
 
     def _schedule(self, micro_batch, micro_steps, block_size, n_embd, dtype):
@@ -341,6 +351,8 @@ class Parallel:
         with self.ctx:
             loss = self.network(x, y)
         scale(loss * self.loss_scale).backward()
+        if last and self.gradients_ready:
+            self.waits.append((self.gradients_ready.pop(), self._now()))
         return loss.detach()
 
     @torch.no_grad()
@@ -430,12 +442,18 @@ class Parallel:
 
     # ------------------------------------------------------------------------------------------------ talking to each other
 
-    def sum(self, *values):
-        """Sums of numbers over all processes, in float64."""
+    def _reduce(self, values, operation):
+        """Of numbers over all processes, in float64."""
         values = torch.tensor(values, dtype=torch.float64)
         if self.world_size > 1:
-            dist.all_reduce(values)
+            begin = time.perf_counter()
+            dist.all_reduce(values, operation)
+            self.waits.append((begin, time.perf_counter()))
         return values.tolist()
+
+    def sum(self, *values):
+        """Sums of numbers over all processes."""
+        return self._reduce(values, dist.ReduceOp.SUM)
 
     def sum_losses(self, loss_sum):
         """A sum of losses over the whole batch from each process's; tensor-parallel ranks have the same one."""
@@ -447,14 +465,30 @@ class Parallel:
 
     def max(self, value):
         """The largest of every process's numbers."""
-        value = torch.tensor(value, dtype=torch.float64)
-        if self.world_size > 1:
-            dist.all_reduce(value, dist.ReduceOp.MAX)
-        return value.item()
+        return self._reduce([value], dist.ReduceOp.MAX)[0]
 
     def gather(self, value):
         """Every process's number, in the order of ranks."""
         return self.sum(*(value if rank == self.rank else 0.0 for rank in range(self.world_size)))
+
+    def slowest(self):
+        """(rank, seconds) of the process that the others waited for, and for how long they did, since `waits` was emptied.
+
+        It is the one that waits least. Seen are waits between micro-steps and for DDP's gradients; FSDP2, tensor, context and
+        pipeline parallelism wait within the model too, where nothing looks.
+        """
+        waited = self.gather(sum(begin.elapsed_time(end) / 1000 if hasattr(begin, 'elapsed_time') else end - begin
+                                 for begin, end in self.waits))
+        self.waits.clear()
+        return waited.index(min(waited)), max(waited) - min(waited)
+
+    def _now(self):
+        """A time on the device's own clock: on a GPU an event in its stream, which costs no wait."""
+        if self.device.type != 'cuda':
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def barrier(self):
         self.any(False)
@@ -481,6 +515,37 @@ def fill(named_parameters, value):
                     chunks = part.chunk(degree, place.dim)
                     part = chunks[coordinate] if coordinate < len(chunks) else part.narrow(place.dim, 0, 0)
         local.copy_(part)
+
+
+def _fresh_store():
+    """The store that torchrun announces, under a prefix that only the processes of this start have.
+
+    torchrun keeps one store over restarts, and in it the addresses of processes that have ended (pytorch#135712). So each
+    process comes with a name nobody had, and the first answers under that until all have understood it.
+    """
+    store, rank, world_size = next(dist.rendezvous('env://'))
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f'hello/{rank}', name)
+        prefix = store.get(f'welcome/{name}').decode()
+        store.set(f'{prefix}/{rank}', '')
+        return dist.PrefixStore(prefix, store)
+    while missing := [r for r in range(1, world_size) if not store.check([f'{name}/{r}'])]:
+        for r in missing:
+            if store.check([f'hello/{r}']):
+                store.set(f'welcome/{store.get(f"hello/{r}").decode()}', name)
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
+
+
+def _lost_connection(kind, error, trace):
+    """sys.excepthook: where another process has ended, this one need not show a traceback of its own."""
+    if re.search('gloo.*(closed by peer|reset by peer|Broken pipe|Timed out)', str(error)):
+        print(f'error: rank {os.environ["RANK"]} lost its connection to another process: torchrun names the one that ended first',
+              file=sys.stderr, flush=True)
+        time.sleep(1)  # for torchrun to see that one first
+        os._exit(1)
+    sys.__excepthook__(kind, error, trace)
 
 
 def _divisors(number):

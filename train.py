@@ -28,6 +28,7 @@ from data.loader import Prefetcher, TokenLoader, read_meta
 from model import GPT, GPTConfig
 from optim import build_adamw, scheduled_lr
 from parallel import Parallel, compile_failure, fill, resolve_dtype
+from watchdog import Watchdog
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
@@ -89,7 +90,7 @@ pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zb
 activation_checkpoint = 'none'  # recompute in the backward pass: 'selective' (all but matmuls and attention) or 'full'
 cpu_offload = False  # parameters, gradients and optimizer state live in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce in 'bf16', or of low rank by 'powersgd'
-comm_timeout = 600  # seconds before a hung collective ends the run
+comm_timeout = 600  # seconds without progress after which the run ends and the process that hung is named
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
@@ -100,6 +101,7 @@ profile = False  # trace a few settled iterations into out_dir/trace.json and pr
 # ---------------------------------------------------------------------------------------------------------------------
 config = configure(globals())
 
+WRITING = 1800  # seconds that storage may take for a checkpoint until a process counts as hung
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot when missing
 here = os.path.dirname(os.path.abspath(__file__))
 data_dir = os.path.join(here, 'data', dataset)
@@ -151,6 +153,9 @@ with one_sentence():
 
 # model: from scratch, from this run's own checkpoint, or from weights that were trained elsewhere
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
+with one_sentence():
+    lock = checkpoint.lock(out_dir) if par.is_main and not eval_only and os.path.isdir(out_dir) else None
+par.barrier()
 source, weights, saved = None, None, {}  # a checkpoint to load, tensors to copy, the state of the run to resume
 if init_from in ('resume', 'auto'):
     for path in checkpoint.find(out_dir):
@@ -238,6 +243,7 @@ def prepare_train(step):
     return prepare(train_loader, train_loader.train_starts(np.where(rows < 0, -1, step_iteration * global_batch + rows)))
 
 train_batches = Prefetcher(prepare_train)
+watchdog = Watchdog(par.rank, par.world_size, os.path.join(out_dir, 'hang'))
 
 if compile:
     say('compiling the model (up to a minute or so) ...')
@@ -247,6 +253,7 @@ if compile or par.world_size > 1:  # thrown away: here it compiles, and DDP orde
 
 def stop_asked():
     """The number of a signal that has reached any of the processes, the same on all of them; 0 for none."""
+    watchdog.beat()
     return int(par.max(stop_signal or 0))
 
 @torch.no_grad()
@@ -286,6 +293,7 @@ with one_sentence():
     if par.is_main:
         os.makedirs(out_dir, exist_ok=True)
     if par.is_main and not eval_only:
+        lock = lock or checkpoint.lock(out_dir)
         earlier = None if saved else checkpoint.set_aside(out_dir)
         if earlier:
             say(f'{out_dir} held an earlier run: moved to {earlier}')
@@ -299,6 +307,7 @@ flops_per_iter = flops_per_token * tokens_per_iter
 profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
 saved_iteration, saved_time, stop, failure = iteration, time.monotonic(), 0, None
 timed_from, clock = iteration, time.perf_counter()
+par.waits.clear()  # for what compiled
 while True:
     # evaluate, and save
     eval_due = (eval_only or iteration % eval_interval == 0 or iteration == max_iters) and not (stop or failure)
@@ -306,7 +315,7 @@ while True:
         save_minutes and par.any(par.is_main and time.monotonic() - saved_time >= 60 * save_minutes)
     if eval_due or save_due:
         metrics.synchronize(par.device)  # what is still under way is training time
-    pause = time.perf_counter()
+    pause, waits = time.perf_counter(), len(par.waits)
     if profiler:
         profiler.step()
     losses, val_loss, improved = evaluate() if eval_due and eval_iters else None, None, False
@@ -319,6 +328,7 @@ while True:
     if eval_only:
         break
     ending = stop or failure or iteration >= max_iters
+    watchdog.beat(pause=WRITING)
     if ending:
         saver.wait()
         saved_iteration = -1 if saver.problem else saved_iteration  # once more
@@ -331,9 +341,11 @@ while True:
             path = saver.save(iteration, par.named_parameters(), optimizer, state, background=async_checkpoint and not ending)
             log.checkpoint(dict(iter=iteration, ckpt_stall_ms=1000 * (time.perf_counter() - stall)), path)
         saved_iteration, saved_time = iteration, time.monotonic()
+    watchdog.beat()
     if ending:
         break
     clock += time.perf_counter() - pause
+    del par.waits[waits:]
 
     # one update
     torch.manual_seed(int(np.random.SeedSequence([seed, iteration, par.rank]).generate_state(1)[0]))  # dropout
@@ -373,16 +385,20 @@ while True:
             continue  # to the save above
         say(f'the {what}: update skipped ({skipped} so far), its batch is in {where}')
     iteration += 1
+    watchdog.limit = comm_timeout  # what compiles has done so
 
     if iteration % log_interval == 0:
         metrics.synchronize(par.device)
-        seconds = (time.perf_counter() - clock) / (iteration - timed_from)
+        iterations = iteration - timed_from
+        seconds = (time.perf_counter() - clock) / iterations
         timed_from, clock = iteration, time.perf_counter()
         loss_mean = par.sum_losses(loss_sum) / tokens_per_iter
+        slowest, lag = par.slowest()
+        lag = dict(slowest_rank=slowest, lag_ms=1000 * lag / iterations) if par.world_size > 1 else {}
         log.train(dict(iter=iteration, loss=loss_mean, grad_norm=grad_norm.item(), lr=lr, dt_ms=1000 * seconds,
                        tokens_per_sec=tokens_per_iter / seconds,
                        mfu=flops_per_iter / seconds / (peak * par.world_size) if peak else None,
-                       mem_gb=metrics.peak_memory_gb(par.device), tokens=iteration * tokens_per_iter),
+                       mem_gb=metrics.peak_memory_gb(par.device), tokens=iteration * tokens_per_iter, **lag),
                   (max_iters - iteration) * seconds)
 
 if profiler:

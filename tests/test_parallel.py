@@ -22,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 import checkpoint
 from conftest import forked, read_metrics, side_by_side
 from conftest import launch as launch_torchrun
+from data.loader import TokenLoader, read_meta
 
 pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 --batch_size=8 '
@@ -33,7 +34,7 @@ SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpip
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
 LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
-    2: {'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
+    2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
         **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
         'modern tp2': '--tp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'offload': '--zero_stage=2 --cpu_offload',
         'selective': '--tp=2 --activation_checkpoint=selective', 'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
@@ -66,8 +67,11 @@ def matrix():
                         f'--tp={tp} --cp={cp} --pp={pp} --zero_stage={stage} --activation_checkpoint={mode} --pp_schedule={schedule}')
 
 
-def launch(nproc, runs):
-    """Make runs [(name, arguments, files to execute before ...)], two at a time; {name: {rank: what it said, and its exit code}}."""
+def launch(nproc, runs, folder=None, abreast=False):
+    """Make runs [(name, arguments, files to execute before ...)]; {name: {rank: what it said, and its exit code}}.
+
+    abreast: two at a time, for runs that do not need each other. (folder: not needed any more, test_faults.py still gives one.)
+    """
     def make(name, arguments, *before, again=True):
         done = forked('train.py', *arguments, nproc=nproc, before=before, check=False)
         said = {rank: f'{stdout}{stderr}\nexit code {code}\n'
@@ -77,7 +81,8 @@ def launch(nproc, runs):
             warnings.warn(f'ended by a signal, and made again: {name}, {said}')
             return make(name, arguments, *before, again=False)
         return said
-    return dict(zip([name for name, *_ in runs], side_by_side(*(functools.partial(make, *run) for run in runs))))
+    calls = [functools.partial(make, *run) for run in runs]
+    return dict(zip([name for name, *_ in runs], side_by_side(*calls) if abreast else [call() for call in calls]))
 
 
 def weights(out_dir):
@@ -101,7 +106,7 @@ def runs(dataset, tmp_path_factory):
     def run_all(nproc, layouts):
         wanted = {**(MODELS if nproc == 1 else {}), **layouts.get(nproc, {})}
         said[nproc] = launch(nproc, [(name, arguments(dataset, folder / str(nproc) / name, f'{MODELS[model_of(name)]} {text}'))
-                                     for name, text in wanted.items()])
+                                     for name, text in wanted.items()], abreast=True)
 
     def get(nproc, name, layouts=LAYOUTS):
         if nproc not in said:
@@ -157,7 +162,7 @@ def test_initial_weights_are_the_same_in_every_layout(dataset, tmp_path):
     hashes = []
     for nproc, texts in layouts.items():
         said = launch(nproc, [(f'{i}', arguments(dataset, tmp_path / f'{nproc}-{i}', still + '--bias ' + text))
-                              for i, text in enumerate(texts)])
+                              for i, text in enumerate(texts)], abreast=True)
         for i in range(len(texts)):
             assert said[f'{i}'][0].endswith('exit code 0\n'), said[f'{i}'][0]
             hashes.append({name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
@@ -193,7 +198,7 @@ def test_memory_falls_as_zero_says(dataset, tmp_path):
     (tmp_path / 'probe.py').write_text(PROBE)
     model = '--n_layer=4 --n_embd=256 --max_iters=3 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=4'
     launch(4, [(f'zero{stage}', arguments(dataset, tmp_path / f'zero{stage}', f'{model} --zero_stage={stage}'),
-                tmp_path / 'probe.py') for stage in range(4)])
+                tmp_path / 'probe.py') for stage in range(4)], abreast=True)
     psi = 4 * 12 * 256 ** 2 + (128 + 32) * 256 + 9 * 256
     rest = (128 + 32) * 256 + 256  # embeddings and the last norm stay whole in forward and backward, blocks do not with stage 3
     at_step = {0: 16 * psi, 1: 8 * psi + 8 * psi / 4, 2: 16 * psi / 4, 3: 16 * psi / 4}
@@ -230,9 +235,16 @@ def test_one_process_with_a_nan_decides_for_all(dataset, tmp_path, layout, rank)
     text = f'{layout} --eval_iters=0 --max_iters=6'
     said = launch(2, [(choice, arguments(dataset, tmp_path / choice, f'{text} --on_nonfinite={choice}'), tmp_path / 'fault.py')
                       for choice in ('skip', 'abort')] +
-                  [('none', arguments(dataset, tmp_path / 'none', f'{layout} --eval_iters=0 --max_iters=3'))])
+                  [('none', arguments(dataset, tmp_path / 'none', f'{layout} --eval_iters=0 --max_iters=3'))], abreast=True)
     what = 'loss' if 'float16' in layout else 'gradient norm'  # float16's gradients may overflow, which its scaler mends
-    assert said['skip'][0].count(f'the {what} of iteration 4 is nan: update skipped') == 1
+    assert said['skip'][0].count(f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {tmp_path}/skip/nonfinite') == 1
+    assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [1, 0]
+    for choice in ('skip', 'abort'):
+        dump = json.loads((tmp_path / choice / 'nonfinite_00000004.json').read_text())
+        loader = TokenLoader(str(dataset), 'train', dump['block_size'], 65, read_meta(dataset), seed=1337)
+        count = len(dump['sequences'])
+        assert [position for path, position in dump['sequences']] == (loader.train_starts(3 * count + np.arange(count)) % 20_000).tolist()
+        assert {path for path, _ in dump['sequences']} == {str(dataset / 'train.bin')} and len(dump['losses']) == 2 and dump['lr'] > 0
     lines, _ = read_metrics(tmp_path / 'skip')
     assert sorted(lines) == [1, 2, 3, 4, 5, 6] and lines[4]['grad_norm'] is None and lines[6]['loss'] < lines[1]['loss']
     assert f'error: the {what} of iteration 4 is nan' in said['abort'][0]
@@ -246,6 +258,7 @@ def test_ten_skips_in_a_row_end_the_run(dataset, tmp_path):
     said = launch(1, [('skip', arguments(dataset, tmp_path / 'skip', '--learning_rate=1e30 --on_nonfinite=skip --eval_iters=0 '
                                          '--max_iters=50'))])
     assert said['skip'][0].count('update skipped') == 9 and 'after 9 that were skipped' in said['skip'][0]
+    assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [9, 9]
 
 
 REFUSED = {
@@ -271,7 +284,7 @@ REFUSED = {
 
 
 def test_what_cannot_be_is_refused_in_one_sentence(dataset, tmp_path):
-    said = launch(2, [(name, arguments(dataset, tmp_path / 'out', text)) for name, (text, *_) in REFUSED.items()])
+    said = launch(2, [(name, arguments(dataset, tmp_path / 'out', text)) for name, (text, *_) in REFUSED.items()], abreast=True)
     for name, (_, *parts) in REFUSED.items():
         sentence = re.search('^error: .*', said[name][0], re.M)
         assert sentence and said[name][0].endswith('exit code 1\n') and 'Traceback' not in said[name][0], said[name][0]
@@ -302,7 +315,8 @@ def test_compressed_gradients_follow_the_curve(runs, dataset, tmp_path):
     """bf16 keeps 8 bits of a gradient, rank 4 of 32 keeps its largest directions and makes up for the rest later: within 2% and 5%."""
     longer = '--bias --max_iters=16 --lr_decay_iters=24'
     said = launch(2, [('none', arguments(dataset, tmp_path / 'none', longer))] + [
-        (kind, arguments(dataset, tmp_path / kind, f'{longer} --grad_compress={kind}')) for kind in ('bf16', 'powersgd')])
+        (kind, arguments(dataset, tmp_path / kind, f'{longer} --grad_compress={kind}')) for kind in ('bf16', 'powersgd')],
+                  abreast=True)
     expected, _ = read_metrics(tmp_path / 'none')
     for kind, bound in dict(bf16=0.02, powersgd=0.05).items():
         lines, _ = read_metrics(tmp_path / kind)
@@ -316,7 +330,7 @@ def test_offload_is_exact_and_half_precision_is_near(dataset, tmp_path):
     said = launch(2, [(name, arguments(dataset, tmp_path / name, text)) for name, text in {
         'zero3': '--zero_stage=3', 'offload': '--zero_stage=3 --cpu_offload',
         'zero3-bf16': '--zero_stage=3 --dtype=bfloat16', 'pp2-bf16': '--pp=2 --dtype=bfloat16', 'tp2-bf16': '--tp=2 --dtype=bfloat16',
-        'ddp-fp16': '--dtype=float16'}.items()])
+        'ddp-fp16': '--dtype=float16'}.items()], abreast=True)
     expected, _ = read_metrics(tmp_path / 'zero3')
     for name in said:
         lines, _ = read_metrics(tmp_path / name)
@@ -330,7 +344,7 @@ def test_checkpointing_activations_saves_memory(dataset, tmp_path):
     (tmp_path / 'probe.py').write_text(PROBE)
     shape = '--n_embd=128 --max_iters=1 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=1'
     launch(1, [(f'{mode}-{layers}', arguments(dataset, tmp_path / f'{mode}-{layers}', f'{shape} --n_layer={layers} --activation_checkpoint={mode}'),
-                tmp_path / 'probe.py') for mode in ('none', 'selective', 'full') for layers in (1, 9)])
+                tmp_path / 'probe.py') for mode in ('none', 'selective', 'full') for layers in (1, 9)], abreast=True)
 
     def kept(mode):
         one, nine = (dict(json.loads(line) for line in (tmp_path / f'{mode}-{layers}.bytes.0').read_text().splitlines())['backward']
@@ -361,18 +375,37 @@ def test_a_long_context_over_four_processes(tmp_path):
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-4) and found[1][1] == pytest.approx(found[0][1], rel=1e-3)
 
 
-def test_any_layouts_checkpoint_serves_one_process(runs, dataset, tmp_path):
-    """Saved by pp2 tp2 dp2: one process evaluates it, samples from it and goes on with it as with its own."""
+RESHARDED = {1: ['gpt2'], 2: ['ddp', 'zero2', 'tp2', 'pp2 1f1b'], 3: ['zero3'], 8: ['pp2 tp2 dp2']}
+
+
+def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_path):
+    """Weights, moments, data order: two more iterations after eight, 49 times, on the curve of one process that was never stopped."""
+    saved = {name: runs(nproc, name)[0] for nproc, names in RESHARDED.items() for name in names}
+    before = read_metrics(saved['gpt2'])[0]
+    forked('train.py', *arguments(dataset, tmp_path / 'unbroken', '--bias --max_iters=10 --eval_iters=0'))
+    expected = read_metrics(tmp_path / 'unbroken')[0]
+    assert all(before[i]['loss'] == expected[i]['loss'] for i in before) and len(expected) == 10
+    for nproc, names in RESHARDED.items():
+        continuations = []
+        for source in saved:
+            for name in names:
+                out_dir = tmp_path / f'{source} on {name}'
+                shutil.copytree(saved[source], out_dir)
+                text = f'--bias --max_iters=10 --eval_iters=0 --keep_checkpoints=0 --init_from=resume {LAYOUTS.get(nproc, {}).get(name, "")}'
+                continuations.append((out_dir.name, arguments(dataset, out_dir, text)))
+        said = launch(nproc, continuations, abreast=True)
+        for name, _ in continuations:
+            lines = read_metrics(tmp_path / name)[0]
+            assert 'iter_00000008 at iteration 8' in said[name][0] and len(lines) == 10, said[name][0]
+            for i in (9, 10):
+                assert lines[i]['loss'] == pytest.approx(expected[i]['loss'], abs=1e-4), name
+                assert lines[i]['grad_norm'] == pytest.approx(expected[i]['grad_norm'], rel=1e-3), name
+
+
+def test_any_layouts_checkpoint_serves_one_process(runs):
+    """Saved by pp2 tp2 dp2: one process samples from it as from its own."""
     one, _ = runs(1, 'gpt2')
     eight, _ = runs(8, 'pp2 tp2 dp2')
     texts = [forked('sample.py', f'--out_dir={path}', '--which=latest', '--temperature=0', '--max_new_tokens=40', '--num_samples=1',
                     '--device=cpu', '--start=A').stdout for path in (one, eight)]
     assert texts[0] == texts[1] and len(texts[0]) > 40
-    went_on = []
-    for path in (one, eight):
-        shutil.copytree(path, tmp_path / path.parent.name)
-        forked('train.py', *arguments(dataset, tmp_path / path.parent.name, '--bias --max_iters=10 --init_from=resume'))
-        went_on.append(read_metrics(tmp_path / path.parent.name))
-    for i in (9, 10):
-        assert went_on[0][0][i]['loss'] == pytest.approx(went_on[1][0][i]['loss'], abs=1e-4)
-    assert went_on[0][1][10]['val_loss'] == pytest.approx(went_on[1][1][10]['val_loss'], abs=1e-4)
