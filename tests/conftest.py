@@ -1,10 +1,16 @@
 """What tests share: a small dataset, and launching scripts as a user does."""
+import contextlib
 import importlib.util
 import json
 import os
+import pathlib
 import shutil
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -61,6 +67,47 @@ def run(script, *arguments, check=True, timeout=300, stdin=None, **options):
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def free_ports():
+    for port in range(20_000 + os.getpid() % 5_000, 32_768):  # below those that the connections of gloo take
+        with contextlib.suppress(OSError):
+            socket.create_server(('127.0.0.1', port)).close()
+            yield str(port)
+
+
+PORTS, LOCK = free_ports(), threading.Lock()
+IDLE = []  # processes of several.py that have nothing to do
+
+
+def forked(script, *arguments, nproc=1, env=None, cwd=None, stdin='', check=True, timeout=300, before=()):
+    """What `run` does but for the launch: in a process, or nproc that torchrun could have started, forked from one with torch.
+
+    before: Python files that are executed first (to put a fault into a run, or to look at its memory).
+    The result tells the processes apart too: `codes`, `stdouts`, `stderrs`.
+    """
+    with LOCK:
+        environment = dict(os.environ, OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=next(PORTS), **(env or {}))
+        process = IDLE.pop() if IDLE else subprocess.Popen(
+            [sys.executable, os.path.join(ROOT, 'tests', 'several.py')], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, 'stdin').write_text(stdin)
+        print(json.dumps(dict(script=os.path.join(ROOT, script), arguments=[*map(str, arguments)], nproc=nproc, env=environment,
+                              cwd=str(cwd or ROOT), before=[*map(str, before)], timeout=timeout, folder=folder)),
+              file=process.stdin, flush=True)
+        codes = json.loads(process.stdout.readline())
+        stdouts, stderrs = ([pathlib.Path(folder, f'{name}.{rank}').read_text() for rank in range(nproc)]
+                            for name in ('stdout', 'stderr'))
+    IDLE.append(process)
+    code, stdout, stderr = next(filter(None, codes), 0), ''.join(stdouts), ''.join(stderrs)
+    assert -signal.SIGALRM not in codes, f'not done after {timeout} seconds\n{stdout}\n{stderr}'
+    assert code == 0 or not check, f'exit {codes}\n{stdout}\n{stderr}'
+    return SimpleNamespace(returncode=code, stdout=stdout, stderr=stderr, codes=codes, stdouts=stdouts, stderrs=stderrs)
+
+
+def pytest_sessionfinish():
+    for process in IDLE:
+        process.communicate()
+
+
 def side_by_side(*calls):
     """The results of calls that do not need each other, made two at a time."""
     with ThreadPoolExecutor(2) as pool:
@@ -87,13 +134,15 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def train(dataset, tmp_path_factory):
-    """Function that launches train.py on the tiny model and dataset: arguments on top of TINY, and the options of `run`.
+    """Function that runs train.py on the tiny model and dataset: arguments on top of TINY, and the options of `forked`.
+
+    launcher: `run` launches it as a user does.
 
     Returns the run: `lines` and `evals` as of read_metrics, `stdout`, `out_dir` (a new one where none is given).
     """
-    def train(*arguments, out_dir=None, base=TINY, **options):
+    def train(*arguments, out_dir=None, base=TINY, launcher=forked, **options):
         out_dir = out_dir or tmp_path_factory.mktemp('out')
-        done = run('train.py', *base, f'--dataset={dataset}', f'--out_dir={out_dir}', *arguments, **options)
+        done = launcher('train.py', *base, f'--dataset={dataset}', f'--out_dir={out_dir}', *arguments, **options)
         lines, evals = read_metrics(out_dir)
         return SimpleNamespace(lines=lines, evals=evals, stdout=done.stdout, out_dir=out_dir)
     return train

@@ -1,14 +1,14 @@
-"""Runs train.py several times in the processes of one launch, since starting them takes longer than a tiny run.
+"""Runs scripts in processes forked from one that has imported torch, since starting that takes longer than a tiny run.
 
-    torchrun --nproc_per_node=4 tests/several.py RUNS.json
-
-RUNS.json: [[name, port, [argument, ...]], ...]. Each run is forked from a process that has imported everything, and meets at a
-port of its own; what rank r says goes to RUNS.json.name.r, its exit code into the last line there. Further elements are paths of
-Python files that are executed first (to put a fault into a run, or to look at its memory).
+Started by conftest.forked. A line of its input is a run, as JSON of the arguments of `run`; the answer to it is a line with the
+exit codes of its processes.
 """
+import gc
 import json
+import multiprocessing
 import os
 import runpy
+import signal
 import sys
 
 import torch
@@ -18,25 +18,33 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 
+
+def run(rank, nproc, script, arguments, env, cwd, before, timeout, folder):
+    """Be process `rank` of nproc that run a script; input is the folder's file `stdin`, output goes to stdout.RANK and stderr.RANK."""
+    for descriptor, name in enumerate(('stdin', f'stdout.{rank}', f'stderr.{rank}')):
+        os.dup2(os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT), descriptor)
+    sys.stdin = open(0)
+    signal.alarm(timeout)  # which ends it
+    os.environ.clear()
+    os.environ.update(env)
+    if nproc > 1:  # as torchrun does
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+    os.chdir(cwd)
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)
+    for path in before:
+        runpy.run_path(path)
+    runpy.run_path(script, run_name='__main__')
+
+
 torch.set_num_threads(1)  # before the fork: a pool of threads would not survive it
-root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[0] = root
-with open(sys.argv[1]) as file:
-    runs = json.load(file)
-for name, port, arguments, *before in runs:
-    log = f'{sys.argv[1]}.{name}.{os.environ.get("RANK", 0)}'
-    child = os.fork()
-    if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        os.environ.update(MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE='False')
-        sys.argv = ['train.py', *arguments]
-        for path in before:
-            runpy.run_path(path)
-        runpy.run_path(os.path.join(root, 'train.py'), run_name='__main__')
-        sys.stdout.flush()
-        os._exit(0)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    with open(log, 'a') as file:
-        file.write(f'\nexit code {code}\n')
+gc.freeze()  # so that no child goes through what is there
+requests = os.fdopen(os.dup(0))  # standard input is a run's
+for line in requests:
+    request = json.loads(line)
+    processes = [multiprocessing.get_context('fork').Process(target=run, args=(rank,), kwargs=request) for rank in range(request['nproc'])]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    print(json.dumps([process.exitcode for process in processes]), flush=True)

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
-from conftest import TINY, curve, run, side_by_side
+from conftest import TINY, curve, forked, run, side_by_side
 from data.loader import SCAN_TOKENS
 
 # arguments on top of TINY, and words that the sentence must hold
@@ -67,8 +67,9 @@ def failures(dataset, inputs, tmp_path_factory):
     offline = dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'))
 
     def fail(arguments):
-        return run('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path_factory.mktemp("out")}',
-                   *(argument.format(tmp=inputs) for argument in arguments), check=False, env=offline)
+        launcher = run if '--compile=True' in arguments else forked
+        return launcher('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path_factory.mktemp("out")}',
+                        *(argument.format(tmp=inputs) for argument in arguments), check=False, env=offline)
     return dict(zip(BAD_ARGUMENTS, side_by_side(*(lambda a=a: fail(a) for a, *_ in BAD_ARGUMENTS.values()))))
 
 
@@ -163,9 +164,9 @@ def test_all_checkpoints_damaged(train, whole, dataset, tmp_path):
     folders = [damaged(whole, tmp_path / name, *every) for name in ('a', 'b')]
     other = damaged(whole, tmp_path / 'c', *[flip_a_byte] * 4)
     resumed, fresh, weights = side_by_side(
-        lambda: run('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={folders[0]}', '--init_from=resume', check=False),
+        lambda: forked('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={folders[0]}', '--init_from=resume', check=False),
         lambda: train('--init_from=auto', '--max_iters=3', out_dir=folders[1]),
-        lambda: run('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}/d', f'--init_from={other}', check=False))
+        lambda: forked('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}/d', f'--init_from={other}', check=False))
     assert resumed.returncode == 1 and 'Traceback' not in resumed.stderr and resumed.stdout.count('is damaged') == 4
     assert resumed.stderr.startswith('error: ') and 'init_from=scratch' in resumed.stderr
     assert curve(fresh) == {i: curve(whole)[i] for i in (1, 2, 3)}  # auto begins anew, and throws nothing away

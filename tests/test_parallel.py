@@ -1,10 +1,9 @@
-"""Every layout equals one process: launched under torchrun over gloo, compared through metrics.jsonl and checkpoints.
+"""Every layout equals one process: run by processes over gloo, compared through metrics.jsonl and checkpoints.
 
 Tolerances: float32 sums in another order differ by some 1e-7 in a loss of 4; AdamW's normalised updates raise that over eight
 iterations, most in weights whose gradients nearly cancel. 1e-4 (1e-3 relative of a norm) is far above that, and far below what
 a wrong factor, a lost token, head, layer or a double-counted gradient would do.
 """
-import contextlib
 import functools
 import hashlib
 import itertools
@@ -13,10 +12,6 @@ import os
 import re
 import shutil
 import signal
-import socket
-import subprocess
-import sys
-import threading
 import warnings
 
 import numpy as np
@@ -25,8 +20,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
-from conftest import ROOT, read_metrics, run, side_by_side
-from conftest import launch as conftest_launch
+from conftest import forked, read_metrics, side_by_side
+from conftest import launch as launch_torchrun
 from data.loader import TokenLoader, read_meta
 
 pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
@@ -72,33 +67,22 @@ def matrix():
                         f'--tp={tp} --cp={cp} --pp={pp} --zero_stage={stage} --activation_checkpoint={mode} --pp_schedule={schedule}')
 
 
-def free_ports():
-    for port in range(20_000 + os.getpid() % 5_000, 32_768):  # below those that the connections of gloo take
-        with contextlib.suppress(OSError):
-            socket.create_server(('127.0.0.1', port)).close()
-            yield port
+def launch(nproc, runs, folder=None, abreast=False):
+    """Make runs [(name, arguments, files to execute before ...)]; {name: {rank: what it said, and its exit code}}.
 
-
-PORTS, PORTS_LOCK = free_ports(), threading.Lock()
-
-
-def launch(nproc, runs, folder, timeout=600, again=True):
-    """Make runs [(name, arguments, files to execute before ...)] one after another in one launch; {name: {rank: what it said}}."""
-    path = folder / f'runs-{nproc}'
-    with PORTS_LOCK:
-        path.write_text(json.dumps([[name.replace(' ', '_'), next(PORTS), *rest] for name, *rest in runs]))
-    launcher = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
-    done = subprocess.run([*launcher, os.path.join(ROOT, 'tests', 'several.py'), str(path)], capture_output=True, text=True,
-                          env=dict(os.environ, OMP_NUM_THREADS='1'), timeout=timeout)
-    assert done.returncode == 0, done.stderr
-    said = {name: {rank: (folder / f'runs-{nproc}.{name.replace(" ", "_")}.{rank}').read_text() for rank in range(nproc)}
-            for name, *_ in runs}
-    # one process of some hundreds has been seen to die in malloc, in torch or gloo (LOG.md): such a run is made once more
-    killed = [run for run in runs if any('exit code -' in text for text in said[run[0]].values())]
-    if killed and again:
-        warnings.warn(f'ended by a signal, and made again: {[(name, said[name]) for name, *_ in killed]}')
-        said |= launch(nproc, killed, folder, timeout, again=False)
-    return said
+    abreast: two at a time, for runs that do not need each other. (folder: not needed any more, test_faults.py still gives one.)
+    """
+    def make(name, arguments, *before, again=True):
+        done = forked('train.py', *arguments, nproc=nproc, before=before, check=False)
+        said = {rank: f'{stdout}{stderr}\nexit code {code}\n'
+                for rank, (stdout, stderr, code) in enumerate(zip(done.stdouts, done.stderrs, done.codes))}
+        if min(done.codes) < 0 and again:
+            # one process of some hundreds has been seen to die in malloc, in torch or gloo (LOG.md): such a run is made once more
+            warnings.warn(f'ended by a signal, and made again: {name}, {said}')
+            return make(name, arguments, *before, again=False)
+        return said
+    calls = [functools.partial(make, *run) for run in runs]
+    return dict(zip([name for name, *_ in runs], side_by_side(*calls) if abreast else [call() for call in calls]))
 
 
 def weights(out_dir):
@@ -116,18 +100,17 @@ def model_of(name):
 
 @pytest.fixture(scope='session')
 def runs(dataset, tmp_path_factory):
-    """Function (processes, layout name) -> (out_dir, what its ranks said); all layouts are run at its first use."""
+    """Function (processes, layout name) -> (out_dir, what its ranks said); at its first use all layouts of so many are run."""
     folder, said = tmp_path_factory.mktemp('layouts'), {}
 
     def run_all(nproc, layouts):
         wanted = {**(MODELS if nproc == 1 else {}), **layouts.get(nproc, {})}
-        said[nproc] = launch(nproc, [(name, [*BASE, *MODELS[model_of(name)].split(), *text.split(), f'--dataset={dataset}',
-                                             f'--out_dir={folder}/{nproc}/{name}']) for name, text in wanted.items()], folder,
-                             timeout=120 + 60 * len(wanted))
+        said[nproc] = launch(nproc, [(name, arguments(dataset, folder / str(nproc) / name, f'{MODELS[model_of(name)]} {text}'))
+                                     for name, text in wanted.items()], abreast=True)
 
     def get(nproc, name, layouts=LAYOUTS):
-        if not said:  # two launches at a time: processes that wait for each other leave room
-            side_by_side(*(functools.partial(run_all, n, layouts) for n in sorted({1, *layouts}, reverse=True)))
+        if nproc not in said:
+            run_all(nproc, layouts)
         return folder / str(nproc) / name, said[nproc][name]
 
     return get
@@ -179,7 +162,7 @@ def test_initial_weights_are_the_same_in_every_layout(dataset, tmp_path):
     hashes = []
     for nproc, texts in layouts.items():
         said = launch(nproc, [(f'{i}', arguments(dataset, tmp_path / f'{nproc}-{i}', still + '--bias ' + text))
-                              for i, text in enumerate(texts)], tmp_path)
+                              for i, text in enumerate(texts)], abreast=True)
         for i in range(len(texts)):
             assert said[f'{i}'][0].endswith('exit code 0\n'), said[f'{i}'][0]
             hashes.append({name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
@@ -191,7 +174,7 @@ def test_initial_weights_are_the_same_in_every_layout(dataset, tmp_path):
 PROBE = '''
 import gc, json, os, sys, torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-path = next(a for a in sys.argv if a.startswith('--out_dir='))[10:] + '.bytes.' + os.environ['RANK']
+path = next(a for a in sys.argv if a.startswith('--out_dir='))[10:] + '.bytes.' + os.environ.get('RANK', '0')
 def count(moment):
     storages = {}
     for tensor in [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]:
@@ -215,7 +198,7 @@ def test_memory_falls_as_zero_says(dataset, tmp_path):
     (tmp_path / 'probe.py').write_text(PROBE)
     model = '--n_layer=4 --n_embd=256 --max_iters=3 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=4'
     launch(4, [(f'zero{stage}', arguments(dataset, tmp_path / f'zero{stage}', f'{model} --zero_stage={stage}'),
-                str(tmp_path / 'probe.py')) for stage in range(4)], tmp_path)
+                tmp_path / 'probe.py') for stage in range(4)], abreast=True)
     psi = 4 * 12 * 256 ** 2 + (128 + 32) * 256 + 9 * 256
     rest = (128 + 32) * 256 + 256  # embeddings and the last norm stay whole in forward and backward, blocks do not with stage 3
     at_step = {0: 16 * psi, 1: 8 * psi + 8 * psi / 4, 2: 16 * psi / 4, 3: 16 * psi / 4}
@@ -250,9 +233,9 @@ def test_one_process_with_a_nan_decides_for_all(dataset, tmp_path, layout, rank)
     call = per_iteration * 3 + (3 if '--pp' in layout else 1) + 2
     (tmp_path / 'fault.py').write_text(FAULT.format(call=call, rank=rank))
     text = f'{layout} --eval_iters=0 --max_iters=6'
-    said = launch(2, [(choice, arguments(dataset, tmp_path / choice, f'{text} --on_nonfinite={choice}'), str(tmp_path / 'fault.py'))
+    said = launch(2, [(choice, arguments(dataset, tmp_path / choice, f'{text} --on_nonfinite={choice}'), tmp_path / 'fault.py')
                       for choice in ('skip', 'abort')] +
-                  [('none', arguments(dataset, tmp_path / 'none', f'{layout} --eval_iters=0 --max_iters=3'))], tmp_path)
+                  [('none', arguments(dataset, tmp_path / 'none', f'{layout} --eval_iters=0 --max_iters=3'))], abreast=True)
     what = 'loss' if 'float16' in layout else 'gradient norm'  # float16's gradients may overflow, which its scaler mends
     assert said['skip'][0].count(f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {tmp_path}/skip/nonfinite') == 1
     assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [1, 0]
@@ -273,7 +256,7 @@ def test_one_process_with_a_nan_decides_for_all(dataset, tmp_path, layout, rank)
 
 def test_ten_skips_in_a_row_end_the_run(dataset, tmp_path):
     said = launch(1, [('skip', arguments(dataset, tmp_path / 'skip', '--learning_rate=1e30 --on_nonfinite=skip --eval_iters=0 '
-                                         '--max_iters=50'))], tmp_path)
+                                         '--max_iters=50'))])
     assert said['skip'][0].count('update skipped') == 9 and 'after 9 that were skipped' in said['skip'][0]
     assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [9, 9]
 
@@ -301,7 +284,7 @@ REFUSED = {
 
 
 def test_what_cannot_be_is_refused_in_one_sentence(dataset, tmp_path):
-    said = launch(2, [(name, arguments(dataset, tmp_path / 'out', text)) for name, (text, *_) in REFUSED.items()], tmp_path)
+    said = launch(2, [(name, arguments(dataset, tmp_path / 'out', text)) for name, (text, *_) in REFUSED.items()], abreast=True)
     for name, (_, *parts) in REFUSED.items():
         sentence = re.search('^error: .*', said[name][0], re.M)
         assert sentence and said[name][0].endswith('exit code 1\n') and 'Traceback' not in said[name][0], said[name][0]
@@ -310,7 +293,7 @@ def test_what_cannot_be_is_refused_in_one_sentence(dataset, tmp_path):
 
 
 def test_a_dead_process_ends_the_run_and_is_named(dataset, tmp_path):
-    with conftest_launch('train.py', *arguments(dataset, tmp_path, '--max_iters=100000 --eval_iters=0 --comm_timeout=30'), nproc=2) as run:
+    with launch_torchrun('train.py', *arguments(dataset, tmp_path, '--max_iters=100000 --eval_iters=0 --comm_timeout=30'), nproc=2) as run:
         while 'iter 3:' not in run.stdout.readline():
             pass
         for pid in filter(str.isdigit, os.listdir('/proc')):
@@ -332,7 +315,8 @@ def test_compressed_gradients_follow_the_curve(runs, dataset, tmp_path):
     """bf16 keeps 8 bits of a gradient, rank 4 of 32 keeps its largest directions and makes up for the rest later: within 2% and 5%."""
     longer = '--bias --max_iters=16 --lr_decay_iters=24'
     said = launch(2, [('none', arguments(dataset, tmp_path / 'none', longer))] + [
-        (kind, arguments(dataset, tmp_path / kind, f'{longer} --grad_compress={kind}')) for kind in ('bf16', 'powersgd')], tmp_path)
+        (kind, arguments(dataset, tmp_path / kind, f'{longer} --grad_compress={kind}')) for kind in ('bf16', 'powersgd')],
+                  abreast=True)
     expected, _ = read_metrics(tmp_path / 'none')
     for kind, bound in dict(bf16=0.02, powersgd=0.05).items():
         lines, _ = read_metrics(tmp_path / kind)
@@ -346,7 +330,7 @@ def test_offload_is_exact_and_half_precision_is_near(dataset, tmp_path):
     said = launch(2, [(name, arguments(dataset, tmp_path / name, text)) for name, text in {
         'zero3': '--zero_stage=3', 'offload': '--zero_stage=3 --cpu_offload',
         'zero3-bf16': '--zero_stage=3 --dtype=bfloat16', 'pp2-bf16': '--pp=2 --dtype=bfloat16', 'tp2-bf16': '--tp=2 --dtype=bfloat16',
-        'ddp-fp16': '--dtype=float16'}.items()], tmp_path)
+        'ddp-fp16': '--dtype=float16'}.items()], abreast=True)
     expected, _ = read_metrics(tmp_path / 'zero3')
     for name in said:
         lines, _ = read_metrics(tmp_path / name)
@@ -360,7 +344,7 @@ def test_checkpointing_activations_saves_memory(dataset, tmp_path):
     (tmp_path / 'probe.py').write_text(PROBE)
     shape = '--n_embd=128 --max_iters=1 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=1'
     launch(1, [(f'{mode}-{layers}', arguments(dataset, tmp_path / f'{mode}-{layers}', f'{shape} --n_layer={layers} --activation_checkpoint={mode}'),
-                str(tmp_path / 'probe.py')) for mode in ('none', 'selective', 'full') for layers in (1, 9)], tmp_path)
+                tmp_path / 'probe.py') for mode in ('none', 'selective', 'full') for layers in (1, 9)], abreast=True)
 
     def kept(mode):
         one, nine = (dict(json.loads(line) for line in (tmp_path / f'{mode}-{layers}.bytes.0').read_text().splitlines())['backward']
@@ -375,17 +359,18 @@ def test_checkpointing_activations_saves_memory(dataset, tmp_path):
 
 
 def test_a_long_context_over_four_processes(tmp_path):
-    """32,768 tokens: attention's scores would take 17 GB; each process has a quarter of the sequence, then one of four heads."""
+    """16,384 tokens: attention's scores would take 4.3 GB; each process has a quarter of the sequence, then one of four heads."""
     for split in ('train', 'val'):
-        np.random.default_rng(0).integers(0, 64, 70_000).astype('<u2').tofile(tmp_path / f'{split}.bin')
+        np.random.default_rng(0).integers(0, 64, 40_000).astype('<u2').tofile(tmp_path / f'{split}.bin')
     (tmp_path / 'meta.json').write_text(json.dumps(dict(vocab_size=64, dtype='uint16', tokenizer='random')))
-    text = ('--block_size=32768 --n_layer=1 --n_embd=32 --batch_size=1 --gradient_accumulation_steps=1 --max_iters=1 --eval_iters=0 '
+    text = ('--block_size=16384 --n_layer=1 --n_embd=32 --batch_size=1 --gradient_accumulation_steps=1 --max_iters=1 --eval_iters=0 '
             '--keep_checkpoints=0')
     found = []
     for nproc, layout in ((1, ''), (4, '--cp=4')):
-        said = launch(nproc, [('long', arguments(tmp_path, tmp_path / f'out-{nproc}', f'{text} {layout}'))], tmp_path)
+        said = launch(nproc, [('long', arguments(tmp_path, tmp_path / f'out-{nproc}', f'{text} {layout}'))])
         lines, _ = read_metrics(tmp_path / f'out-{nproc}')
         assert lines, said['long'][0]
+        assert lines[1]['mem_gb'] < 2
         found.append((lines[1]['loss'], lines[1]['grad_norm']))
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-4) and found[1][1] == pytest.approx(found[0][1], rel=1e-3)
 
@@ -397,7 +382,7 @@ def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_p
     """Weights, moments, data order: two more iterations after eight, 49 times, on the curve of one process that was never stopped."""
     saved = {name: runs(nproc, name)[0] for nproc, names in RESHARDED.items() for name in names}
     before = read_metrics(saved['gpt2'])[0]
-    run('train.py', *arguments(dataset, tmp_path / 'unbroken', '--bias --max_iters=10 --eval_iters=0'))
+    forked('train.py', *arguments(dataset, tmp_path / 'unbroken', '--bias --max_iters=10 --eval_iters=0'))
     expected = read_metrics(tmp_path / 'unbroken')[0]
     assert all(before[i]['loss'] == expected[i]['loss'] for i in before) and len(expected) == 10
     for nproc, names in RESHARDED.items():
@@ -408,7 +393,7 @@ def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_p
                 shutil.copytree(saved[source], out_dir)
                 text = f'--bias --max_iters=10 --eval_iters=0 --keep_checkpoints=0 --init_from=resume {LAYOUTS.get(nproc, {}).get(name, "")}'
                 continuations.append((out_dir.name, arguments(dataset, out_dir, text)))
-        said = launch(nproc, continuations, tmp_path)
+        said = launch(nproc, continuations, abreast=True)
         for name, _ in continuations:
             lines = read_metrics(tmp_path / name)[0]
             assert 'iter_00000008 at iteration 8' in said[name][0] and len(lines) == 10, said[name][0]
@@ -421,6 +406,6 @@ def test_any_layouts_checkpoint_serves_one_process(runs):
     """Saved by pp2 tp2 dp2: one process samples from it as from its own."""
     one, _ = runs(1, 'gpt2')
     eight, _ = runs(8, 'pp2 tp2 dp2')
-    texts = [run('sample.py', f'--out_dir={path}', '--which=latest', '--temperature=0', '--max_new_tokens=40', '--num_samples=1',
-                 '--device=cpu', '--start=A').stdout for path in (one, eight)]
+    texts = [forked('sample.py', f'--out_dir={path}', '--which=latest', '--temperature=0', '--max_new_tokens=40', '--num_samples=1',
+                    '--device=cpu', '--start=A').stdout for path in (one, eight)]
     assert texts[0] == texts[1] and len(texts[0]) > 40

@@ -4,7 +4,7 @@ import re
 
 import pytest
 import torch
-from conftest import run
+from conftest import forked, run
 
 
 @pytest.fixture(scope='module')
@@ -12,8 +12,8 @@ def trained(train):
     return train('--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2').out_dir
 
 
-def sample(out_dir, *arguments, **options):
-    return run('sample.py', f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=40', *arguments, **options)
+def sample(out_dir, *arguments, launcher=forked, **options):
+    return launcher('sample.py', f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=40', *arguments, **options)
 
 
 def test_samples(trained, tmp_path):
@@ -25,7 +25,7 @@ def test_samples(trained, tmp_path):
     assert sample(trained, '--start=AB', '--num_samples=3', '--seed=1').stdout != first.stdout
     (tmp_path / 'prompt.txt').write_text('AB')
     assert sample(trained, f'--start=FILE:{tmp_path}/prompt.txt', '--num_samples=3').stdout == first.stdout
-    assert sample(trained, '--start=-', '--num_samples=3', stdin='AB').stdout == first.stdout
+    assert sample(trained, '--start=-', '--num_samples=3', stdin='AB', launcher=run).stdout == first.stdout
 
 
 def test_best_unless_latest(trained):
@@ -48,8 +48,8 @@ def test_gpt2_folder(tmp_path, vocabulary, monkeypatch):
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
     theirs.save_pretrained(tmp_path / 'gpt2')
-    done = run('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', '--start=Hello world', '--num_samples=1',
-               '--max_new_tokens=20', '--temperature=0', env=dict(TIKTOKEN_CACHE_DIR=vocabulary))
+    done = forked('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', '--start=Hello world', '--num_samples=1',
+                  '--max_new_tokens=20', '--temperature=0', env=dict(TIKTOKEN_CACHE_DIR=vocabulary))
     expected = theirs.generate(torch.tensor([[15496, 995]]), max_new_tokens=20, do_sample=False, pad_token_id=50256)
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
     from data.tokenizer import get_tokenizer

@@ -12,7 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import checkpoint
-from conftest import TINY, curve, launch, read_metrics, side_by_side
+from conftest import TINY, curve, launch, read_metrics, run, side_by_side
 from data.loader import TokenLoader, read_meta
 from model import GPT, GPTConfig
 
@@ -115,7 +115,7 @@ def test_float16_resumes_with_its_gradient_scaler(train, runs):
 # layouts and batches
 
 def test_two_processes_train_as_one(train, runs):
-    two = train(nproc=2)
+    two = train(nproc=2, launcher=run)
     assert_near(two, runs['base'])
     for line in ('iter 1: loss', 'step 6: train loss', 'tokens per iteration'):
         assert two.stdout.count(line) == 1, two.stdout
@@ -208,17 +208,17 @@ def test_learning_rate_schedules(train, runs):
 
 def test_compiled_run_equals_an_eager_one_and_goes_on_without_a_compiler(train, runs, tmp_path):
     no_compiler = dict(CXX='/nonexistent', PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / 'cache'))
-    compiled, fallback = side_by_side(lambda: train('--compile=True', '--max_iters=6'),
-                                      lambda: train('--compile=True', env=no_compiler))
+    compiled, fallback = side_by_side(lambda: train('--compile=True', '--max_iters=6', launcher=run),
+                                      lambda: train('--compile=True', env=no_compiler, launcher=run))
     assert 'torch.compile does not work' not in compiled.stdout and 'compiling' in compiled.stdout
     assert curve(compiled) != {i: curve(runs['base'])[i] for i in range(1, 7)}  # it did compile: sums in another order
     compiled.lines |= {i: runs['base'].lines[i] for i in range(7, 13)}
     compiled.evals |= {12: runs['base'].evals[12]}
     assert_near(compiled, runs['base'])
-    two = train('--compile=True', env=no_compiler, nproc=2)
-    for run in (fallback, two):
-        assert run.stdout.count('torch.compile does not work here') == 1
-        assert_near(run, runs['base'])
+    two = train('--compile=True', env=no_compiler, nproc=2, launcher=run)
+    for a_run in (fallback, two):
+        assert a_run.stdout.count('torch.compile does not work here') == 1
+        assert_near(a_run, runs['base'])
 
 
 # checkpoints
@@ -333,8 +333,9 @@ def test_torchrun_stopped_by_sigterm_saves_and_goes_on(train, dataset, tmp_path)
 def test_wandb_run_goes_on_under_its_id(train):
     pytest.importorskip('wandb')
     arguments = ['--wandb_log=True', '--wandb_project=p', '--wandb_run_name=r']
-    first = train(*arguments, '--max_iters=2', env=dict(WANDB_MODE='offline'))
-    second = train(*arguments, '--max_iters=4', '--init_from=resume', out_dir=first.out_dir, env=dict(WANDB_MODE='offline'))
+    options = dict(env=dict(WANDB_MODE='offline'), launcher=run)
+    first = train(*arguments, '--max_iters=2', **options)
+    second = train(*arguments, '--max_iters=4', '--init_from=resume', out_dir=first.out_dir, **options)
     folders = list((first.out_dir / 'wandb').glob('offline-run-*'))
     identity = state_of(second)['wandb_id']
     assert identity and len(folders) == 2 and all(folder.name.endswith(identity) for folder in folders)
