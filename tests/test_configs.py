@@ -37,8 +37,8 @@ def lay_out(monkeypatch, world_size, rank, arguments):
     for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
         monkeypatch.setenv(key, str(value))
     monkeypatch.setattr(parallel, 'STAYING', mock.Mock())  # nothing runs here: contexts of the forward pass need not stay
-    fake = dict(store=FakeStore(), rank=rank, world_size=world_size)
-    monkeypatch.setattr(dist, 'init_process_group', lambda *_, **__: JOIN('fake', **fake))
+    monkeypatch.setattr(parallel, '_fresh_store', FakeStore)
+    monkeypatch.setattr(dist, 'init_process_group', lambda backend, **options: JOIN('fake', **options))
     par = parallel.Parallel('cpu', 'auto', c.comm_timeout, c.zero_stage, c.dp_replicate, c.tp, c.cp, c.pp, c.pp_schedule)
     try:
         par.device = torch.device('meta')

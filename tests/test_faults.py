@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 
 import checkpoint
 from conftest import ROOT, TINY, curve, read_metrics, side_by_side
-from test_parallel import arguments
 from test_parallel import launch as launch_several
 from watchdog import culprits
 
@@ -221,7 +220,7 @@ def test_sigterm_while_training_evaluating_and_saving(dataset, tmp_path):
     last = {phase: stop(phase) for phase in ('training', 'evaluation', 'saving')}
     assert last['training'] == 8 and last['evaluation'] == 6 and 6 <= last['saving'] < 12, last
     several = lambda name, *more: (name, [*options, f'--out_dir={tmp_path}/{name}', '--max_iters=16', *more])
-    launch_several(4, [several('unbroken'), *(several(phase, '--init_from=resume') for phase in last)], tmp_path)
+    launch_several(4, [several('unbroken'), *(several(phase, '--init_from=resume') for phase in last)])
     expected, evals = curve_of(tmp_path / 'unbroken'), read_metrics(tmp_path / 'unbroken')[1]
     assert len(expected) == 16
     for phase in last:
@@ -283,7 +282,7 @@ def test_the_slowest_process_and_its_lag_are_logged(dataset, tmp_path):
     """Two layers, three micro-steps a process, 10 ms in each: 60 ms, which the other waits for in every iteration."""
     (tmp_path / 'delay.py').write_text(DELAY)
     said = launch_several(2, [('slow', [*TINY, '--gradient_accumulation_steps=6', '--eval_iters=0', f'--dataset={dataset}',
-                                        f'--out_dir={tmp_path}/out'], str(tmp_path / 'delay.py'))], tmp_path)
+                                        f'--out_dir={tmp_path}/out'], str(tmp_path / 'delay.py'))])
     lines = list(read_metrics(tmp_path / 'out')[0].values())
     assert len(lines) == 12 and [line['slowest_rank'] for line in lines].count(1) >= 11, said
     assert sorted(line['lag_ms'] for line in lines)[6] == pytest.approx(60, rel=0.5)
@@ -302,7 +301,7 @@ def test_a_save_that_fails_ends_no_run(dataset, tmp_path):
     said = launch_several(1, [
         several('first', out, '--max_iters=6'),
         (*several('full', out, '--init_from=resume', '--eval_interval=3'), str(tmp_path / 'limit.py')),
-        several('blocked', blocked, '--async_checkpoint=False')], tmp_path)
+        several('blocked', blocked, '--async_checkpoint=False')])
     (good,) = checkpoint.find(out)
     for name, folder, saves, problem in (('full', out, 2, r'OSError: \[Errno 27\] File too large'), ('blocked', blocked, 2, 'NotADirectoryError')):
         text = said[name][0]
@@ -313,7 +312,7 @@ def test_a_save_that_fails_ends_no_run(dataset, tmp_path):
     assert os.listdir(os.path.dirname(good)) == [os.path.basename(good)]  # what was written in part has made room
     assert checkpoint.damage(good) is None
     full = curve_of(out)
-    launch_several(1, [several('again', out, '--init_from=resume')], tmp_path)
+    launch_several(1, [several('again', out, '--init_from=resume')])
     assert curve_of(out) == full and checkpoint.find(out)[0].endswith('12')
 
 
@@ -358,7 +357,7 @@ def test_a_checkpoint_in_the_background_is_the_one_that_blocks(dataset, tmp_path
     layouts = {'ddp': [], 'zero1': ['--zero_stage=1'], 'zero3': ['--zero_stage=3'], 'pp2': ['--pp=2']}
     launch_several(2, [(f'{name}-{background}', [*TINY, '--eval_iters=0', '--save_interval=1', '--keep_checkpoints=99', '--max_iters=6', *layout,
                                                  f'--async_checkpoint={background}', f'--dataset={dataset}', f'--out_dir={tmp_path}/{name}-{background}'])
-                       for name, layout in layouts.items() for background in (True, False)], tmp_path)
+                       for name, layout in layouts.items() for background in (True, False)], abreast=True)
     for name in layouts:
         pairs = list(zip(*(checkpoint.find(tmp_path / f'{name}-{background}') for background in (True, False)), strict=True))
         assert len(pairs) == 6

@@ -67,10 +67,10 @@ def matrix():
                         f'--tp={tp} --cp={cp} --pp={pp} --zero_stage={stage} --activation_checkpoint={mode} --pp_schedule={schedule}')
 
 
-def launch(nproc, runs, folder=None, abreast=False):
+def launch(nproc, runs, abreast=False):
     """Make runs [(name, arguments, files to execute before ...)]; {name: {rank: what it said, and its exit code}}.
 
-    abreast: two at a time, for runs that do not need each other. (folder: not needed any more, test_faults.py still gives one.)
+    abreast: two at a time, for runs that do not need each other.
     """
     def make(name, arguments, *before, again=True):
         done = forked('train.py', *arguments, nproc=nproc, before=before, check=False)
