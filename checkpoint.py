@@ -545,6 +545,7 @@ def export_weights(source, target, which='best', dtype='float32'):
         state['step'] = optimizer.state[parameters[0][1]]['step']
     write = _export_nanogpt if nanogpt else _export_hf
     write(target, whole(torch.Tensor.detach), moments, config, state, getattr(torch, dtype))
+    print(f'wrote {target} from {path}')
 
 
 def _export_nanogpt(target, tensors, moments, config, state, dtype):
@@ -634,11 +635,12 @@ def import_weights(source, out_dir, dataset=None):
     loss = None if loss is None or loss >= 1e9 else float(loss)  # nanoGPT's for none
     tokens = iteration * run.get('gradient_accumulation_steps', 0) * run.get('batch_size', 0) * run.get('block_size', 0)
     saver = Saver(out_dir, keep=1)
-    saver.save(iteration, parameters, optimizer, dict(
+    path = saver.save(iteration, parameters, optimizer, dict(
         iteration=iteration, tokens=tokens, val_loss=loss, best_val_loss=loss, skipped=[0, 0], wandb_id=None,
         scaler=torch.amp.GradScaler('cpu').state_dict(), model=arguments, tokenizer=meta, config=run))
     if saver.problem:
         raise OSError(f'{out_dir} could not be written ({saver.problem})')
+    print(f'wrote {path}: go on with python sample.py --out_dir={out_dir}, or train.py --init_from={out_dir}')
 
 
 def inspect(source, which='best'):
