@@ -76,7 +76,7 @@ class Saver:
         self.folder, self.out_dir, self.keep, self.problem = os.path.join(out_dir, 'ckpt'), out_dir, keep, None
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # of its own, since another thread talks in it
-        self.group = dist.new_group(backend='gloo') if dist.is_initialized() else None
+        self.group = dist.new_group(backend='gloo', group_desc='checkpoint') if dist.is_initialized() else None
         self.thread, self.pending, self.copies = ThreadPoolExecutor(1), None, {}
 
     def save(self, iteration, parameters, optimizer, state, background=False):

@@ -43,6 +43,8 @@ class Watchdog:
         at, within_distributed = _main_thread()
         mine = dict(at=at, host=socket.gethostname(), pid=os.getpid(), under_way=[], entered={})
         for entry in trace.get('entries', []):
+            if 'checkpoint' in entry['process_group']:  # of the thread that saves
+                continue
             group, number = str(entry['process_group']), entry['collective_seq_id']
             mine['entered'][group] = max(number, mine['entered'].get(group, 0))
             if not entry['retired']:

@@ -256,7 +256,7 @@ def test_a_process_that_hangs_is_named(dataset, tmp_path):
     assert re.search(r'rank\s*: 1 ', cause)
     assert 'hanging' in (tmp_path / 'out' / 'hang' / 'rank_1.txt').read_text()  # the stack that hangs
     entries = json.loads((tmp_path / 'out' / 'hang' / 'rank_0.json').read_text())['entries']  # the flight recorder
-    assert 'gloo:all_reduce' in [entry['profiling_name'] for entry in entries if not entry['retired']]
+    assert [entry['process_group'][1] for entry in entries if not entry['retired']] == ['default_pg']
 
 
 def test_who_holds_up_the_others():
