@@ -126,3 +126,16 @@ def test_scaling(dataset, tmp_path):
         assert second['processes'] == 2 and second[f'{kind}_efficiency'] == pytest.approx(speed / 2)
     done = run('bench.py', *arguments, '--profile', cwd=tmp_path, check=False)
     assert done.returncode == 1 and '--scaling makes a table of its own' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_saves(dataset):
+    """Rows of blocking and background saves; too few to tell the first from the others are a sentence."""
+    tiny = [f'--dataset={dataset}', '--device=cpu', '--compile=False', *'--n_layer=1 --n_head=1 --n_embd=16 --block_size=16 --batch_size=2'.split(),
+            '--gradient_accumulation_steps=1', '--json', '--warmup=0', '--saves=3']
+    done = run('bench.py', *tiny, '--iters=10')
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row['async_checkpoint'] for row in rows] == [False, True] and rows[0]['later_ratio'] == 1
+    for row in rows:
+        assert row['first_ms'] > 0 and row['later_ratio'] == row['later_ms'] / rows[0]['later_ms'] > 0 and row['dt_ms'] > 0
+    few = run('bench.py', *tiny, '--iters=4', check=False)
+    assert few.returncode == 1 and 'there were 1 saves before the last: set --iters to 9 at least' in few.stdout
