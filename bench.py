@@ -4,6 +4,7 @@
     python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; zero3 dp8 full; tp2 pp2 dp2 zbv"
     python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2
     python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10
+    python bench.py --versus=../nanoGPT --theirs="compile=False" --device=cpu --dataset=/data/tinyshakespeare_char --n_layer=4
     python bench.py config/quickstart.py --profile
     python bench.py --plot out-a out-b
 
@@ -21,6 +22,7 @@ import itertools
 import json
 import math
 import os
+import pickle
 import re
 import shutil
 import statistics
@@ -194,6 +196,36 @@ def saves(interval, run):
         yield dict(async_checkpoint=background, **row)
 
 
+def versus(theirs, arguments, extra, options, folder):
+    """Rows of a nanoGPT checkout's train.py and ours, in turn, on the same data and shapes: milliseconds per iteration of each.
+
+    arguments: of ours; those that nanoGPT has too are given to both. extra: for theirs alone.
+    """
+    with open(os.path.join(theirs, 'train.py')) as file:
+        known = set(re.findall(r'^(\w+) = ', file.read(), re.M))
+    shared = [a for a in arguments if not a.startswith('--') or a[2:].split('=')[0] in known]
+    dataset = next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith('--dataset=')), 'openwebtext')
+    dataset = os.path.join(HERE, 'data', dataset)
+    with open(os.path.join(dataset, 'meta.json')) as file:
+        vocab_size = json.load(file)['vocab_size']
+    data = os.path.join(folder, 'data')  # ours, and the meta.pkl that nanoGPT reads the vocabulary's size from
+    os.makedirs(data, exist_ok=True)
+    for split in ('train', 'val'):
+        os.symlink(os.path.join(dataset, f'{split}.bin'), os.path.join(data, f'{split}.bin'))
+    with open(os.path.join(data, 'meta.pkl'), 'wb') as file:
+        pickle.dump(dict(vocab_size=-(-vocab_size // 64) * 64), file)  # rows, with ours' padding
+    command = [sys.executable, 'train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--eval_interval=1000000000', '--eval_iters=1', '--log_interval=1',
+               '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
+    for _ in range(options.rounds):
+        run = subprocess.run(command, capture_output=True, text=True, cwd=theirs)
+        times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', run.stdout, re.M)]
+        ours = measure(arguments, options, folder, options.nproc_per_node)
+        if run.returncode or 'error' in ours:
+            yield dict(error=ours.get('error') or (run.stderr.splitlines() or ['no message'])[-1])
+            return
+        yield dict(theirs_ms=statistics.median(times[options.warmup:]), ours_ms=ours['dt_ms'])
+
+
 def print_row(label, row, options):
     if 'error' in row:
         print(f'{label:<48} {row["error"]}', flush=True)
@@ -255,6 +287,9 @@ def main():
                         'processes) and strong scaling by number of processes, of OMP_NUM_THREADS threads each (1)')
     parser.add_argument('--saves', type=int, metavar='N', help='instead: for how long training waits for a checkpoint every N '
                         'iterations, blocking and in the background: the first (which allocates the copy) and the median of the others')
+    parser.add_argument('--versus', metavar='DIR', help="instead: a nanoGPT checkout's train.py and ours, in turn, on the same data and shapes")
+    parser.add_argument('--theirs', default='', metavar='"KEY=VALUE ..."', help="--versus: settings for nanoGPT's alone, such as compile=False")
+    parser.add_argument('--rounds', type=int, default=3, help='--versus: how often each is run (3)')
     parser.add_argument('--nproc_per_node', type=int, default=1, help='processes under torchrun (1)')
     parser.add_argument('--random_tokens', type=int, metavar='VOCAB_SIZE',
                         help='train on random tokens of a vocabulary of this size rather than on a dataset')
@@ -291,6 +326,18 @@ def main():
                     print(f'{row["processes"]:>9}', *(f'{row[f"{kind}_tokens_per_sec"]:>14,.0f} {row[f"{kind}_efficiency"]:>11.1%}'
                                                       for kind in ('weak', 'strong')), flush=True)
             sys.exit(1 if failed else 0)
+        if options.versus:
+            rows, extra = [], [f'--{setting}' for setting in options.theirs.split()]
+            for row in versus(options.versus, train_arguments, extra, options, folder):
+                print(json.dumps(row) if options.json or 'error' in row else
+                      f'nanoGPT {row["theirs_ms"]:10.2f} ms   ours {row["ours_ms"]:10.2f} ms   ratio {row["theirs_ms"] / row["ours_ms"]:.2f}', flush=True)
+                if 'error' in row:
+                    sys.exit(1)
+                rows.append(row)
+            theirs, ours = (statistics.median(row[key] for row in rows) for key in ('theirs_ms', 'ours_ms'))
+            if not options.json:
+                print(f'medians {theirs:10.2f} ms   ours {ours:10.2f} ms   ratio {theirs / ours:.2f}')
+            sys.exit(0)
         if options.saves:
             if not options.json:
                 print(f'{"async_checkpoint":<16} {"first save":>12} {"ratio":>7} {"later saves":>12} {"ratio":>7} {"ms/iter":>10}   (training waits, ms)')

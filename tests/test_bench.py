@@ -139,3 +139,32 @@ def test_saves(dataset):
         assert row['first_ms'] > 0 and row['later_ratio'] == row['later_ms'] / rows[0]['later_ms'] > 0 and row['dt_ms'] > 0
     few = run('bench.py', *tiny, '--iters=4', check=False)
     assert few.returncode == 1 and 'there were 1 saves before the last: set --iters to 9 at least' in few.stdout
+
+
+PEER = """
+import os, pickle, sys
+import numpy as np
+dataset = 'openwebtext'
+n_embd, max_iters = 768, 10
+for argument in sys.argv[1:]:
+    key, value = argument[2:].split('=')
+    globals()[key] = value
+    assert key not in ('pos', 'norm')
+data = os.path.join('data', dataset)
+assert pickle.load(open(data + '/meta.pkl', 'rb')) == dict(vocab_size=128) and len(np.memmap(data + '/train.bin', '<u2')) == 20_000
+for i in range(int(max_iters) + 1):
+    print(f'iter {i}: loss 4.0, time {50.0 if i < 2 else 8.0 + i % 2}ms, mfu -100.00%')
+"""
+
+
+def test_versus(dataset, tmp_path):
+    """A peer that prints nanoGPT's lines: the keys that it has, the same data, medians of the settled iterations, a ratio."""
+    (tmp_path / 'train.py').write_text(PEER)
+    arguments = [f'--versus={tmp_path}', '--theirs=max_iters=7', *BENCH, f'--dataset={dataset}', '--pos=rope', '--iters=5', '--warmup=2', '--rounds=2']
+    lines = run('bench.py', *arguments).stdout.splitlines()
+    assert len(lines) == 3 and all(line.split()[1] in ('8.00', '9.00') for line in lines) and lines[-1].startswith('medians')
+    theirs, ours = float(lines[-1].split()[1]), float(lines[-1].split()[4])
+    assert float(lines[-1].split()[-1]) == pytest.approx(theirs / ours, abs=0.01)
+    (tmp_path / 'train.py').write_text('raise ValueError("not today")')
+    broken = run('bench.py', *arguments, check=False)
+    assert broken.returncode == 1 and 'not today' in broken.stdout
