@@ -77,7 +77,9 @@ class Saver:
         self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         # of its own, since another thread talks in it
         self.group = dist.new_group(backend='gloo', group_desc='checkpoint') if dist.is_initialized() else None
-        self.thread, self.pending, self.copies = ThreadPoolExecutor(1), None, {}
+        # of one OpenMP thread: a second pool of them, even if it idles, makes libgomp wake up the first one's slowly, at half the speed
+        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+        self.pending, self.copies = None, {}
 
     def save(self, iteration, parameters, optimizer, state, background=False):
         """Save a checkpoint, then delete all but the newest and the best; returns its path.

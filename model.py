@@ -79,6 +79,9 @@ def rotate(x, cos, sin):
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
 
 
+PLAIN_ATTENTION = 256  # positions up to which a CPU's fused attention in bfloat16 is slower, in its backward pass, than plain products
+
+
 class DotProductAttention(nn.Module):
     """softmax(q kᵀ / √D) v, causal. No parameters: a module so that context parallelism can trade sequence for heads around it."""
 
@@ -88,9 +91,15 @@ class DotProductAttention(nn.Module):
 
     def forward(self, q, k, v):  # q (B, H, T, D), k and v (B, n_kv_head, S, D), S - T positions of them before q's
         T, S = q.size(2), k.size(2)
+        dropout = self.dropout if self.training else 0.0
+        if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and torch.is_grad_enabled() and T == S <= PLAIN_ATTENTION:
+            k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
+            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+            future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(1)
+            return F.dropout(scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=torch.float32), dropout).type_as(v) @ v
         mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if 1 < T < S else None
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=k.size(1) != q.size(1),
-                                              dropout_p=self.dropout if self.training else 0.0)
+                                              dropout_p=dropout)
 
 
 class Attention(nn.Module):

@@ -685,8 +685,12 @@ def compile_failure(device):
     torch._dynamo.config.optimize_ddp = False  # blocks are compiled one by one, so DDP's buckets need no more cuts (pytorch#104674)
 
 
-def resolve_dtype(dtype, device):
-    """'auto' is bfloat16 on GPUs that have it, float16 on those that do not, float32 elsewhere."""
+def resolve_dtype(dtype, device, training=True):
+    """'auto' is bfloat16 on GPUs that have it, float16 on those that do not. On CPUs it is bfloat16 to train with where they multiply
+    in it (AVX512-BF16, AMX), else float32: a text takes more time to cast the weights, token by token, than to multiply by them."""
+    if dtype == 'auto' and device.type == 'cpu':
+        fast = any(getattr(torch.cpu, name, bool)() for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'))
+        return 'bfloat16' if training and fast else 'float32'
     if dtype == 'auto':
         return 'float32' if device.type != 'cuda' else 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
     if dtype not in ('float32', 'bfloat16', 'float16'):

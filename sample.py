@@ -45,7 +45,7 @@ with one_sentence():
     if which not in ('best', 'latest'):
         raise ValueError(f'which is {which!r}: choose best or latest')
     device = Parallel(device).device
-    dtype = resolve_dtype(dtype, device)
+    dtype = resolve_dtype(dtype, device, training=False)
     if init_from == 'resume':
         newest_first = checkpoint.find(out_dir)
         if which == 'best' and newest_first:

@@ -94,7 +94,7 @@ comm_timeout = 600  # seconds without progress after which the run ends and the 
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
-dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
+dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device, bfloat16 where it is fast
 compile = True  # torch.compile; falls back to eager where there is no compiler
 seed = 1337  # of weights, data order and dropout
 profile = False  # trace a few settled iterations into out_dir/trace.json and print where their time went

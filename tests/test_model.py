@@ -14,7 +14,7 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
-from model import GPT, GPTConfig, rotate
+from model import GPT, DotProductAttention, GPTConfig, rotate
 from parallel import fill
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
@@ -339,3 +339,30 @@ def test_sampling_repeats_with_its_generators_seed():
     model = build(scale=0.02)
     one, two, three = (model.generate(tokens(2, 3), 40, generator=seeded(s)) for s in (1, 1, 2))
     assert one.equal(two) and not one.equal(three)
+
+
+@pytest.mark.parametrize('kv_heads', [4, 2])
+def test_plain_attention_of_short_sequences_in_bfloat16(kv_heads):
+    """What a CPU trains with up to PLAIN_ATTENTION positions, against float64: outputs and gradients to bfloat16's 8 bits."""
+    attention = DotProductAttention(GPTConfig(n_head=4, n_embd=64))
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 32, 16, dtype=torch.float64).bfloat16().double() for heads in (4, kv_heads, kv_heads))
+    results = []
+    for dtype in (torch.float64, torch.bfloat16):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        y = attention(*inputs)
+        y.square().sum().backward()
+        results.append([y, *(x.grad for x in inputs)])
+        assert ('Softmax' if dtype == torch.bfloat16 else 'ScaledDot') in graph(y)
+    for exact, plain in zip(*results):
+        assert (plain.double() - exact).abs().max() < 0.03 * exact.abs().max()
+
+
+def graph(y):
+    """Names of the operations that made a tensor."""
+    names, stack = '', [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        names += f' {node.name()}'
+        stack += [parent for parent, _ in node.next_functions if parent]
+    return names
