@@ -20,12 +20,15 @@ import re
 import sys
 import time
 import uuid
+import warnings
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')  # RMSNorm under autocast: not fused, but right
 
 # pp_schedule: the class in torch.distributed.pipelining, and the stages each rank holds
 SCHEDULES = dict(gpipe=('ScheduleGPipe', 1), interleaved1f1b=('ScheduleInterleaved1F1B', 2), zbv=('ScheduleZBVZeroBubble', 2),
