@@ -132,7 +132,7 @@ class Saver:
         try:
             if self.rank == 0:
                 for stray in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):  # a save that was killed
-                    shutil.rmtree(stray)
+                    shutil.rmtree(stray, ignore_errors=True)  # what stays is tried again; the others wait here
             if self.group:
                 dist.barrier(self.group)
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(aside), process_group=self.group)
@@ -155,9 +155,13 @@ class Saver:
                 _sync(self.folder)
                 for old in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir)}:
                     os.rename(old, old + '.tmp')  # at once, so that none is there in part
-                    shutil.rmtree(old + '.tmp')
+                    shutil.rmtree(old + '.tmp', ignore_errors=True)  # the new one is saved all the same
             except OSError as error:
                 problem = str(error)
+        if self.group:  # so that all agree on whether to save once more
+            outcome = [problem]
+            dist.broadcast_object_list(outcome, src=0, group=self.group)
+            problem = outcome[0]
         self.problem = problem
         if self.rank == 0 and problem:
             shutil.rmtree(aside, ignore_errors=True)

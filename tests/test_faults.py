@@ -316,6 +316,26 @@ def test_a_save_that_fails_ends_no_run(dataset, tmp_path):
     assert curve_of(out) == full and checkpoint.find(out)[0].endswith('12')
 
 
+FAULT = """
+import json, os, checkpoint
+write = checkpoint._write_json
+def failing(path, content):
+    if path.endswith('state.json'):
+        raise OSError(28, 'No space left on device')
+    write(path, content)
+checkpoint._write_json = failing
+"""
+
+
+def test_all_processes_learn_that_the_first_could_not_finish_a_save(dataset, tmp_path):
+    """It alone writes the last files; the others have to know, since a save that fails at the end is tried once more, together."""
+    (tmp_path / 'fault.py').write_text(FAULT)
+    said = launch_several(2, [('full', [*TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}/out'], str(tmp_path / 'fault.py'))])['full']
+    assert logged(tmp_path / 'out') == 12 and not checkpoint.find(tmp_path / 'out')
+    assert said[0].count('could not be saved ([Errno 28] No space left on device)') == 3, said  # of iterations 6 and 12, and why it ended
+    assert all(text.endswith('exit code 1\n') for text in said.values()), said
+
+
 def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
     from metrics import Metrics
     (tmp_path / 'metrics.jsonl').write_text('{"iter": 1}\n{"it')  # the machine went down in the middle of a line
