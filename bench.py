@@ -4,7 +4,7 @@
     python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; zero3 dp8 full; tp2 pp2 dp2 zbv"
     python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2
     python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10
-    python bench.py --versus=../nanoGPT --theirs="compile=False" --device=cpu --dataset=/data/tinyshakespeare_char --n_layer=4
+    python bench.py --versus=../nanoGPT --theirs="compile=False" --device=cpu --dataset=shakespeare_char --n_layer=4
     python bench.py config/quickstart.py --profile
     python bench.py --plot out-a out-b
 
@@ -201,11 +201,15 @@ def versus(theirs, arguments, extra, options, folder):
 
     arguments: of ours; those that nanoGPT has too are given to both. extra: for theirs alone.
     """
+    dataset = next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith('--dataset=')), 'openwebtext')
+    dataset = os.path.join(HERE, 'data', dataset)
+    for path, need in ((os.path.join(theirs, 'train.py'), 'give the folder of a nanoGPT checkout as --versus'),
+                       (os.path.join(dataset, 'meta.json'), 'prepare the dataset, or name another')):
+        if not os.path.exists(path):
+            sys.exit(f'error: there is no {path}: {need}')
     with open(os.path.join(theirs, 'train.py')) as file:
         known = set(re.findall(r'^(\w+) = ', file.read(), re.M))
     shared = [a for a in arguments if not a.startswith('--') or a[2:].split('=')[0] in known]
-    dataset = next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith('--dataset=')), 'openwebtext')
-    dataset = os.path.join(HERE, 'data', dataset)
     with open(os.path.join(dataset, 'meta.json')) as file:
         vocab_size = json.load(file)['vocab_size']
     data = os.path.join(folder, 'data')  # ours, and the meta.pkl that nanoGPT reads the vocabulary's size from
@@ -214,8 +218,8 @@ def versus(theirs, arguments, extra, options, folder):
         os.symlink(os.path.join(dataset, f'{split}.bin'), os.path.join(data, f'{split}.bin'))
     with open(os.path.join(data, 'meta.pkl'), 'wb') as file:
         pickle.dump(dict(vocab_size=-(-vocab_size // 64) * 64), file)  # rows, with ours' padding
-    command = [sys.executable, 'train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--eval_interval=1000000000', '--eval_iters=1', '--log_interval=1',
-               '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
+    command = [sys.executable, 'train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--log_interval=1',
+               '--eval_interval=1000000000', '--eval_iters=1', '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
     for _ in range(options.rounds):
         run = subprocess.run(command, capture_output=True, text=True, cwd=theirs)
         times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', run.stdout, re.M)]
@@ -286,7 +290,7 @@ def main():
     parser.add_argument('--scaling', metavar='N,N...', help='instead: weak (gradient_accumulation_steps times '
                         'processes) and strong scaling by number of processes, of OMP_NUM_THREADS threads each (1)')
     parser.add_argument('--saves', type=int, metavar='N', help='instead: for how long training waits for a checkpoint every N '
-                        'iterations, blocking and in the background: the first (which allocates the copy) and the median of the others')
+                        'iterations, blocking and in the background: the first and the median of the others')
     parser.add_argument('--versus', metavar='DIR', help="instead: a nanoGPT checkout's train.py and ours, in turn, on the same data and shapes")
     parser.add_argument('--theirs', default='', metavar='"KEY=VALUE ..."', help="--versus: settings for nanoGPT's alone, such as compile=False")
     parser.add_argument('--rounds', type=int, default=3, help='--versus: how often each is run (3)')

@@ -523,8 +523,8 @@ def export_weights(source, target, which='best', dtype='float32'):
     path = _path(source, which)
     if not path or os.path.exists(target):
         raise ValueError(f'{target} is there already: name another' if path else f'there is no checkpoint to export in {source}')
-    if damage(path):
-        raise ValueError(f'{path} is damaged ({damage(path)}): export another')
+    if problem := damage(path):
+        raise ValueError(f'{path} is damaged ({problem}): export another')
     state = read_state(path)
     config = GPTConfig(**state['model'])
     nanogpt = target.endswith('.pt')
@@ -653,8 +653,8 @@ def inspect(source, which='best'):
     """Print what a run's folder, a checkpoint, a Hugging Face folder or a ckpt.pt holds; a damaged checkpoint is a ValueError."""
     path, moments, more = _path(source, which), [], {}
     if path:
-        if damage(path):
-            raise ValueError(f'{path} is damaged: {damage(path)}')
+        if problem := damage(path):
+            raise ValueError(f'{path} is damaged: {problem}')
         state = read_state(path)
         arguments, meta, run = state['model'], state['tokenizer'], state['config']
         more = {key: state[key] for key in ('iteration', 'tokens', 'val_loss', 'best_val_loss')} | dict(checksums='hold')

@@ -395,8 +395,10 @@ while True:
         seconds = (time.perf_counter() - clock) / iterations
         timed_from, clock = iteration, time.perf_counter()
         loss_mean = par.sum_losses(loss_sum) / tokens_per_iter
-        slowest, lag = par.slowest()
-        lag = dict(slowest_rank=slowest, lag_ms=1000 * lag / iterations) if par.world_size > 1 else {}
+        lag = {}
+        if par.world_size > 1:
+            slowest, waited = par.slowest()
+            lag = dict(slowest_rank=slowest, lag_ms=1000 * waited / iterations)
         log.train(dict(iter=iteration, loss=loss_mean, grad_norm=grad_norm.item(), lr=lr, dt_ms=1000 * seconds,
                        tokens_per_sec=tokens_per_iter / seconds,
                        mfu=flops_per_iter / seconds / (peak * par.world_size) if peak else None,

@@ -19,8 +19,8 @@ class Watchdog:
     """A thread that ends this process when `beat` has not been called for `limit` seconds, and says who held it up.
 
     Each process then leaves folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last
-    collectives), and tells the others through the process group's store where it is. Who is silent hung; else who waits for
-    nobody; else who has entered fewer collectives. That one ends first, for torchrun to name it too.
+    collectives), and tells the others through the process group's store where it is; `culprits` says who hung. That one ends first, for
+    torchrun to name it too.
     """
 
     def __init__(self, rank, world_size, folder):
@@ -89,7 +89,7 @@ class Watchdog:
 
 
 def culprits(reports, world_size):
-    """The ranks that hold up the others: the silent, else those that wait for nobody, else those that entered fewer collectives."""
+    """The ranks that hold up the others: who waits for nobody, else who is silent, else who has entered fewer collectives."""
     silent = [rank for rank in range(world_size) if rank not in reports]
     idle = [rank for rank, report in reports.items() if not report['waits']]
     last = {}

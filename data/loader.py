@@ -90,12 +90,17 @@ class TokenLoader:
             raise ValueError(f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: it was prepared '
                              'with another tokenizer than its meta.json (GPT-2 where there is none) names')
 
+    def _place(self, position):
+        """(number of the shard, token in it) at a position of the stream, which is a circle."""
+        position %= self.n_tokens
+        i = int(np.searchsorted(self.ends, position, side='right'))
+        return i, int(position - self.ends[i]) + len(self.shards[i])
+
     def read(self, start, length):
-        """length tokens from position start of the stream, which is a circle."""
+        """length tokens from position start of the stream."""
         pieces = []
         while length > 0:
-            i = int(np.searchsorted(self.ends, start % self.n_tokens, side='right'))
-            local = start % self.n_tokens - int(self.ends[i]) + len(self.shards[i])
+            i, local = self._place(start)
             pieces.append(self.shards[i][local:local + length])
             start, length = start + len(pieces[-1]), length - len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
@@ -114,8 +119,7 @@ class TokenLoader:
 
     def where(self, starts):
         """[(file, the token in it)] that begin at these stream positions."""
-        shards = np.searchsorted(self.ends, starts % self.n_tokens, side='right')
-        return [(self.paths[i], int(start % self.n_tokens - self.ends[i] + len(self.shards[i]))) for i, start in zip(shards, starts)]
+        return [(self.paths[i], token) for i, token in map(self._place, starts)]
 
     def eval_starts(self, count):
         """The fixed evaluation set: up to count sequences that do not overlap, spread evenly over the split."""

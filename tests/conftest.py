@@ -16,6 +16,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
@@ -151,3 +153,26 @@ def train(dataset, tmp_path_factory):
 def curve(a_run):
     """{iter: (loss, gradient norm)} of a run, as logged."""
     return {i: (line['loss'], line['grad_norm']) for i, line in a_run.lines.items()}
+
+
+def tensors(path):
+    """Every tensor of a checkpoint."""
+    reader = dcp.FileSystemReader(path)
+    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
+             for name, stored in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(state, storage_reader=reader)
+    return state
+
+
+def workers(launcher):
+    """{rank: pid} of the processes that a torchrun has started."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        with contextlib.suppress(OSError):
+            with open(f'/proc/{pid}/stat') as file:
+                parent = int(file.read().rpartition(')')[2].split()[1])
+            with open(f'/proc/{pid}/environ') as file:
+                environment = dict(line.partition('=')[::2] for line in file.read().split('\0'))
+            if parent == launcher.pid and 'RANK' in environment:
+                found[int(environment['RANK'])] = int(pid)
+    return found

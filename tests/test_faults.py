@@ -13,10 +13,9 @@ import time
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import checkpoint
-from conftest import ROOT, TINY, curve, read_metrics, side_by_side
+from conftest import ROOT, TINY, curve, read_metrics, side_by_side, tensors, workers
 from test_parallel import launch as launch_several
 from watchdog import culprits
 
@@ -50,35 +49,12 @@ def logged(out_dir):
     return len(read_metrics(out_dir)[0]) if os.path.exists(out_dir / 'metrics.jsonl') else 0
 
 
-def workers(launcher):
-    """{rank: pid} of the processes that a torchrun has started."""
-    found = {}
-    for pid in filter(str.isdigit, os.listdir('/proc')):
-        with contextlib.suppress(OSError):
-            with open(f'/proc/{pid}/stat') as file:
-                parent = int(file.read().rpartition(')')[2].split()[1])
-            with open(f'/proc/{pid}/environ') as file:
-                environment = dict(line.partition('=')[::2] for line in file.read().split('\0'))
-            if parent == launcher.pid and 'RANK' in environment:
-                found[int(environment['RANK'])] = int(pid)
-    return found
-
-
 def kill(launcher):
     """A node loses power: torchrun, and what it has started."""
     for pid in (*workers(launcher).values(), launcher.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     launcher.wait()
-
-
-def tensors(path):
-    """Every tensor of a checkpoint."""
-    reader = dcp.FileSystemReader(path)
-    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
-             for name, stored in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(state, storage_reader=reader)
-    return state
 
 
 def curve_of(out_dir):

@@ -3,7 +3,6 @@
 Tolerances: float32 carries 6e-8 of a number. Logits here are of magnitude 1 to 10, sums of a few hundred products through two
 blocks, so 1e-4 leaves room for the order of the sums and is far below the effect of any wrong formula.
 """
-import json
 import math
 import subprocess
 import sys

@@ -17,10 +17,9 @@ import warnings
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import checkpoint
-from conftest import forked, read_metrics, side_by_side
+from conftest import forked, read_metrics, side_by_side, tensors, workers
 from conftest import launch as launch_torchrun
 from data.loader import TokenLoader, read_meta
 
@@ -87,11 +86,7 @@ def launch(nproc, runs, abreast=False):
 
 def weights(out_dir):
     """The newest checkpoint's weights, whole."""
-    reader = dcp.FileSystemReader(checkpoint.find(out_dir)[0])
-    state = {name: torch.empty(stored.size) for name, stored in reader.read_metadata().state_dict_metadata.items()
-             if name.startswith('model.')}
-    dcp.load(state, storage_reader=reader)
-    return state
+    return {name: tensor for name, tensor in tensors(checkpoint.find(out_dir)[0]).items() if name.startswith('model.')}
 
 
 def model_of(name):
@@ -296,16 +291,7 @@ def test_a_dead_process_ends_the_run_and_is_named(dataset, tmp_path):
     with launch_torchrun('train.py', *arguments(dataset, tmp_path, '--max_iters=100000 --eval_iters=0 --comm_timeout=30'), nproc=2) as run:
         while 'iter 3:' not in run.stdout.readline():
             pass
-        for pid in filter(str.isdigit, os.listdir('/proc')):
-            try:
-                with open(f'/proc/{pid}/environ', 'rb') as file:
-                    environment = file.read()
-                with open(f'/proc/{pid}/cmdline') as file:
-                    command = file.read()
-            except OSError:
-                continue
-            if b'RANK=1' in environment.split(b'\0') and str(tmp_path) in command:
-                os.kill(int(pid), signal.SIGKILL)
+        os.kill(workers(run)[1], signal.SIGKILL)
         _, stderr = run.communicate(timeout=30)
     cause = stderr[stderr.index('Root Cause'):]
     assert run.returncode == 1 and re.search(r'rank\s*: 1 ', cause) and 'Signal 9 (SIGKILL)' in cause, stderr

@@ -9,10 +9,9 @@ import time
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 
 import checkpoint
-from conftest import TINY, curve, launch, read_metrics, run, side_by_side
+from conftest import TINY, curve, launch, read_metrics, run, side_by_side, tensors
 from data.loader import TokenLoader, read_meta
 from model import GPT, GPTConfig
 
@@ -28,21 +27,12 @@ def saved(out_dir):
     return [int(name[5:]) for name in names]
 
 
-def tensors(out_dir):
-    """Every tensor of a run's newest checkpoint: weights and the optimizer's moments."""
-    reader = dcp.FileSystemReader(checkpoint.find(out_dir)[0])
-    state = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
-             for name, stored in reader.read_metadata().state_dict_metadata.items()}
-    dcp.load(state, storage_reader=reader)
-    return state
-
-
 def state_of(a_run):
     return checkpoint.read_state(checkpoint.find(a_run.out_dir)[0])
 
 
 def same_weights(a, b):
-    a, b = tensors(a.out_dir), tensors(b.out_dir)
+    a, b = (tensors(checkpoint.find(run.out_dir)[0]) for run in (a, b))
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
@@ -184,7 +174,7 @@ def test_first_update_equals_plain_pytorch(runs, dataset):
     assert run.lines[1]['loss'] == pytest.approx(loss.item(), abs=1e-6)
     assert run.lines[1]['grad_norm'] == pytest.approx(norm.item(), rel=1e-5) and norm > 0.5  # logged as it was before clipping
     assert run.lines[1]['lr'] == pytest.approx(1e-2 / 3) and saved(run.out_dir) == [1]
-    weights = tensors(run.out_dir)
+    weights = tensors(checkpoint.find(run.out_dir)[0])
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[f'model.{name}'], parameter.data, atol=1e-6, rtol=0)
 
