@@ -536,7 +536,7 @@ def export_weights(source, target, which='best', dtype='float32'):
         needs |= dict(mlp=['gelu'], tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
     odd = [f'{key}={getattr(config, key)}' for key, allowed in needs.items() if getattr(config, key) not in allowed]
     if odd:
-        raise ValueError(f"{path} has {', '.join(odd)}, which {'nanoGPT' if nanogpt else 'no standard form'} has not: "
+        raise ValueError(f"{path} has {', '.join(odd)}, which {'nanoGPT has not' if nanogpt else 'no standard form has'}: "
                          'it stays with our own sample.py and train.py')
     model = GPT(config, seed=None)
     parameters = list(model.named_parameters())
