@@ -431,6 +431,39 @@ class Parallel:
         optimizer.register_step_pre_hook(before)
         optimizer.register_step_post_hook(after)
 
+    @functools.cached_property
+    def _everyone(self):
+        from torch.distributed.device_mesh import init_device_mesh
+        return init_device_mesh(self.device.type, (self.world_size,))
+
+    def on_whole(self, function, like, stack):
+        """This process's parts of function(stack of whole matrices), each process having worked on its share of the matrices.
+
+        stack (n, rows, columns): this process's parts of n matrices that are laid out as the parameter `like`. Replicas divide the n
+        among them; then the ranks of FSDP, then those of tensor parallelism, trade parts of n matrices for n / ranks whole ones.
+        """
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+        levels = [(self._everyone, Replicate())] if self.world_size > 1 else []
+        if hasattr(like, 'placements'):
+            levels = [(like.device_mesh[name], placement) for name, placement in zip(like.device_mesh.mesh_dim_names, like.placements)]
+
+        def trade(levels, part):
+            if not levels or not len(part):
+                return function(part) if len(part) else part
+            (mesh, placement), *inner = levels
+            held, shape = Replicate(), part.shape
+            if not placement.is_replicate():
+                held, sizes = Shard(placement.dim + 1), list(like.shape)
+                for other, cut in inner:  # these cut the matrix first, and evenly
+                    sizes[cut.dim] //= other.size()
+                shape = torch.Size((len(part), *sizes))
+            layout = dict(device_mesh=mesh, run_check=False, shape=shape, stride=(shape[1] * shape[2], shape[2], 1))
+            share = DTensor.from_local(part, placements=[held], **layout).redistribute(placements=[Shard(0)]).to_local()
+            done = trade(inner, share).contiguous()
+            return DTensor.from_local(done, placements=[Shard(0)], **layout).redistribute(placements=[held]).to_local()
+
+        return trade([(mesh, placement) for mesh, placement in levels if mesh.size() > 1], stack)
+
     def describe(self):
         """The layout in a line."""
         data = 'DDP' if self.zero_stage < 2 else f'FSDP2 over {self.averaged // self.dp_replicate}'
@@ -438,10 +471,11 @@ class Parallel:
                 f'{self.dp // self.dp_replicate}) × cp {self.cp} × tp {self.tp} = {self.world_size}; zero_stage '
                 f'{self.zero_stage} ({data})')
 
-    def bytes_held(self, optimizer_kinds=2):
-        """(parameters, optimizer state) in bytes that this process holds, for an optimizer of so many float32 moments."""
+    def bytes_held(self, optimizer):
+        """(parameters, optimizer state) in bytes that this process holds: AdamW keeps two float32 moments, Muon one."""
         parameters = sum(_local(p).nbytes for _, p in self._named)
-        return parameters, optimizer_kinds * 4 * sum(_local(p).numel() for _, p in self.optimizer_parameters())
+        return parameters, sum((1 if 'momentum' in group else 2) * 4 * _local(p).numel() for group in optimizer.param_groups
+                               for p in group['params'])
 
     # ------------------------------------------------------------------------------------------------ talking to each other
 

@@ -26,7 +26,7 @@ import metrics
 from configurator import configure, one_sentence
 from data.loader import Prefetcher, TokenLoader, read_meta
 from model import GPT, GPTConfig
-from optim import build_adamw, scheduled_lr
+from optim import Muon, build_adamw, scheduled_lr
 from parallel import Parallel, compile_failure, fill, resolve_dtype
 from watchdog import Watchdog
 
@@ -66,7 +66,8 @@ mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2' or 'swiglu'
 qk_norm = False  # normalise queries and keys per head
 tie_weights = True  # the output head shares the token embedding
 softcap = 0.0  # tanh cap on the logits; 0 = none
-# AdamW
+# optimizer
+optimizer = 'adamw'  # or 'muon': the blocks' matrices by Muon, the rest by AdamW, of the same learning rate
 learning_rate = 6e-4  # the peak
 max_iters = 600000  # updates in all
 weight_decay = 1e-1  # on matrices
@@ -127,6 +128,8 @@ with one_sentence():
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     if lr_schedule not in ('cosine', 'linear', 'wsd'):
         raise ValueError(f'lr_schedule is {lr_schedule!r}: choose one of cosine, linear, wsd')
+    if optimizer not in ('adamw', 'muon'):
+        raise ValueError(f'optimizer is {optimizer!r}: choose adamw or muon')
     if on_nonfinite not in ('abort', 'skip'):
         raise ValueError(f'on_nonfinite is {on_nonfinite!r}: choose abort or skip')
     par = Parallel(device, backend, comm_timeout, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
@@ -172,6 +175,9 @@ with one_sentence():
     model_args['vocab_size'] = meta['vocab_size']
     if saved:
         model_args = saved['model'] | dict(dropout=dropout)
+        if saved['config'].get('optimizer', optimizer) != optimizer:
+            raise ValueError(f'optimizer is {optimizer!r}, but {source} holds the state of {saved["config"]["optimizer"]!r}: set that, or '
+                             f'begin anew from its weights with --init_from={out_dir} and another out_dir')
         for key, value in saved['config'].items():
             if config.get(key, value) != value and key != 'init_from':
                 kept = ' (the checkpoint decides)' if model_args.get(key, config[key]) != config[key] else ''
@@ -206,7 +212,9 @@ with one_sentence():
     par.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps, block_size=block_size,
                 dtype=dtype, compile=compile, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload,
                 grad_compress=grad_compress)
-    optimizer = build_adamw(par.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2))
+    settings = par.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2)
+    optimizer = build_adamw(*settings) if optimizer == 'adamw' else Muon(
+        *settings, blocks=model.split_plan['blocks'], on_whole=par.on_whole, dtype=getattr(torch, 'float32' if dtype == 'float16' else dtype))
     par.attach(optimizer)
     if source:
         checkpoint.load(source, par.named_parameters(), optimizer if saved else None)
@@ -278,7 +286,7 @@ def evaluate():
     return means
 
 # what the run will be
-held, moments = par.bytes_held()
+held, moments = par.bytes_held(optimizer)
 say(f'''{par.world_size} process(es) on {par.device}, {dtype}, {n_parameters:,} parameters, \
 {train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}
   layout      {par.describe()}

@@ -1,10 +1,11 @@
-"""Learning-rate schedules against nanoGPT's formula and their definitions; AdamW's groups."""
+"""Learning-rate schedules against nanoGPT's formula and their definitions; AdamW's groups; Muon against PyTorch's and its definition."""
 import math
 
 import pytest
+import torch
 
 from model import GPT, GPTConfig
-from optim import build_adamw, scheduled_lr
+from optim import Muon, build_adamw, orthogonalized, scheduled_lr
 
 PEAK = 6e-4
 
@@ -50,3 +51,41 @@ def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
         is_matrix = name.endswith('weight') and 'ln_' not in name and '_norm' not in name
         assert decay[id(p)] == (0.1 if is_matrix else 0), name
     assert all(group['lr'] == 1e-3 and group['betas'] == (0.8, 0.9) for group in optimizer.param_groups)
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='torch 2.11 need not have it')
+def test_muon_is_pytorchs_and_adamw_for_the_rest():
+    """Five steps, to the bit: the same products, only several matrices at a time."""
+    def parameters():
+        torch.manual_seed(0)
+        shapes = {'h.0.a': (48, 32), 'wte': (50, 32), 'h.0.b': (32, 48), 'h.1.a': (48, 32), 'h.0.norm': (32,)}
+        return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
+    ours, theirs = parameters(), parameters()
+    matrices = ('h.0.a', 'h.0.b', 'h.1.a')
+    references = (torch.optim.Muon([theirs[name] for name in matrices], lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn='match_rms_adamw'),
+                  build_adamw([(name, theirs[name]) for name in theirs if name not in matrices], 1e-2, 0.1, (0.9, 0.95)))
+    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), blocks='h')
+    for step in range(5):
+        for one in (optimizer, *references):
+            for group in one.param_groups:
+                group['lr'] = 1e-2 / (step + 1)
+        for name in ours:
+            ours[name].grad = torch.randn(ours[name].shape)
+            theirs[name].grad = ours[name].grad.clone()
+        optimizer.step()
+        for reference in references:
+            reference.step()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours), step
+
+
+@pytest.mark.parametrize('shape', [(3, 16, 16), (2, 40, 12), (2, 12, 40)])
+def test_orthogonalized_keeps_the_directions_and_levels_the_sizes(shape):
+    """Against the SVD in float64: singular vectors stay, singular values from 0.3 of the largest on come to lie in 0.65 to 1.25."""
+    torch.manual_seed(0)
+    m = min(shape[1:])
+    u, v = (torch.linalg.qr(torch.randn(shape[0], n, m, dtype=torch.float64))[0] for n in shape[1:])
+    sizes = torch.linspace(0.3, 1, m, dtype=torch.float64)
+    levelled = u.mT @ orthogonalized(100 * (u * sizes) @ v.mT) @ v
+    found = levelled.diagonal(dim1=-2, dim2=-1)
+    assert (levelled - torch.diag_embed(found)).abs().max() < 1e-12
+    assert 0.65 < found.min() and found.max() < 1.25

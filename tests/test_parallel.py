@@ -28,6 +28,7 @@ BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n
         '--gradient_accumulation_steps=3 --eval_iters=3 --eval_interval=8 --log_interval=1 --max_iters=8 --lr_decay_iters=12 '
         '--warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60').split()
 MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern='--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15')
+MODELS['muon'] = f'{MODELS["modern"]} --optimizer=muon'
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
 
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
@@ -38,14 +39,15 @@ LAYOUTS = {
         'modern tp2': '--tp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'offload': '--zero_stage=2 --cpu_offload',
         'selective': '--tp=2 --activation_checkpoint=selective', 'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
         'zero2 compiled': '--zero_stage=2 --compile=True',
-        'modern tp2 compiled': '--tp=2 --compile=True'},
-    3: {'zero1': '--zero_stage=1', 'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3'},
+        'modern tp2 compiled': '--tp=2 --compile=True', 'muon ddp': '', 'muon zero1': '--zero_stage=1', 'muon tp2': '--tp=2'},
+    3: {'zero1': '--zero_stage=1', 'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3', 'muon zero3': '--zero_stage=3'},
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
         'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4', 'modern cp4': '--cp=4',
         'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
         **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES},
         'tp2 dp2': '--tp=2 --zero_stage=3', 'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'modern tp2 cp2': '--tp=2 --cp=2',
-        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
+        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'muon tp2 dp2': '--tp=2 --zero_stage=3', 'muon hsdp': '--zero_stage=2 --dp_replicate=2',
+        'muon tp2 pp2': '--tp=2 --pp=2'},
     8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
 MORE = {
@@ -274,6 +276,7 @@ REFUSED = {
     'float16': ('--dtype=float16 --zero_stage=2', 'dtype=float16', 'set dtype to bfloat16 or float32'),
     'checkpointing': ('--activation_checkpoint=some', "activation_checkpoint is 'some'", 'selective'),
     'nonfinite': ('--on_nonfinite=ignore', "on_nonfinite is 'ignore'", 'abort or skip'),
+    'optimizer': ('--optimizer=lion', "optimizer is 'lion'", 'adamw or muon'),
     'timeout': ('--comm_timeout=0', 'comm_timeout is 0', 'at least 1'),
 }
 
@@ -361,23 +364,26 @@ def test_a_long_context_over_four_processes(tmp_path):
     assert found[1][0] == pytest.approx(found[0][0], abs=1e-4) and found[1][1] == pytest.approx(found[0][1], rel=1e-3)
 
 
-RESHARDED = {1: ['gpt2'], 2: ['ddp', 'zero2', 'tp2', 'pp2 1f1b'], 3: ['zero3'], 8: ['pp2 tp2 dp2']}
+RESHARDED = dict(gpt2={1: ['gpt2'], 2: ['ddp', 'zero2', 'tp2', 'pp2 1f1b'], 3: ['zero3'], 8: ['pp2 tp2 dp2']},
+                 muon={1: ['muon'], 3: ['muon zero3'], 4: ['muon tp2 dp2']})
 
 
-def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_path):
-    """Weights, moments, data order: two more iterations after eight, 49 times, on the curve of one process that was never stopped."""
-    saved = {name: runs(nproc, name)[0] for nproc, names in RESHARDED.items() for name in names}
-    before = read_metrics(saved['gpt2'])[0]
-    forked('train.py', *arguments(dataset, tmp_path / 'unbroken', '--bias --max_iters=10 --eval_iters=0'))
+@pytest.mark.parametrize('model', RESHARDED)
+def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_path, model):
+    """Weights, moments, data order: two more iterations after eight, on the curve of one process that was never stopped."""
+    saved = {name: runs(nproc, name)[0] for nproc, names in RESHARDED[model].items() for name in names}
+    before = read_metrics(saved[model])[0]
+    forked('train.py', *arguments(dataset, tmp_path / 'unbroken', f'{MODELS[model]} --max_iters=10 --eval_iters=0'))
     expected = read_metrics(tmp_path / 'unbroken')[0]
     assert all(before[i]['loss'] == expected[i]['loss'] for i in before) and len(expected) == 10
-    for nproc, names in RESHARDED.items():
+    for nproc, names in RESHARDED[model].items():
         continuations = []
         for source in saved:
             for name in names:
                 out_dir = tmp_path / f'{source} on {name}'
                 shutil.copytree(saved[source], out_dir)
-                text = f'--bias --max_iters=10 --eval_iters=0 --keep_checkpoints=0 --init_from=resume {LAYOUTS.get(nproc, {}).get(name, "")}'
+                text = (f'{MODELS[model]} --max_iters=10 --eval_iters=0 --keep_checkpoints=0 --init_from=resume '
+                        f'{LAYOUTS.get(nproc, {}).get(name, "")}')
                 continuations.append((out_dir.name, arguments(dataset, out_dir, text)))
         said = launch(nproc, continuations, abreast=True)
         for name, _ in continuations:

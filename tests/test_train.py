@@ -71,13 +71,14 @@ def runs(train):
 
 # resuming
 
-@pytest.mark.parametrize('nproc, init_from', [(1, 'resume'), (2, 'auto'), (3, 'resume')])
-def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(train, runs, nproc, init_from):
+@pytest.mark.parametrize('nproc, init_from, optimizer', [(1, 'resume', 'adamw'), (2, 'auto', 'muon'), (3, 'resume', 'adamw')])
+def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(train, runs, nproc, init_from, optimizer):
     first = 'auto' if init_from == 'auto' else 'scratch'
-    straight, part = side_by_side(lambda: train('--dropout=0.1', nproc=nproc),
-                                  lambda: train('--dropout=0.1', '--max_iters=6', f'--init_from={first}', nproc=nproc))
+    options = '--dropout=0.1', f'--optimizer={optimizer}'
+    straight, part = side_by_side(lambda: train(*options, nproc=nproc),
+                                  lambda: train(*options, '--max_iters=6', f'--init_from={first}', nproc=nproc))
     assert list(part.lines) == list(range(1, 7))
-    resumed = train('--dropout=0.1', f'--init_from={init_from}', out_dir=part.out_dir, nproc=nproc)
+    resumed = train(*options, f'--init_from={init_from}', out_dir=part.out_dir, nproc=nproc)
     assert 'at iteration 6' in resumed.stdout and resumed.stdout.count('iter 7: loss') == 1
     assert 'iter 6: loss' not in resumed.stdout
     assert curve(resumed) == curve(straight) and list(straight.lines) == list(range(1, 13))
