@@ -242,15 +242,26 @@ class GPT(nn.Module):
             x = block(x, rope, cache[int(i)] if cache is not None else None)
         if self.lm_head is None:
             return x
-        logits = self.lm_head(self.transformer.ln_f(x))
-        if self.config.softcap:
-            logits = self.config.softcap * torch.tanh(logits.float() / self.config.softcap)
+        x = self.transformer.ln_f(x)
         if targets is None:
-            return logits[..., :self.config.vocab_size]
-        logits = logits.flatten(0, 1).float()
-        if logits.size(-1) > self.config.vocab_size:  # padding rows are no tokens
-            logits = logits.masked_fill(torch.arange(logits.size(-1), device=idx.device) >= self.config.vocab_size, -torch.inf)
-        return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='sum')
+            return self.capped(self.lm_head(x))[..., :self.config.vocab_size]
+        weight, targets = self.lm_head.weight, targets.flatten()
+        if hasattr(weight, 'placements'):  # tensor parallelism splits the logits already
+            return self.cross_entropy(self.lm_head(x).flatten(0, 1), targets)
+        return sum_of_losses(self.loss, x.flatten(0, 1), weight, targets)
+
+    def capped(self, logits):
+        return self.config.softcap * torch.tanh(logits.float() / self.config.softcap) if self.config.softcap else logits
+
+    def cross_entropy(self, logits, targets):
+        """The sum over targets (N,) of logits (N, V)'s cross-entropy in nats, in float32; padding rows are no tokens."""
+        logits = self.capped(logits).float()
+        if logits.size(-1) > self.config.vocab_size:
+            logits = logits.masked_fill(torch.arange(logits.size(-1), device=logits.device) >= self.config.vocab_size, -torch.inf)
+        return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+
+    def loss(self, x, weight, targets):
+        return self.cross_entropy(F.linear(x, weight), targets)
 
     def rope(self, positions):
         """Cosines and sines (T, D/2) of the rotary embedding's angles at positions (T,)."""
@@ -307,6 +318,43 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, **sampling):
         """idx (B, T) with up to max_new_tokens tokens appended; the arguments of generate_tokens."""
         return torch.cat((idx, *(token[:, None] for token in self.generate_tokens(idx, max_new_tokens, **sampling))), dim=1)
+
+
+LOGITS = 2 ** 27  # elements of the logits that exist at a time: 0.5 GB in float32
+
+
+def sum_of_losses(loss, x, weight, targets):
+    """loss(x, weight, targets) of x (N, C), weight (V, C), targets (N,), taken from equal parts of the N if there are too many logits."""
+    parts = -(-x.size(0) * weight.size(0) // LOGITS)
+    if parts <= 1:
+        return loss(x, weight, targets)
+    size = next(x.size(0) // n for n in range(parts, x.size(0) + 1) if x.size(0) % n == 0)
+    if torch.is_grad_enabled():
+        return SumOfLosses.apply(x, weight, targets, loss, size)
+    return sum(loss(part, weight, its_targets) for part, its_targets in zip(x.split(size), targets.split(size)))
+
+
+class SumOfLosses(torch.autograd.Function):
+    """Of parts of `size` rows. Their gradients are made at once, in the forward pass, so that no logits need be kept or made again."""
+
+    @staticmethod
+    def forward(ctx, x, weight, targets, loss, size):
+        total, grad_x, grad_weight = 0, [], torch.zeros_like(weight, dtype=torch.float32)
+        for part, its_targets in zip(x.split(size), targets.split(size)):
+            inputs = part.detach().requires_grad_(), weight.detach().requires_grad_()
+            with torch.enable_grad():
+                its_loss = loss(*inputs, its_targets)
+            its_grad_x, its_grad_weight = torch.autograd.grad(its_loss, inputs)
+            grad_x.append(its_grad_x)
+            grad_weight += its_grad_weight
+            total = total + its_loss.detach()
+        ctx.save_for_backward(torch.cat(grad_x), grad_weight.type_as(weight))
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight = ctx.saved_tensors
+        return grad * grad_x, grad * grad_weight, None, None, None
 
 
 def _draw(logits, temperature, top_k, top_p, generator):

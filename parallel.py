@@ -219,6 +219,8 @@ class Parallel:
                     block.forward = torch.compile(block.forward)
                 if activation_checkpoint == 'full':  # around it: within, the compiler fails on tensor-parallel blocks
                     checkpoint_activations(block, activation_checkpoint)
+            if compile and self.tp == 1:
+                stage.loss = torch.compile(stage.loss)
             if compile and self.tp > 1 and self.device.type == 'cuda':  # async tensor parallel: collectives beside matmuls
                 from torch.distributed._symmetric_memory import enable_symm_mem_for_group
                 torch._inductor.config._micro_pipeline_tp = True

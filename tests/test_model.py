@@ -152,10 +152,14 @@ def reference(w, c, idx):
     return c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits
 
 
+@pytest.mark.parametrize('in_parts', [False, True])
 @variants
-def test_logits_loss_and_gradients_equal_the_formulas(options):
-    """The loss: a sum over the valid targets, with none of the probability in the padding rows."""
+def test_logits_loss_and_gradients_equal_the_formulas(monkeypatch, options, in_parts):
+    """The loss: a sum over the valid targets, with none of the probability in the padding rows; also from four targets at a time."""
     model, idx, targets = build(options), tokens(2, 12), tokens(2, 12, seed=1)
+    rows = []  # of the logits that a loss is made of
+    model.cross_entropy = lambda logits, targets: rows.append(len(logits)) or GPT.cross_entropy(model, logits, targets)
+    monkeypatch.setattr('model.LOGITS', (5 if in_parts else 24) * model.config.padded_vocab_size)
     targets[0, :5] = -1  # left out
     w = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     expected = torch.stack([reference(w, model.config, row) for row in idx])
@@ -165,8 +169,11 @@ def test_logits_loss_and_gradients_equal_the_formulas(options):
     of_targets = expected.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None])[..., 0]
     expected_loss = -of_targets[targets >= 0].sum()
     torch.testing.assert_close(loss.double(), expected_loss, atol=0, rtol=1e-5)
-    loss.backward()
-    expected_loss.backward()
+    with torch.no_grad():
+        torch.testing.assert_close(model(idx, targets), loss)
+    assert rows == ([4] * 12 if in_parts else [24] * 2)
+    (3 * loss).backward()
+    (3 * expected_loss).backward()
     largest = max(p.grad.abs().max() for p in w.values())
     for name, p in model.named_parameters():  # what is summed may cancel (in c_k.bias to zero): a floor of 1e-6 of the largest
         error = (p.grad - w[name].grad).abs().max()

@@ -328,6 +328,13 @@ def test_offload_is_exact_and_half_precision_is_near(dataset, tmp_path):
         assert max(errors) == 0 if name in ('zero3', 'offload') else 0 < max(errors) < 0.03, (name, errors)
 
 
+@pytest.mark.parametrize('nproc, name', [(2, 'zero2'), (2, 'pp2 zbv'), (2, 'pp2 1f1b')])
+def test_a_loss_in_parts_equals_one_process(runs, dataset, tmp_path, nproc, name):
+    (tmp_path / 'parts.py').write_text('import model; model.LOGITS = 50 * 128')
+    said = launch(nproc, [('parts', arguments(dataset, tmp_path / 'parts', f'{MODELS["gpt2"]} {LAYOUTS[nproc][name]}'), tmp_path / 'parts.py')])
+    assert_equal_to_one_process(lambda n, _: (tmp_path / 'parts', said['parts']) if n == nproc else runs(1, 'gpt2'), nproc, name)
+
+
 def test_checkpointing_activations_saves_memory(dataset, tmp_path):
     """What a block keeps for its backward pass, in B·T·C floats: the difference of nine blocks and one."""
     (tmp_path / 'probe.py').write_text(PROBE)
