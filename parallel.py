@@ -35,6 +35,7 @@ SCHEDULES = dict(gpipe=('ScheduleGPipe', 1), interleaved1f1b=('ScheduleInterleav
                  interleavedzb=('ScheduleInterleavedZeroBubble', 2), dualpipev=('ScheduleDualPipeV', 2))
 SCHEDULES['1f1b'] = 'Schedule1F1B', 1
 V_SHAPED = 'zbv', 'dualpipev'  # rank r holds stages r and 2 pp - 1 - r, the others r and pp + r
+EMULATED = 'fp8 is emulated, at a loss of speed: float8 products need a GPU of compute capability 8.9 or above'
 STAYING = contextlib.ExitStack()  # contexts that stay to the end, since the backward pass needs them too
 SPLIT_BACKWARD = 'interleavedzb', 'zbv', 'dualpipev'  # gradients of weights apart from those of inputs
 
@@ -178,7 +179,7 @@ class Parallel:
     # ------------------------------------------------------------------------------------------------ the model's layout
 
     def lay_out(self, model, *, global_tokens, micro_batch, micro_steps, block_size, dtype='float32', compile=False,
-                activation_checkpoint='none', cpu_offload=False, grad_compress='none'):
+                activation_checkpoint='none', cpu_offload=False, grad_compress='none', fp8=False):
         """Put a model that was built on the meta device onto the processes, in the order that the parts need.
 
         Afterwards `forward_backward` and `evaluate` run it, `named_parameters` are what this process holds of it (memory that
@@ -186,7 +187,7 @@ class Parallel:
         model: declares how it may be split in `split_plan`; its `config` has n_head, n_kv_head and n_embd.
         Raises ValueError where it cannot be laid out so.
         """
-        self._check_model(model, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress)
+        self._check_model(model, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress, fp8)
         self.loss_scale = self.averaged / global_tokens  # of a sum of losses, whose gradients get averaged
         self.ctx = autocast(dtype, self.device) if self.zero_stage < 2 else contextlib.nullcontext()
         plan, tied = model.split_plan, model.tied
@@ -202,6 +203,8 @@ class Parallel:
             self.stages = {index: cut(model, index, self.n_stages, block_size) for index in mine[:self.stages_per_rank]}
         for stage in self.stages.values():
             blocks = list(stage.get_submodule(plan['blocks']).values())
+            if fp8:
+                self._use_float8(stage.get_submodule(plan['blocks']))
             # tensor and sequence
             if self.tp > 1:
                 split_tensors(stage, blocks, plan, self.mesh['tp'])
@@ -255,7 +258,7 @@ class Parallel:
         rows = chunks[self.rank] if self.rank < len(chunks) else p.detach()[:0]
         return DTensor.from_local(rows, mesh, [Shard(0)], run_check=False, shape=p.shape, stride=p.stride())
 
-    def _check_model(self, model, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress):
+    def _check_model(self, model, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress, fp8):
         config, plan = model.config, model.split_plan
         blocks = model.get_submodule(plan['blocks'])
         widths = {name: m.out_features for name, m in blocks['0'].named_modules() if name in plan['colwise']}
@@ -288,6 +291,22 @@ class Parallel:
         if dtype == 'float16' and self.zero_stage > 0:
             raise ValueError(f'dtype=float16 needs a gradient scaler, which works with zero_stage=0 and tp=pp=1 alone, but '
                              f'zero_stage is {self.zero_stage} here: set dtype to bfloat16 or float32')
+
+        if fp8 and (dtype != 'bfloat16' or self.tp > 1):
+            raise ValueError(f'fp8=True goes with dtype=bfloat16 and tp=1, but they are {dtype} and {self.tp}: change those, or set fp8 to False')
+
+    def _use_float8(self, blocks):
+        """Products of the blocks' linears in float8, with a scale for each tensor as it comes (Micikevicius et al. 2022), by torchao."""
+        try:
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+        except ImportError:
+            raise ValueError('fp8=True needs torchao: pip install torchao, or set fp8 to False') from None
+        emulate = self.device.type != 'cuda' or torch.cuda.get_device_capability(self.device) < (8, 9)
+        if emulate and not self.notes.count(EMULATED):
+            self.notes.append(EMULATED)
+        convert_to_float8_training(blocks, config=Float8LinearConfig(emulate=emulate),
+                                   module_filter_fn=lambda module, name: isinstance(module, torch.nn.Linear) and not any(
+                                       size % 16 for size in module.weight.shape))
 
     def _shard(self, stage, blocks, dtype, cpu_offload):
         """FSDP2: gradients of every micro-batch are reduced to shards at once; with a pipeline, once an iteration."""
@@ -699,7 +718,7 @@ def exchange_heads(attention, mesh):
 
 
 # what selective activation checkpointing keeps: the outputs of matrix products and of attention
-KEPT = ('mm', 'addmm', '_scaled_dot_product_flash_attention_for_cpu', '_scaled_dot_product_flash_attention',
+KEPT = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attention_for_cpu', '_scaled_dot_product_flash_attention',
         '_scaled_dot_product_efficient_attention', '_scaled_dot_product_cudnn_attention')
 
 

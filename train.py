@@ -18,6 +18,8 @@ import sys
 import time
 
 import numpy as np
+
+os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')  # less memory is lost between blocks; read by torch
 import torch
 from torch.profiler import record_function
 
@@ -96,6 +98,7 @@ comm_timeout = 600  # seconds without progress after which the run ends and the 
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
 dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device, bfloat16 where it is fast
+fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
 compile = True  # torch.compile; falls back to eager where there is no compiler
 seed = 1337  # of weights, data order and dropout
 profile = False  # trace a few settled iterations into out_dir/trace.json and print where their time went
@@ -211,7 +214,7 @@ with one_sentence():
             compile = False
     par.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps, block_size=block_size,
                 dtype=dtype, compile=compile, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload,
-                grad_compress=grad_compress)
+                grad_compress=grad_compress, fp8=fp8)
     settings = par.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2)
     optimizer = build_adamw(*settings) if optimizer == 'adamw' else Muon(
         *settings, blocks=model.split_plan['blocks'], on_whole=par.on_whole, dtype=getattr(torch, 'float32' if dtype == 'float16' else dtype))

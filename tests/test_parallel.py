@@ -277,6 +277,7 @@ REFUSED = {
     'checkpointing': ('--activation_checkpoint=some', "activation_checkpoint is 'some'", 'selective'),
     'nonfinite': ('--on_nonfinite=ignore', "on_nonfinite is 'ignore'", 'abort or skip'),
     'optimizer': ('--optimizer=lion', "optimizer is 'lion'", 'adamw or muon'),
+    'fp8': ('--fp8=True', 'fp8=True goes with dtype=bfloat16', 'set fp8 to False'),
     'timeout': ('--comm_timeout=0', 'comm_timeout is 0', 'at least 1'),
 }
 
@@ -315,10 +316,11 @@ def test_compressed_gradients_follow_the_curve(runs, dataset, tmp_path):
 
 
 def test_offload_is_exact_and_half_precision_is_near(dataset, tmp_path):
-    """Offload moves tensors, it changes none. bf16 parameters round each product to 8 bits: a loss of 4 within 0.03."""
+    """Offload moves tensors, it changes none. bf16 parameters round each product to 8 bits, fp8 to 4 or 3: a loss of 4 within 0.03."""
     said = launch(2, [(name, arguments(dataset, tmp_path / name, text)) for name, text in {
         'zero3': '--zero_stage=3', 'offload': '--zero_stage=3 --cpu_offload',
         'zero3-bf16': '--zero_stage=3 --dtype=bfloat16', 'pp2-bf16': '--pp=2 --dtype=bfloat16', 'tp2-bf16': '--tp=2 --dtype=bfloat16',
+        'zero2-fp8': '--zero_stage=2 --dtype=bfloat16 --fp8=True',
         'ddp-fp16': '--dtype=float16'}.items()], abreast=True)
     expected, _ = read_metrics(tmp_path / 'zero3')
     for name in said:
