@@ -221,10 +221,6 @@ def timed(command, cwd=HERE, until=None, **environment):
     return 1000 * (end - start), ''.join(lines)
 
 
-def last(arguments, key, default):
-    return next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith(f'--{key}=')), default)
-
-
 def read(path, need):
     if not os.path.exists(path):
         sys.exit(f'error: there is no {path}: {need}')
@@ -236,7 +232,8 @@ def read(path, need):
 
 def versus_train(theirs, arguments, extra, options, folder):
     """An iteration of train.py on the same data and shapes. Arguments that nanoGPT has too are given to both, `extra` to it alone."""
-    dataset = os.path.join(HERE, 'data', last(arguments, 'dataset', 'openwebtext'))
+    dataset = next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith('--dataset=')), 'openwebtext')
+    dataset = os.path.join(HERE, 'data', dataset)
     known = set(re.findall(r'^(\w+) = ', read(os.path.join(theirs, 'train.py'), 'give the folder of a nanoGPT checkout as --versus'), re.M))
     shared = [a for a in arguments if not a.startswith('--') or a[2:].split('=')[0] in known]
     vocab_size = json.loads(read(os.path.join(dataset, 'meta.json'), 'prepare the dataset, or name another'))['vocab_size']
@@ -438,6 +435,8 @@ def main():
         sys.exit('error: --scaling makes a table of its own: give no --layouts, --sweep or --profile with it')
     if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):
         sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
+    if options.rounds < 1 or options.new_tokens < 2:
+        sys.exit('error: --rounds must be at least 1 and --new_tokens at least 2')
     if options.part not in ('train', 'start') and not options.versus:
         sys.exit(f'error: --part={options.part} needs a nanoGPT checkout to compare with: --versus=DIR')
     layouts = parse_layouts(options.layouts, options.nproc_per_node) if options.layouts else [('', options.nproc_per_node, [])]

@@ -181,7 +181,8 @@ def test_versus_loader(tmp_path):
     assert said == f'{2 ** 25} 50256 64 1024 cpu cpu' and row['theirs_ms'] > 0 and row['ours_ms'] > 0
     (tmp_path / 'train.py').write_text('')
     for wrong, message in ((arguments, 'train.py has no function get_batch'), (arguments[1:], '--part=loader needs a nanoGPT checkout'),
-                           (['--part=loader', '--versus=nowhere'], 'there is no nowhere/train.py')):
+                           (['--part=loader', '--versus=nowhere'], 'there is no nowhere/train.py'),
+                           (['--part=start', '--rounds=0'], '--rounds must be at least 1')):
         done = run('bench.py', *wrong, check=False)
         assert done.returncode == 1 and message in done.stderr and 'Traceback' not in done.stderr
 
