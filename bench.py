@@ -5,6 +5,10 @@
     python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2
     python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10
     python bench.py --versus=../nanoGPT --theirs="compile=False" --device=cpu --dataset=shakespeare_char --n_layer=4
+    python bench.py --versus=../nanoGPT --part=loader
+    python bench.py --versus=../nanoGPT --part=tokenize --input=book.txt
+    python bench.py --versus=../nanoGPT --part=sample --new_tokens=200 --device=cpu --n_layer=6
+    python bench.py --part=start config/quickstart.py
     python bench.py config/quickstart.py --profile
     python bench.py --plot out-a out-b
 
@@ -18,6 +22,8 @@ is the idle share of the pipeline: simulated with equal stages / measured on the
 out (on a CPU, Python between operators counts as idle).
 """
 import argparse
+import ast
+import filecmp
 import itertools
 import json
 import math
@@ -29,6 +35,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from types import SimpleNamespace
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -196,38 +203,147 @@ def saves(interval, run):
         yield dict(async_checkpoint=background, **row)
 
 
-def versus(theirs, arguments, extra, options, folder):
-    """Rows of a nanoGPT checkout's train.py and ours, in turn, on the same data and shapes: milliseconds per iteration of each.
+def timed(command, cwd=HERE, until=None, **environment):
+    """(milliseconds that a Python command takes, or takes until it prints a line that begins so; its output). RuntimeError if it fails."""
+    start = time.perf_counter()
+    with tempfile.TemporaryFile('w+') as errors:
+        with subprocess.Popen([sys.executable, *command], cwd=cwd, env=os.environ | environment | dict(PYTHONUNBUFFERED='1'),
+                              stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            lines, end = [], None
+            for line in process.stdout:
+                lines.append(line)
+                if until and line.startswith(until):
+                    end = time.perf_counter()
+        end = end or time.perf_counter()
+        errors.seek(0)
+        if process.returncode:
+            raise RuntimeError((errors.read().splitlines() or ['no message'])[-1])
+    return 1000 * (end - start), ''.join(lines)
 
-    arguments: of ours; those that nanoGPT has too are given to both. extra: for theirs alone.
-    """
+
+def read(path, need):
+    if not os.path.exists(path):
+        sys.exit(f'error: there is no {path}: {need}')
+    with open(path, encoding='utf-8') as file:
+        return file.read()
+
+
+# What --versus compares: functions theirs() and ours() that give milliseconds, what is done in those, and its unit.
+
+def versus_train(theirs, arguments, extra, options, folder):
+    """An iteration of train.py on the same data and shapes. Arguments that nanoGPT has too are given to both, `extra` to it alone."""
     dataset = next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith('--dataset=')), 'openwebtext')
     dataset = os.path.join(HERE, 'data', dataset)
-    for path, need in ((os.path.join(theirs, 'train.py'), 'give the folder of a nanoGPT checkout as --versus'),
-                       (os.path.join(dataset, 'meta.json'), 'prepare the dataset, or name another')):
-        if not os.path.exists(path):
-            sys.exit(f'error: there is no {path}: {need}')
-    with open(os.path.join(theirs, 'train.py')) as file:
-        known = set(re.findall(r'^(\w+) = ', file.read(), re.M))
+    known = set(re.findall(r'^(\w+) = ', read(os.path.join(theirs, 'train.py'), 'give the folder of a nanoGPT checkout as --versus'), re.M))
     shared = [a for a in arguments if not a.startswith('--') or a[2:].split('=')[0] in known]
-    with open(os.path.join(dataset, 'meta.json')) as file:
-        vocab_size = json.load(file)['vocab_size']
+    vocab_size = json.loads(read(os.path.join(dataset, 'meta.json'), 'prepare the dataset, or name another'))['vocab_size']
     data = os.path.join(folder, 'data')  # ours, and the meta.pkl that nanoGPT reads the vocabulary's size from
     os.makedirs(data, exist_ok=True)
     for split in ('train', 'val'):
         os.symlink(os.path.join(dataset, f'{split}.bin'), os.path.join(data, f'{split}.bin'))
     with open(os.path.join(data, 'meta.pkl'), 'wb') as file:
         pickle.dump(dict(vocab_size=-(-vocab_size // 64) * 64), file)  # rows, with ours' padding
-    command = [sys.executable, 'train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--log_interval=1',
-               '--eval_interval=1000000000', '--eval_iters=1', '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
-    for _ in range(options.rounds):
-        run = subprocess.run(command, capture_output=True, text=True, cwd=theirs)
-        times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', run.stdout, re.M)]
-        ours = measure(arguments, options, folder, options.nproc_per_node)
-        if run.returncode or 'error' in ours:
-            yield dict(error=ours.get('error') or (run.stderr.splitlines() or ['no message'])[-1])
-            return
-        yield dict(theirs_ms=statistics.median(times[options.warmup:]), ours_ms=ours['dt_ms'])
+    command = ['train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--log_interval=1', '--eval_interval=1000000000',
+               '--eval_iters=1', '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
+
+    def their_time():
+        times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', timed(command, theirs)[1], re.M)]
+        return statistics.median(times[options.warmup:])
+
+    def our_time():
+        row = measure(arguments, options, folder, options.nproc_per_node)
+        if 'error' in row:
+            raise RuntimeError(row['error'])
+        return row['dt_ms']
+    return their_time, our_time, 1, 'iterations'
+
+
+def versus_loader(theirs, arguments, extra, options, folder):
+    """A batch of 64 sequences of 1024 random tokens, of 33 million. nanoGPT's is the function in its train.py."""
+    import numpy as np
+    import torch
+
+    from data.loader import TokenLoader, read_meta
+    path = os.path.join(theirs, 'train.py')
+    source = read(path, 'give the folder of a nanoGPT checkout as --versus')
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == 'get_batch']
+    if not functions:
+        sys.exit(f'error: {path} has no function get_batch')
+    write_random_tokens(folder, 50257, 2 ** 25)
+    names = dict(os=os, np=np, torch=torch, data_dir=folder, block_size=1024, batch_size=64, device='cpu', device_type='cpu')
+    exec(ast.get_source_segment(source, functions[0]), names)
+    loader, numbers = TokenLoader(folder, 'train', 1024, 50257, read_meta(folder), seed=0), itertools.count()
+
+    def batch_time(batch, calls=64):  # of which ours does one's work ahead for the others
+        times = []
+        for _ in range(8):
+            start = time.perf_counter()
+            for _ in range(calls):
+                kept = batch()  # until the next is there, as in training
+            times.append(1000 * (time.perf_counter() - start) / calls)
+        return statistics.median(times)
+    return (lambda: batch_time(lambda: names['get_batch']('train')),
+            lambda: batch_time(lambda: loader.batch(loader.train_starts(64 * next(numbers) + np.arange(64)))), 64 * 1024, 'tokens')
+
+
+def versus_tokenize(theirs, arguments, extra, options, folder):
+    """The command that turns --input into GPT-2's tokens: a text by nanoGPT's data/shakespeare, documents (.jsonl) by its data/openwebtext."""
+    if not options.input or not os.path.isfile(options.input):
+        sys.exit(f'error: there is no file {options.input!r}: --part=tokenize takes a text, or a .jsonl file of documents, as --input')
+    text, documents = os.path.abspath(options.input), options.input.endswith('.jsonl')
+    name = 'openwebtext' if documents else 'shakespeare'
+    source = read(os.path.join(theirs, 'data', name, 'prepare.py'), 'give the folder of a nanoGPT checkout as --versus')
+    if documents:  # its own words, but for where the documents are, the "cpu cores // 2" that it recommends, and that they may be few
+        source = re.sub(r'^num_proc = .*', f'num_proc = {max(1, os.cpu_count() // 2)}', source, flags=re.M)
+        source = source.replace('total_batches = 1024', 'total_batches = min(1024, len(dset))')
+        source = re.sub(r'load_dataset\("openwebtext".*\)', f'load_dataset("json", data_files={text!r})', source)
+    place = os.path.join(folder, 'theirs')
+    os.mkdir(place)
+    os.symlink(text, os.path.join(place, 'input.txt'))
+    with open(os.path.join(place, 'prepare.py'), 'w', encoding='utf-8') as file:
+        file.write(source)
+    ours = [f'data/{"openwebtext" if documents else "text"}/prepare.py', f'--input={text}', f'--out={folder}/ours', '--shard_tokens=0']
+
+    def their_time():
+        return timed(['prepare.py'], place, HF_HOME=tempfile.mkdtemp(dir=folder))[0]  # nothing is in its cache
+
+    def our_time():
+        milliseconds = timed(ours, HF_HOME=tempfile.mkdtemp(dir=folder))[0]
+        if not filecmp.cmp(f'{place}/train.bin', f'{folder}/ours/train.bin', shallow=False):
+            raise RuntimeError('the two have written different tokens')
+        return milliseconds
+    return their_time, our_time, os.path.getsize(text) / 1e6, 'MB'
+
+
+def versus_sample(theirs, arguments, extra, options, folder):
+    """sample.py drawing one text of --new_tokens from the same random weights, less the time of drawing one token."""
+    read(os.path.join(theirs, 'sample.py'), 'give the folder of a nanoGPT checkout as --versus')
+    write_random_tokens(folder, 50257, 2 ** 16)
+    chars = [chr(0x100 + i) for i in range(50257)]  # a vocabulary of GPT-2's size that both know without going online
+    with open(os.path.join(folder, 'meta.json'), 'w') as file:
+        json.dump(dict(vocab_size=len(chars), dtype='uint16', tokenizer='char', chars=''.join(chars)), file)
+    with open(os.path.join(folder, 'meta.pkl'), 'wb') as file:
+        pickle.dump(dict(stoi={char: i for i, char in enumerate(chars)}, itos=dict(enumerate(chars))), file)
+    run, exported = os.path.join(folder, 'run'), os.path.join(folder, 'theirs')
+    os.mkdir(exported)
+    timed(['train.py', *arguments, f'--dataset={folder}', f'--out_dir={run}', '--max_iters=1', '--eval_iters=0', '--batch_size=1',
+           '--gradient_accumulation_steps=1', '--compile=False', '--keep_checkpoints=1', '--wandb_log=False'])
+    timed(['checkpoint.py', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
+    common = ['sample.py', '--num_samples=1', f'--start={chars[0]}', *(a for a in arguments if a.startswith('--device='))]
+
+    def text_time(command, cwd):
+        return timed([*command, f'--max_new_tokens={options.new_tokens}'], cwd)[0] - timed([*command, '--max_new_tokens=1'], cwd)[0]
+    return (lambda: text_time([*common, f'--out_dir={exported}', *extra], theirs),
+            lambda: text_time([*common, f'--out_dir={run}', '--which=latest'], HERE), options.new_tokens - 1, 'tokens')
+
+
+def versus_start(theirs, arguments, extra, options, folder):
+    """From the command to the end of train.py's first iteration; theirs is a process that imports torch and makes one step of AdamW."""
+    bare = ('import torch; layer = torch.nn.Linear(8, 8); optimizer = torch.optim.AdamW(layer.parameters()); '
+            'layer(torch.ones(8)).sum().backward(); optimizer.step()')
+    command = ['train.py', *arguments, f'--out_dir={folder}/run', '--max_iters=1', '--log_interval=1', '--eval_iters=0', '--keep_checkpoints=0',
+               '--init_from=scratch', '--wandb_log=False']
+    return lambda: timed(['-c', bare])[0], lambda: timed(command, until='iter 1:')[0], 1, 'starts'
 
 
 def print_row(label, row, options):
@@ -246,6 +362,11 @@ def print_row(label, row, options):
         for category, value in row['profile_ms'].items():
             print(f'    {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%')
         print(f'    of {total:.2f}ms an iteration; open {row["trace"]} in https://ui.perfetto.dev or chrome://tracing')
+
+
+def print_pair(label, row, options, more=''):
+    print(json.dumps(row) if options.json else f'{label:<7} {row["theirs_ms"]:10.2f} ms   ours {row["ours_ms"]:10.2f} ms   '
+          f'ratio {row["theirs_ms"] / row["ours_ms"]:.2f}{more}', flush=True)
 
 
 def plot(out_dirs, path):
@@ -291,7 +412,10 @@ def main():
                         'processes) and strong scaling by number of processes, of OMP_NUM_THREADS threads each (1)')
     parser.add_argument('--saves', type=int, metavar='N', help='instead: for how long training waits for a checkpoint every N '
                         'iterations, blocking and in the background: the first and the median of the others')
-    parser.add_argument('--versus', metavar='DIR', help="instead: a nanoGPT checkout's train.py and ours, in turn, on the same data and shapes")
+    parser.add_argument('--versus', metavar='DIR', help='instead: a part of a nanoGPT checkout and of ours, in turn')
+    parser.add_argument('--part', default='train', choices=('train', 'loader', 'tokenize', 'sample', 'start'), help='--versus: which (train)')
+    parser.add_argument('--input', metavar='FILE', help='--part=tokenize: a text, or .jsonl documents')
+    parser.add_argument('--new_tokens', type=int, default=200, help='--part=sample: tokens drawn (200)')
     parser.add_argument('--theirs', default='', metavar='"KEY=VALUE ..."', help="--versus: settings for nanoGPT's alone, such as compile=False")
     parser.add_argument('--rounds', type=int, default=3, help='--versus: how often each is run (3)')
     parser.add_argument('--nproc_per_node', type=int, default=1, help='processes under torchrun (1)')
@@ -311,6 +435,10 @@ def main():
         sys.exit('error: --scaling makes a table of its own: give no --layouts, --sweep or --profile with it')
     if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):
         sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
+    if options.rounds < 1 or options.new_tokens < 2:
+        sys.exit('error: --rounds must be at least 1 and --new_tokens at least 2')
+    if options.part not in ('train', 'start') and not options.versus:
+        sys.exit(f'error: --part={options.part} needs a nanoGPT checkout to compare with: --versus=DIR')
     layouts = parse_layouts(options.layouts, options.nproc_per_node) if options.layouts else [('', options.nproc_per_node, [])]
     failed = False
     with tempfile.TemporaryDirectory() as folder:
@@ -330,17 +458,20 @@ def main():
                     print(f'{row["processes"]:>9}', *(f'{row[f"{kind}_tokens_per_sec"]:>14,.0f} {row[f"{kind}_efficiency"]:>11.1%}'
                                                       for kind in ('weak', 'strong')), flush=True)
             sys.exit(1 if failed else 0)
-        if options.versus:
-            rows, extra = [], [f'--{setting}' for setting in options.theirs.split()]
-            for row in versus(options.versus, train_arguments, extra, options, folder):
-                print(json.dumps(row) if options.json or 'error' in row else
-                      f'nanoGPT {row["theirs_ms"]:10.2f} ms   ours {row["ours_ms"]:10.2f} ms   ratio {row["theirs_ms"] / row["ours_ms"]:.2f}', flush=True)
-                if 'error' in row:
-                    sys.exit(1)
-                rows.append(row)
-            theirs, ours = (statistics.median(row[key] for row in rows) for key in ('theirs_ms', 'ours_ms'))
+        if options.versus or options.part != 'train':
+            extra = [f'--{setting}' for setting in options.theirs.split()]
+            try:
+                theirs, ours, amount, unit = globals()[f'versus_{options.part}'](options.versus, train_arguments, extra, options, folder)
+                rows = []
+                for _ in range(options.rounds):
+                    rows.append(dict(theirs_ms=theirs(), ours_ms=ours()))
+                    print_pair('nanoGPT' if options.part != 'start' else 'bare', rows[-1], options)
+            except RuntimeError as error:
+                print(json.dumps(dict(error=str(error))) if options.json else error)
+                sys.exit(1)
+            medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
             if not options.json:
-                print(f'medians {theirs:10.2f} ms   ours {ours:10.2f} ms   ratio {theirs / ours:.2f}')
+                print_pair('medians', medians, options, '   from ' + ' to '.join(f'{1000 * amount / value:,.1f}' for value in medians.values()) + f' {unit}/s')
             sys.exit(0)
         if options.saves:
             if not options.json:

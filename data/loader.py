@@ -3,6 +3,7 @@
 Nothing is carried from batch to batch, so a run resumes from one integer, and neither the number of processes nor evaluation
 changes what a step trains on.
 """
+import functools
 import glob
 import json
 import os
@@ -13,6 +14,7 @@ import torch
 
 HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256  # llm.c's shards; the header: magic, version, token count
 SCAN_TOKENS = 2 ** 26  # a file up to this size is searched for bad ids at start (a fraction of a second); all are, as read
+AHEAD = 4096  # sequences that are shuffled in one go: numpy's overhead is per call, and a step asks for a few
 
 
 def read_meta(folder):
@@ -76,7 +78,8 @@ class TokenLoader:
         if not self.paths:
             raise ValueError(f'there is no {split}.bin (or {split}_*.bin) in {folder}')
         self.shards = [_open_tokens(path, meta) for path in self.paths]
-        self.ends = np.cumsum([len(shard) for shard in self.shards])
+        self.sizes = np.array([len(shard) for shard in self.shards])
+        self.ends = np.cumsum(self.sizes)
         self.n_tokens = int(self.ends[-1])
         if self.n_tokens < block_size + 1:
             raise ValueError(f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of '
@@ -84,42 +87,48 @@ class TokenLoader:
         for path, shard in zip(self.paths, self.shards):
             if len(shard) <= SCAN_TOKENS:
                 self._check(shard, path)
+        self._starts = functools.lru_cache(2)(self._starts)
 
     def _check(self, tokens, source):
         if tokens.max() >= self.vocab_size:
             raise ValueError(f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: it was prepared '
                              'with another tokenizer than its meta.json (GPT-2 where there is none) names')
 
-    def _place(self, position):
-        """(number of the shard, token in it) at a position of the stream, which is a circle."""
-        position %= self.n_tokens
-        i = int(np.searchsorted(self.ends, position, side='right'))
-        return i, int(position - self.ends[i]) + len(self.shards[i])
+    def _places(self, positions):
+        """(number of the shard, token in it) of each of an array of positions in the stream, which is a circle."""
+        positions = positions % self.n_tokens
+        i = np.searchsorted(self.ends, positions, side='right')
+        return list(zip(i.tolist(), (positions - self.ends[i] + self.sizes[i]).tolist()))
 
     def read(self, start, length):
         """length tokens from position start of the stream."""
         pieces = []
         while length > 0:
-            i, local = self._place(start)
+            (i, local), = self._places(np.array([start]))
             pieces.append(self.shards[i][local:local + length])
             start, length = start + len(pieces[-1]), length - len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def train_starts(self, sequences):
         """Stream positions at which the training sequences of these numbers (an integer array) begin; -1 stays -1."""
-        per_epoch = self.n_tokens // self.block_size
+        epochs, places = np.divmod(sequences, self.n_tokens // self.block_size)
+        blocks, places = np.divmod(places, AHEAD)
         starts = np.full(len(sequences), -1, dtype=np.int64)
-        epochs = sequences // per_epoch
-        for epoch in np.unique(epochs[sequences >= 0]):
-            here = (epochs == epoch) & (sequences >= 0)
-            key = [self.seed, int(epoch)]
-            rotation = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % self.n_tokens
-            starts[here] = rotation + self.block_size * shuffled(sequences[here] % per_epoch, per_epoch, key)
+        for epoch, block in set(zip(epochs[sequences >= 0].tolist(), blocks[sequences >= 0].tolist())):
+            here = (epochs == epoch) & (blocks == block)
+            starts[here] = self._starts(epoch, block)[places[here]]
         return starts
+
+    def _starts(self, epoch, block):
+        """Where the sequences of a block, AHEAD of them or the rest, of an epoch begin. Cached: steps ask for them one after another."""
+        key, per_epoch = [self.seed, epoch], self.n_tokens // self.block_size
+        rotation = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % self.n_tokens
+        places = np.arange(block * AHEAD, min((block + 1) * AHEAD, per_epoch))
+        return rotation + self.block_size * shuffled(places, per_epoch, key)
 
     def where(self, starts):
         """[(file, the token in it)] that begin at these stream positions."""
-        return [(self.paths[i], token) for i, token in map(self._place, starts)]
+        return [(self.paths[i], token) for i, token in self._places(starts)]
 
     def eval_starts(self, count):
         """The fixed evaluation set: up to count sequences that do not overlap, spread evenly over the split."""
@@ -129,15 +138,17 @@ class TokenLoader:
 
     def batch(self, starts):
         """Inputs and targets (B, block_size), int64, of the sequences at starts; a start of -1 is padding (targets -1)."""
-        tokens = np.zeros((len(starts), self.block_size + 1), dtype=np.int64)
-        for row, start in zip(tokens, starts):
+        length = self.block_size + 1
+        tokens = np.zeros((len(starts), length), dtype=self.shards[0].dtype)  # as narrow as they are stored, until they are checked
+        for row, start, (i, local) in zip(tokens, starts.tolist(), self._places(starts)):
             if start >= 0:
-                row[:] = self.read(int(start), self.block_size + 1)
+                piece = self.shards[i][local:local + length]
+                row[:] = piece if len(piece) == length else self.read(start, length)  # which goes on in the next shard
         self._check(tokens, os.path.dirname(self.paths[0]))
-        tokens = torch.from_numpy(tokens)
-        x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()  # of one row, .contiguous() would share the memory
-        y[torch.from_numpy(starts < 0)] = -1
-        return x, y
+        # by numpy: what torch copies in parallel waits for threads that the model's computation has
+        x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
+        y[starts < 0] = -1
+        return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def _open_tokens(path, meta):
@@ -152,7 +163,7 @@ def _open_tokens(path, meta):
     if rest or count != expected:
         raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} bytes long: '
                          'it is truncated or damaged, prepare the dataset again')
-    return np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,))
+    return np.asarray(np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,)))  # slices of a plain array are quicker
 
 
 class Prefetcher:

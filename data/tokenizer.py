@@ -2,6 +2,7 @@
 
 A dataset's meta.json says which: get_tokenizer(meta) gives the tokenizer that wrote it.
 """
+import functools
 import hashlib
 import os
 import pathlib
@@ -20,11 +21,16 @@ class Tokenizer:
     encode(text): a list of ids; what looks like a special token is ordinary text.
     decode_bytes(ids): UTF-8 bytes. Those of successive lists of ids may be joined; one list may end inside a character.
     """
-    eot = None
+    eot = quick = None
 
     def decode(self, ids):
         """The text of a list of ids; bytes that are no UTF-8 become U+FFFD."""
         return self.decode_bytes(ids).decode('utf-8', errors='replace')
+
+    def array(self, text):
+        """encode(text), as an array of integers."""
+        import numpy as np
+        return np.array(self.encode(text), dtype=np.uint32)
 
     def meta(self):
         """What meta.json says of it, enough for get_tokenizer."""
@@ -128,9 +134,39 @@ class BPETokenizer(Tokenizer):
         except OSError as error:
             raise OSError(f'the vocabulary of {name} is not in {cache} and cannot be downloaded ({error})') from None
         self.name, self.vocab_size, self.eot = name, self.encoding.n_vocab, self.encoding.eot_token
+        self.quick_bytes = 0  # that self.quick has encoded
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
+
+    def array(self, text):
+        try:
+            if not self.quick:
+                return self.encoding.encode_to_numpy(text, disallowed_special=())
+            self.quick_bytes += len(text)
+            if self.quick_bytes > 2 ** 30:  # it keeps the ids of each word that it has met, and forgets none
+                del self.quick
+                self.quick_bytes = 0
+            return self.quick.encode(text.encode())
+        except UnicodeEncodeError:  # JSON can carry lone surrogates
+            return super().array(text)
+
+    @functools.cached_property
+    def quick(self):
+        """gigatoken's tokenizer of the same ids, which in one process is some 20 times as fast as tiktoken; None where it is missing."""
+        try:
+            import gigatoken
+        except ImportError:
+            return None
+        if self.name != 'gpt2':  # of the others it is not known to have the same ids
+            return None
+        import base64
+        import tempfile
+        with tempfile.NamedTemporaryFile(suffix='.tiktoken') as file:
+            for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
+                file.write(base64.b64encode(token) + b' %d\n' % rank)
+            file.flush()
+            return gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
 
     def decode_bytes(self, ids):
         return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])  # nanoGPT's table has rows for 50304

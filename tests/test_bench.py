@@ -164,7 +164,59 @@ def test_versus(dataset, tmp_path):
     lines = run('bench.py', *arguments).stdout.splitlines()
     assert len(lines) == 3 and all(line.split()[1] in ('8.00', '9.00') for line in lines) and lines[-1].startswith('medians')
     theirs, ours = float(lines[-1].split()[1]), float(lines[-1].split()[4])
-    assert float(lines[-1].split()[-1]) == pytest.approx(theirs / ours, abs=0.01)
+    assert float(lines[-1].split()[7]) == pytest.approx(theirs / ours, abs=0.01)
     (tmp_path / 'train.py').write_text('raise ValueError("not today")')
     broken = run('bench.py', *arguments, check=False)
     assert broken.returncode == 1 and 'not today' in broken.stdout
+
+
+def test_versus_loader(tmp_path):
+    """The function of their train.py, which alone is executed, on the tokens that ours has."""
+    (tmp_path / 'train.py').write_text("raise ValueError('executed')\ndef get_batch(split):\n    global calls\n    calls = globals().get('calls', 0) + 1\n"
+                                       "    if calls == 512:\n        tokens = np.memmap(os.path.join(data_dir, f'{split}.bin'), np.uint16)\n"
+                                       "        print(len(tokens), tokens.max(), batch_size, block_size, device_type, device)\n    return torch.zeros(1)\n")
+    arguments = [f'--versus={tmp_path}', '--part=loader', '--rounds=1']
+    said, row = run('bench.py', *arguments, '--json').stdout.splitlines()
+    row = json.loads(row)
+    assert said == f'{2 ** 25} 50256 64 1024 cpu cpu' and row['theirs_ms'] > 0 and row['ours_ms'] > 0
+    (tmp_path / 'train.py').write_text('')
+    for wrong, message in ((arguments, 'train.py has no function get_batch'), (arguments[1:], '--part=loader needs a nanoGPT checkout'),
+                           (['--part=loader', '--versus=nowhere'], 'there is no nowhere/train.py'),
+                           (['--part=start', '--rounds=0'], '--rounds must be at least 1')):
+        done = run('bench.py', *wrong, check=False)
+        assert done.returncode == 1 and message in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_versus_tokenize(tmp_path, vocabulary):
+    """Whole commands on one text; tokens that differ are no comparison."""
+    (tmp_path / 'data/shakespeare').mkdir(parents=True)
+    script = tmp_path / 'data/shakespeare/prepare.py'
+    source = ("import numpy as np, tiktoken\ntext = open('input.txt').read()[:900]\n"
+              "np.array(tiktoken.get_encoding('gpt2').encode_ordinary(text), np.uint16).tofile('train.bin')\n")
+    script.write_text(source)
+    (tmp_path / 'words.txt').write_text('ten chars\n' * 100)
+    arguments, env = [f'--versus={tmp_path}', '--part=tokenize', '--rounds=1', f'--input={tmp_path}/words.txt'], {'TIKTOKEN_CACHE_DIR': vocabulary}
+    first, medians = run('bench.py', *arguments, env=env).stdout.splitlines()
+    assert first.startswith('nanoGPT') and medians.startswith('medians') and medians.endswith('MB/s')
+    script.write_text(source.replace('900', '899'))
+    done = run('bench.py', *arguments, env=env, check=False)
+    assert done.returncode == 1 and 'the two have written different tokens' in done.stdout
+    done = run('bench.py', *arguments[:-1], check=False)
+    assert done.returncode == 1 and 'as --input' in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_versus_sample_and_start(tmp_path):
+    """The same random weights, exported, and a prompt that their vocabulary has; a first iteration beside a bare process."""
+    (tmp_path / 'sample.py').write_text(
+        "import os, pickle, sys, torch\narguments = dict(a[2:].split('=') for a in sys.argv[1:])\n"
+        "content = torch.load(arguments['out_dir'] + '/ckpt.pt', weights_only=True)\n"
+        "meta = pickle.load(open(os.path.join('data', content['config']['dataset'], 'meta.pkl'), 'rb'))\n"
+        "row = content['model']['transformer.wte.weight'][meta['stoi'][arguments['start']]]\n"
+        "print(len(row), len(meta['itos']), arguments['max_new_tokens'], arguments['device'], file=open('calls', 'a'))\n")
+    tiny = ['--device=cpu', '--compile=False', *'--n_layer=1 --n_head=1 --n_embd=16 --block_size=16'.split(), '--rounds=1', '--json']
+    row = json.loads(run('bench.py', f'--versus={tmp_path}', '--part=sample', '--new_tokens=3', *tiny).stdout)
+    assert set(row) == {'theirs_ms', 'ours_ms'}
+    assert (tmp_path / 'calls').read_text() == '16 50257 3 cpu\n16 50257 1 cpu\n'
+    start = ['--part=start', '--random_tokens=65', '--gradient_accumulation_steps=1', *tiny]
+    row = json.loads(run('bench.py', *start).stdout)
+    assert row['theirs_ms'] > 0 and row['ours_ms'] > 0

@@ -93,6 +93,14 @@ def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
             assert (a // 4 == b // 4).sum() < 10 and set(a % 4001) != set(b % 4001)
 
 
+@pytest.mark.parametrize('ahead', [1, 7, 4096])
+def test_the_order_of_training_never_changes(tmp_path, monkeypatch, ahead):
+    """Nor with how many sequences are shuffled in one go: a run that is resumed goes on in the order it began with."""
+    monkeypatch.setattr(data.loader, 'AHEAD', ahead)
+    write(tmp_path / 'train.bin', np.arange(4001))
+    assert load(tmp_path).train_starts(np.array([0, 7, -1, 999, 1000, 1003, 2500])).tolist() == [4457, 5365, -1, 2253, 4930, 4610, 1650]
+
+
 @pytest.mark.parametrize('n', [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 10007])
 def test_shuffled_is_a_permutation(n):
     assert sorted(shuffled(np.arange(n), n, [1, n])) == list(range(n))
