@@ -89,7 +89,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.dropout = config.dropout
 
-    def forward(self, q, k, v):  # q (B, H, T, D), k and v (B, n_kv_head, S, D), S - T positions of them before q's
+    def forward(self, q, k, v, mask=None):  # q (B, H, T, D), k and v (B, n_kv_head, S, D); T = S without a mask (T, S) of what q sees
         T, S = q.size(2), k.size(2)
         dropout = self.dropout if self.training else 0.0
         if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and torch.is_grad_enabled() and T == S <= PLAIN_ATTENTION:
@@ -97,8 +97,7 @@ class DotProductAttention(nn.Module):
             scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
             future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(1)
             return F.dropout(scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=torch.float32), dropout).type_as(v) @ v
-        mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T) if 1 < T < S else None
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=T == S, enable_gqa=k.size(1) != q.size(1),
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.size(1) != q.size(1),
                                               dropout_p=dropout)
 
 
@@ -122,9 +121,13 @@ class Attention(nn.Module):
         q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
             q, k = rotate(q, *rope), rotate(k, *rope)
+        mask = None
         if cache is not None:
-            k, v = cache.extend(k, v)
-        y = self.dot_product(q, k, v)
+            keys, values, positions, mask = cache
+            keys[:, :, positions], values[:, :, positions] = k.type_as(keys), v.type_as(values)  # one row's go to all
+            if mask is not None:
+                k, v = keys[:B, :, :mask.size(1)], values[:B, :, :mask.size(1)]
+        y = self.dot_product(q, k, v, mask=mask)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).reshape(B, T, -1)))
 
 
@@ -223,14 +226,19 @@ class GPT(nn.Module):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
 
         With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The caller divides by
-        their number in the global batch, which only the caller knows. With a cache (new_cache), idx continues what it holds.
-        A stage of a pipeline lacks parts: without the embedding idx is the stage before's x (B, T, C), without the head x returns.
+        their number in the global batch, which only the caller knows. With a cache (new_cache), idx continues what it holds, and
+        the logits are of the last position alone, (B, 1, vocab_size). A stage of a pipeline lacks parts: without the embedding idx is the
+        stage before's x (B, T, C), without the head x returns.
         """
         T = (idx if targets is None else targets).size(1)
-        start = self.first_position if cache is None else cache[0].length
-        if start + T > self.config.block_size:
-            raise ValueError(f'{start + T} positions, but block_size is {self.config.block_size}')
-        positions = torch.arange(start, start + T, device=idx.device)
+        if cache is None:
+            start, end = self.first_position, self.first_position + T
+        else:  # a compiled step is the same at each position: it reads what is not filled too, and the mask leaves that out
+            start, end = cache.length, self.config.block_size if torch.compiler.is_compiling() else int(cache.length) + T
+        if end > self.config.block_size:
+            raise ValueError(f'{end} positions, but block_size is {self.config.block_size}')
+        positions = start + torch.arange(T, device=idx.device)
+        mask = torch.arange(end, device=idx.device) <= positions[:, None] if T < end and cache is not None else None
         x = idx
         if self.transformer.wte is not None:
             x = self.transformer.wte(idx)
@@ -239,7 +247,10 @@ class GPT(nn.Module):
             x = self.transformer.drop(x)
         rope = self.rope(positions) if self.config.pos == 'rope' else None
         for i, block in self.transformer.h.items():
-            x = block(x, rope, cache[int(i)] if cache is not None else None)
+            x = block(x, rope, None if cache is None else (*cache.layers[int(i)], positions, mask))
+        if cache is not None:
+            cache.length += T
+            x = x[:, -1:]
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)
@@ -271,9 +282,9 @@ class GPT(nn.Module):
         return angle.cos(), angle.sin()
 
     def new_cache(self, batch_size):
-        """An empty KV cache for `forward`: one LayerCache a layer."""
+        """An empty Cache for `forward`, of batch_size rows."""
         shape = batch_size, self.config.n_kv_head, self.config.block_size, self.config.head_width
-        return [LayerCache(shape) for _ in range(self.config.n_layer)]
+        return Cache(self.config.n_layer, shape, self.transformer.wte.weight)
 
     def num_params(self):
         """Parameters, a tied head counted once."""
@@ -290,30 +301,33 @@ class GPT(nn.Module):
         return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
 
     @torch.no_grad()
-    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, generator=None):
+    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, generator=None,
+                        cache=None):
         """Continue idx (B, T): yields the next token of each row, (B,), max_new_tokens times or until all rows stopped.
 
         temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that probability
         (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it. Past block_size the model
         sees the last block_size tokens, read anew for each token, since their positions shift.
+        cache: of new_cache(B), to be filled anew. With one of more rows, an idx (1, T) is read once and continued in all of them.
         """
-        window = idx[:, -self.config.block_size:]
-        cache = self.new_cache(idx.size(0))
-        stopped = torch.zeros(idx.size(0), dtype=torch.bool, device=idx.device)
-        new = window
+        cache = cache or self.new_cache(idx.size(0))
+        rows = cache.layers[0][0].size(0)
+        stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
+        filled, window = self.config.block_size, idx[:, -self.config.block_size:]
         for _ in range(max_new_tokens):
-            if cache[0].length + new.size(1) > self.config.block_size:
-                cache, new = self.new_cache(idx.size(0)), window
-            logits = self(new, cache=cache)[:, -1].float()
-            token = _draw(logits, temperature, top_k, top_p, generator)
+            if filled == self.config.block_size:
+                cache.length.zero_()
+                logits, filled = self.forward(window, cache=cache), window.size(1)
+            else:  # the step that compile() compiles, always of one shape
+                logits, filled = self(token[:, None], cache=cache), filled + 1
+            token = _draw(logits[:, -1].float().expand(rows, -1), temperature, top_k, top_p, generator)
             if stop_token is not None:
                 token = token.masked_fill(stopped, stop_token)
                 stopped |= token == stop_token
             yield token
             if stop_token is not None and stopped.all():
                 return
-            new = token[:, None]
-            window = torch.cat((window, new), dim=1)[:, -self.config.block_size:]
+            window = torch.cat((window.expand(rows, -1), token[:, None]), dim=1)[:, -self.config.block_size:]
 
     def generate(self, idx, max_new_tokens, **sampling):
         """idx (B, T) with up to max_new_tokens tokens appended; the arguments of generate_tokens."""
@@ -361,29 +375,25 @@ def _draw(logits, temperature, top_k, top_p, generator):
     """A token (B,) from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(dim=-1)
-    logits = logits / temperature
-    if top_k:
-        kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-        logits = logits.masked_fill(logits < kth, -torch.inf)
-    probabilities = logits.softmax(dim=-1)
-    if top_p and top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= top_p, 0.0)  # the likeliest always stays
-        probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-    return torch.multinomial(probabilities, 1, generator=generator)[:, 0]
+    tokens, nucleus = None, top_p and top_p < 1
+    if top_k or nucleus:  # the likeliest first, and none but those: each further step is as much shorter
+        logits, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
+    probabilities = (logits / temperature).softmax(dim=-1)
+    if nucleus:
+        before = probabilities.cumsum(dim=-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= top_p, 0.0)  # the likeliest always stays
+    drawn = torch.multinomial(probabilities, 1, generator=generator)
+    return (drawn if tokens is None else tokens.gather(-1, drawn))[:, 0]
 
 
-class LayerCache:
-    """Keys and values that one layer has seen so far; room for all of shape (B, n_kv_head, block_size, D) at first use."""
+class Cache:
+    """What attention has seen so far: per layer keys and values (B, n_kv_head, block_size, D), of which `length` positions are filled.
 
-    def __init__(self, shape):
-        self.shape, self.length, self.k, self.v = shape, 0, None, None
+    Nothing of it grows or moves, and length is a tensor: the step from one token to the next is the same work on the same memory
+    each time, which compiles once and makes one CUDA graph.
+    """
 
-    def extend(self, k, v):
-        """Append k, v (B, n_kv_head, T, D); returns all keys and values so far."""
-        if self.k is None:
-            self.k, self.v = k.new_empty(self.shape), v.new_empty(self.shape)
-        end = self.length + k.size(2)
-        self.k[:, :, self.length:end], self.v[:, :, self.length:end] = k, v
-        self.length = end
-        return self.k[:, :, :end], self.v[:, :, :end]
+    def __init__(self, n_layer, shape, like):
+        # zeros: what a mask leaves out is still multiplied, by 0, and must be no NaN
+        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(n_layer)]
+        self.length = torch.zeros((), dtype=torch.long, device=like.device)

@@ -745,7 +745,7 @@ def compile_failure(device):
 
 def resolve_dtype(dtype, device, training=True):
     """'auto' is bfloat16 on GPUs that have it, float16 on those that do not. On CPUs it is bfloat16 to train with where they multiply
-    in it (AVX512-BF16, AMX), else float32: a text takes more time to cast the weights, token by token, than to multiply by them."""
+    in it (AVX512-BF16, AMX), else float32: its attention to a long text takes the time that reading half the bytes of weights saves."""
     if dtype == 'auto' and device.type == 'cpu':
         fast = any(getattr(torch.cpu, name, bool)() for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'))
         return 'bfloat16' if training and fast else 'float32'

@@ -5,6 +5,7 @@
     python sample.py --out_dir=out-quickstart --interactive
 """
 import codecs
+import itertools
 import sys
 
 import torch
@@ -13,7 +14,7 @@ import checkpoint
 from configurator import configure, one_sentence
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
-from parallel import Parallel, autocast, fill, resolve_dtype
+from parallel import Parallel, compile_failure, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
@@ -33,8 +34,8 @@ stop = False  # end a sample at the tokenizer's end-of-text token
 seed = 1337  # the same seed gives the same text
 # system
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
-dtype = 'auto'  # 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
-compile = False  # torch.compile: worth it for long texts
+dtype = 'auto'  # of weights and cache: 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
+compile: bool | None = None  # the step from token to token, on a GPU into one CUDA graph; None = on a GPU for 4,000 tokens or more
 # ---------------------------------------------------------------------------------------------------------------------
 configure(globals())
 
@@ -72,9 +73,16 @@ with one_sentence():
     elif start.startswith('FILE:'):
         with open(start.removeprefix('FILE:'), encoding='utf-8') as file:
             start = file.read()
-model.eval().to(device)
-if compile:
-    model.compile(dynamic=True)
+model.eval().to(device, getattr(torch, dtype))  # once: autocast would at each token
+cache = model.new_cache(num_samples)
+if compile is None:  # a minute to compile, milliseconds less a token; past block_size there is no such step
+    compile = device.type == 'cuda' and min(max_new_tokens, model.config.block_size) >= 4000
+if compile and (failure := compile_failure(device)):
+    print(f'torch.compile does not work here ({failure}): going on without it', file=sys.stderr)
+elif compile:
+    model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
+    for tensor in (cache.length, *itertools.chain(*cache.layers)):  # or a CUDA graph would not write into them
+        torch._dynamo.mark_static_address(tensor)
 generator = torch.Generator(device).manual_seed(seed)
 
 
@@ -85,15 +93,14 @@ def show(prompt):
     texts = [prompt] * num_samples
     print(prompt, end='', flush=True)
     ended = [False] * num_samples
-    with autocast(dtype, device):
-        for drawn in model.generate_tokens(torch.tensor([tokens] * num_samples, device=device), max_new_tokens, temperature,
-                                           top_k, top_p, tokenizer.eot if stop else None, generator):
-            for i, token in enumerate(drawn.tolist()):
-                ended[i] |= stop and token == tokenizer.eot
-                piece = '' if ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
-                texts[i] += piece
-                if i == 0:
-                    print(piece, end='', flush=True)
+    for drawn in model.generate_tokens(torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
+                                       tokenizer.eot if stop else None, generator, cache):
+        for i, token in enumerate(drawn.tolist()):
+            ended[i] |= stop and token == tokenizer.eot
+            piece = '' if ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
+            texts[i] += piece
+            if i == 0:
+                print(piece, end='', flush=True)
     print('\n---------------')
     for text in texts[1:]:
         print(text + '\n---------------')

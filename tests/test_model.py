@@ -275,8 +275,8 @@ def test_logits_with_a_cache_equal_those_without(options):
     model, idx = build(options), tokens(3, 16)
     for chunks in ([16], [1] * 16, [5, 1, 1, 6, 3], [15, 1]):
         cache = model.new_cache(3)
-        logits = torch.cat([model(chunk, cache=cache) for chunk in idx.split(chunks, dim=1)], dim=1)
-        torch.testing.assert_close(logits, model(idx), atol=1e-4, rtol=0)
+        logits = torch.cat([model(chunk, cache=cache) for chunk in idx.split(chunks, dim=1)], dim=1)  # of each chunk's last
+        torch.testing.assert_close(logits, model(idx)[:, torch.tensor(chunks).cumsum(0) - 1], atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match='17 positions, but block_size is 16'):
         model(idx[:, :1], cache=cache)
 
@@ -292,6 +292,34 @@ def test_greedy_text_equals_a_naive_loop(options, prompt):
         naive = torch.cat((naive, model(naive[:, -16:])[:, -1:].argmax(-1)), dim=1)
     assert model.generate(idx, 25, temperature=0).equal(naive)
     assert model.generate(idx[1:2], 25, temperature=0).equal(naive[1:2])
+
+
+@few_variants
+def test_samples_of_one_prompt_share_its_reading(options):
+    """It passes once, in one row; of all that is read the head sees the last position alone."""
+    model, idx = build(options), tokens(1, 7)
+    expected = model.generate(idx.expand(3, -1), 15, generator=seeded(0))[:, 7:]
+    assert len({tuple(row) for row in expected.tolist()}) == 3
+    shapes = []
+    for module in (model.transformer.wte, model.lm_head):
+        module.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape[:2])))
+    cache = model.new_cache(3)
+    for _ in range(2):  # a cache is filled anew
+        new = torch.stack([*model.generate_tokens(idx, 15, generator=seeded(0), cache=cache)], dim=1)
+        assert new.equal(expected)
+    assert shapes == 2 * [(1, 7), (1, 1), *9 * 2 * [(3, 1)], *5 * [(3, 16), (3, 1)]]
+
+
+@few_variants
+def test_the_compiled_step_is_one_graph_for_all_tokens(options):
+    """Traced once, at whatever position, and without a number that only the device knows, which no CUDA graph can have."""
+    model, idx, graphs = build(options), tokens(2, 3), []
+    expected = model.generate(idx, 20, temperature=0)  # past block_size
+    torch.compiler.reset()
+    model.compile(backend=lambda graph, inputs: graphs.append(graph.code) or graph, fullgraph=True, dynamic=False)
+    assert model.generate(idx, 20, temperature=0).equal(expected)
+    assert model.generate(expected[:, :5], 18, temperature=0).equal(expected)
+    assert len(graphs) == 1 and 'item()' not in graphs[0]
 
 
 class FixedLogits(GPT):

@@ -26,6 +26,8 @@ def test_samples(trained, tmp_path):
     (tmp_path / 'prompt.txt').write_text('AB')
     assert sample(trained, f'--start=FILE:{tmp_path}/prompt.txt', '--num_samples=3').stdout == first.stdout
     assert sample(trained, '--start=-', '--num_samples=3', stdin='AB', launcher=run).stdout == first.stdout
+    half = sample(trained, '--start=AB', '--num_samples=3', '--dtype=bfloat16').stdout
+    assert half != first.stdout and [len(text) for text in half.split('\n---------------\n')] == [42, 42, 42, 0]
 
 
 def test_best_unless_latest(trained):
