@@ -29,6 +29,7 @@ class GPTConfig:
     qk_norm: bool = False      # RMSNorm on queries and keys, per head
     tie_weights: bool = True   # the output head is the token embedding
     softcap: float = 0.0       # tanh cap on the logits; 0 = none
+    zero_init: bool = False    # projections into the residual stream start at zero: each block as the identity
     # what weights trained elsewhere may have otherwise; no keys of train.py
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
@@ -216,6 +217,8 @@ class GPT(nn.Module):
             return torch.zeros(shape)
         if len(shape) == 1:  # a norm's weight
             return torch.ones(shape)
+        if self.config.zero_init and name.endswith('c_proj.weight'):
+            return torch.zeros(shape)
         digest = hashlib.blake2b(f'{seed} {name}'.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
         # residual projections are scaled down by the number of residual layers (Radford et al. 2019, 2.3)

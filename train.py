@@ -68,6 +68,7 @@ mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2' or 'swiglu'
 qk_norm = False  # normalise queries and keys per head
 tie_weights = True  # the output head shares the token embedding
 softcap = 0.0  # tanh cap on the logits; 0 = none
+zero_init = False  # projections into the residual stream start at zero: each block as the identity
 # optimizer
 optimizer = 'adamw'  # or 'muon': the blocks' matrices by Muon, the rest by AdamW, of the same learning rate
 learning_rate = 6e-4  # the peak
