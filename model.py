@@ -90,7 +90,7 @@ class DotProductAttention(nn.Module):
         super().__init__()
         self.dropout = config.dropout
 
-    def forward(self, q, k, v, mask=None):  # q (B, H, T, D), k and v (B, n_kv_head, S, D); T = S without a mask (T, S) of what q sees
+    def forward(self, q, k, v, mask=None):  # q (B, H, T, D), k and v (B, n_kv_head, S, D); without a mask (T, S) of what q sees, T = S
         T, S = q.size(2), k.size(2)
         dropout = self.dropout if self.training else 0.0
         if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and torch.is_grad_enabled() and T == S <= PLAIN_ATTENTION:
@@ -341,11 +341,12 @@ LOGITS = 2 ** 27  # elements of the logits that exist at a time: 0.5 GB in float
 
 
 def sum_of_losses(loss, x, weight, targets):
-    """loss(x, weight, targets) of x (N, C), weight (V, C), targets (N,), taken from equal parts of the N if there are too many logits."""
+    """loss(x, weight, targets) of x (N, C), weight (V, C), targets (N,), taken from parts of the N if there are too many logits."""
     parts = -(-x.size(0) * weight.size(0) // LOGITS)
     if parts <= 1:
         return loss(x, weight, targets)
-    size = next(x.size(0) // n for n in range(parts, x.size(0) + 1) if x.size(0) % n == 0)
+    # of one size where that is near: what is compiled is compiled for a size
+    size = next((x.size(0) // n for n in range(parts, 2 * parts) if x.size(0) % n == 0), -(-x.size(0) // parts))
     if torch.is_grad_enabled():
         return SumOfLosses.apply(x, weight, targets, loss, size)
     return sum(loss(part, weight, its_targets) for part, its_targets in zip(x.split(size), targets.split(size)))

@@ -181,3 +181,9 @@ def test_resuming_with_another_model_size_says_that_the_checkpoint_decides(train
     assert 'resuming with another n_layer: 2 -> 3 (the checkpoint decides)\n' in again.stdout
     assert 'resuming with another learning_rate: 0.01 -> 0.02\n' in again.stdout
     assert '29,856 parameters' in again.stdout and list(again.lines) == list(range(1, 14))
+
+
+def test_another_optimizers_state_is_refused(train, dataset):
+    first = train('--max_iters=1', '--eval_iters=1')
+    done = forked('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={first.out_dir}', '--init_from=resume', '--optimizer=muon', check=False)
+    assert done.returncode == 1 and done.stderr.startswith("error: optimizer is 'muon', but") and "'adamw'" in done.stderr, done.stderr
