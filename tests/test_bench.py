@@ -205,6 +205,7 @@ def test_versus_tokenize(tmp_path, vocabulary):
     assert done.returncode == 1 and 'as --input' in done.stderr and 'Traceback' not in done.stderr
 
 
+@pytest.mark.matrix  # half a minute of launches
 def test_versus_sample_and_start(tmp_path):
     """The same random weights, exported, and a prompt that their vocabulary has; a first iteration beside a bare process."""
     (tmp_path / 'sample.py').write_text(
