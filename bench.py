@@ -231,7 +231,10 @@ def read(path, need):
 # What --versus compares: functions theirs() and ours() that give milliseconds, what is done in those, and its unit.
 
 def versus_train(theirs, arguments, extra, options, folder):
-    """An iteration of train.py on the same data and shapes. Arguments that nanoGPT has too are given to both, `extra` to it alone."""
+    """An iteration of train.py on the same data and shapes, and the peak of its memory (on a GPU, the tensors'; on a CPU, the process's).
+
+    Arguments that nanoGPT has too are given to both, `extra` to it alone.
+    """
     dataset = next((a.split('=', 1)[1] for a in reversed(arguments) if a.startswith('--dataset=')), 'openwebtext')
     dataset = os.path.join(HERE, 'data', dataset)
     known = set(re.findall(r'^(\w+) = ', read(os.path.join(theirs, 'train.py'), 'give the folder of a nanoGPT checkout as --versus'), re.M))
@@ -246,14 +249,20 @@ def versus_train(theirs, arguments, extra, options, folder):
     command = ['train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--log_interval=1', '--eval_interval=1000000000',
                '--eval_iters=1', '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
 
+    peak = ('import resource, runpy, sys, torch; sys.argv = sys.argv[1:]; runpy.run_path("train.py", run_name="__main__"); print("peak GB", '
+            'torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_initialized() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)')
+
     def their_time():
-        times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', timed(command, theirs)[1], re.M)]
+        said = timed(['-c', peak, *command], theirs)[1]
+        times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', said, re.M)]
+        options.gb['theirs_gb'] = float(re.search('^peak GB (.*)', said, re.M)[1])
         return statistics.median(times[options.warmup:])
 
     def our_time():
         row = measure(arguments, options, folder, options.nproc_per_node)
         if 'error' in row:
             raise RuntimeError(row['error'])
+        options.gb['ours_gb'] = row['mem_gb']
         return row['dt_ms']
     return their_time, our_time, 1, 'iterations'
 
@@ -461,17 +470,20 @@ def main():
         if options.versus or options.part != 'train':
             extra = [f'--{setting}' for setting in options.theirs.split()]
             try:
+                options.gb = {}
                 theirs, ours, amount, unit = globals()[f'versus_{options.part}'](options.versus, train_arguments, extra, options, folder)
                 rows = []
                 for _ in range(options.rounds):
-                    rows.append(dict(theirs_ms=theirs(), ours_ms=ours()))
+                    rows.append(dict(theirs_ms=theirs(), ours_ms=ours(), **options.gb))
                     print_pair('nanoGPT' if options.part != 'start' else 'bare', rows[-1], options)
             except RuntimeError as error:
                 print(json.dumps(dict(error=str(error))) if options.json else error)
                 sys.exit(1)
             medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
             if not options.json:
-                print_pair('medians', medians, options, '   from ' + ' to '.join(f'{1000 * amount / value:,.1f}' for value in medians.values()) + f' {unit}/s')
+                rates = [f'{1000 * amount / medians[key]:,.1f}' for key in ('theirs_ms', 'ours_ms')]
+                memory = f', memory from {medians["theirs_gb"]:.2f} to {medians["ours_gb"]:.2f} GB' if options.gb else ''
+                print_pair('medians', medians, options, f'   from {" to ".join(rates)} {unit}/s{memory}')
             sys.exit(0)
         if options.saves:
             if not options.json:

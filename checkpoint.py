@@ -31,7 +31,7 @@ from configurator import one_sentence
 from data.loader import read_meta
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
-from optim import build_adamw
+from optim import build_adamw, local_part
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP says that one process is one process
 
@@ -115,12 +115,12 @@ class Saver:
     def _copied(self, tensors):
         if self.copies.keys() != tensors.keys():
             from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-            on_gpu = any(_local(tensor).is_cuda for tensor in tensors.values())
+            on_gpu = any(local_part(tensor).is_cuda for tensor in tensors.values())
             self.copies = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_shared_memory=False, use_async_staging=False,
                                                        use_non_blocking_copy=on_gpu)).stage(tensors)
         else:  # as fast as memory goes, where the stager is a third of that on a CPU
             for key, tensor in tensors.items():
-                _local(self.copies[key]).copy_(_local(tensor), non_blocking=True)
+                local_part(self.copies[key]).copy_(local_part(tensor), non_blocking=True)
             if torch.cuda.is_initialized():
                 torch.cuda.synchronize()
         return self.copies
@@ -307,10 +307,6 @@ def _checksums(folder, pattern):
                 size, crc = size + len(chunk), zlib.crc32(chunk, crc)
         checksums[os.path.basename(path)] = [size, crc]
     return checksums
-
-
-def _local(tensor):
-    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
 def _sync(folder):

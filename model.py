@@ -75,12 +75,16 @@ def build_norm(width, config):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (Su et al. 2021) of x (B, H, T, D); cos, sin (T, D/2). Pairs are (i, i + D/2)."""
-    a, b = x.float().chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).type_as(x)
+    """Rotary position embedding (Su et al. 2021) of x (B, H, T, D) in float32; cos, sin (T, D). Pairs are (i, i + D/2)."""
+    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
-PLAIN_ATTENTION = 256  # positions up to which a CPU's fused attention in bfloat16 is slower, in its backward pass, than plain products
+def cast_once(x):
+    """x as the linears take it under autocast, where each of them would cast it anew."""
+    return x.to(torch.get_autocast_dtype(x.device.type)) if torch.is_autocast_enabled(x.device.type) else x
+
+
+PLAIN_ATTENTION = 1024  # positions up to which two products and a softmax beat a CPU's fused attention in bfloat16, and fit in memory
 
 
 class DotProductAttention(nn.Module):
@@ -93,11 +97,11 @@ class DotProductAttention(nn.Module):
     def forward(self, q, k, v, mask=None):  # q (B, H, T, D), k and v (B, n_kv_head, S, D); without a mask (T, S) of what q sees, T = S
         T, S = q.size(2), k.size(2)
         dropout = self.dropout if self.training else 0.0
-        if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and torch.is_grad_enabled() and T == S <= PLAIN_ATTENTION:
+        if q.device.type == 'cpu' and q.dtype == torch.bfloat16 and mask is None and T == S <= PLAIN_ATTENTION:
             k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-            scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
-            future = torch.ones(T, S, dtype=torch.bool, device=q.device).triu(1)
-            return F.dropout(scores.masked_fill(future, -torch.inf).softmax(dim=-1, dtype=torch.float32), dropout).type_as(v) @ v
+            future = q.new_full((T, T), -torch.inf).triu(1)
+            scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
+            return (F.dropout(scores.softmax(dim=-1), dropout) @ v.flatten(0, 1)).view_as(q)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.size(1) != q.size(1),
                                               dropout_p=dropout)
 
@@ -118,10 +122,12 @@ class Attention(nn.Module):
 
     def forward(self, x, rope=None, cache=None):  # x (B, T, C)
         B, T, _ = x.shape
+        x = cast_once(x)
         q, k, v = (y.view(B, T, -1, self.config.head_width).transpose(1, 2) for y in (self.c_q(x), self.c_k(x), self.c_v(x)))
-        q, k = self.q_norm(q), self.k_norm(k)
-        if rope is not None:
-            q, k = rotate(q, *rope), rotate(k, *rope)
+        if rope is not None:  # in float32, and what comes before it
+            q, k = (rotate(norm(y.float()), *rope).type_as(v) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        else:
+            q, k = self.q_norm(q), self.k_norm(k)
         mask = None
         if cache is not None:
             keys, values, positions, mask = cache
@@ -143,6 +149,7 @@ class MLP(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
+        x = cast_once(x)
         h = self.c_fc(x)
         if self.kind == 'swiglu':
             h = F.silu(self.c_gate(x)) * h
@@ -278,11 +285,11 @@ class GPT(nn.Module):
         return self.cross_entropy(F.linear(x, weight), targets)
 
     def rope(self, positions):
-        """Cosines and sines (T, D/2) of the rotary embedding's angles at positions (T,)."""
+        """Cosines and signed sines (T, D) of the rotary embedding's angles at positions (T,), for `rotate`."""
         D = self.config.head_width
         frequency = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device) / D)
         angle = positions[:, None] * frequency
-        return angle.cos(), angle.sin()
+        return angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), dim=-1)
 
     def new_cache(self, batch_size):
         """An empty Cache for `forward`, of batch_size rows."""

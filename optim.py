@@ -10,8 +10,7 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
     groups = [dict(params=[(name, p) for name, p in named if p.dim() >= 2], weight_decay=weight_decay),
               dict(params=[(name, p) for name, p in named if p.dim() < 2], weight_decay=0.0)]
     groups = [group for group in groups if group['params']]  # a pipeline's stage may have no vectors
-    fused = all(p.device.type in ('cuda', 'cpu') for _, p in named)
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 class Muon(torch.optim.Optimizer):
@@ -34,24 +33,29 @@ class Muon(torch.optim.Optimizer):
         self.dtype, self.on_whole = dtype, on_whole
         own = [dict(params=matrices, weight_decay=weight_decay, momentum=momentum)] if matrices else []  # a pipeline's stage may have none
         super().__init__(own + self.adamw.param_groups, self.adamw.defaults)
+        self.found_inf = None  # a tensor of 1 leaves the update out, as in AdamW (see torch.amp.GradScaler)
         self.own, self.adamw.state = self.param_groups[:len(own)], self.state
 
     @torch.no_grad()
     def step(self):
+        self.adamw.found_inf = self.found_inf
         self.adamw.step()
+        made = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.own:
             for alike in _alike(group['params']):
-                local = [_local(p) for p in alike]
-                gradients = [_local(p.grad) for p in alike]
+                local = [local_part(p) for p in alike]
+                gradients = [local_part(p.grad) for p in alike]
                 for p in alike:
                     if not self.state[p]:
                         self.state[p]['momentum_buffer'] = torch.zeros_like(p.detach())
-                momenta = [_local(self.state[p]['momentum_buffer']) for p in alike]
+                momenta = [local_part(self.state[p]['momentum_buffer']) for p in alike]
+                if self.found_inf is not None:
+                    gradients = [torch.where(made > 0, g, m) for g, m in zip(gradients, momenta)]
                 torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
                 updates = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
                 updates = self.on_whole(orthogonalized, alike[0], updates)
-                torch._foreach_mul_(local, 1 - group['lr'] * group['weight_decay'])
-                torch._foreach_add_(local, [u.to(p) for u, p in zip(updates, local)],
+                torch._foreach_mul_(local, 1 - made * group['lr'] * group['weight_decay'])
+                torch._foreach_add_(local, [u.to(p) * made for u, p in zip(updates, local)],
                                     alpha=-group['lr'] * 0.2 * math.sqrt(max(alike[0].shape)))
 
 
@@ -74,11 +78,12 @@ def _alike(parameters, most=2 ** 26):
     for p in parameters:
         lists.setdefault((p.shape, getattr(p, 'placements', None)), []).append(p)
     for alike in lists.values():
-        size = max(1, most // max(1, _local(alike[0]).numel()))
+        size = max(1, most // max(1, local_part(alike[0]).numel()))
         yield from (alike[i:i + size] for i in range(0, len(alike), size))
 
 
-def _local(tensor):
+def local_part(tensor):
+    """What this process holds of a tensor that may be shared out."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 

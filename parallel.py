@@ -28,6 +28,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from optim import local_part
+
 warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')  # RMSNorm under autocast: not fused, but right
 
 # pp_schedule: the class in torch.distributed.pipelining, and the stages each rank holds
@@ -494,8 +496,8 @@ class Parallel:
 
     def bytes_held(self, optimizer):
         """(parameters, optimizer state) in bytes that this process holds: AdamW keeps two float32 moments, Muon one."""
-        parameters = sum(_local(p).nbytes for _, p in self._named)
-        return parameters, sum((1 if 'momentum' in group else 2) * 4 * _local(p).numel() for group in optimizer.param_groups
+        parameters = sum(local_part(p).nbytes for _, p in self._named)
+        return parameters, sum((1 if 'momentum' in group else 2) * 4 * local_part(p).numel() for group in optimizer.param_groups
                                for p in group['params'])
 
     # ------------------------------------------------------------------------------------------------ talking to each other
@@ -556,9 +558,8 @@ class Parallel:
         if self.world_size > 1:
             self.barrier()  # none leaves while the main process still writes: torchrun ends the rest when one has failed
             dist.destroy_process_group()
-            sys.stdout.flush()
-            os._exit(exit_code)  # a thread of gloo's may still want the interpreter, and would abort it as it shuts down
-        sys.exit(exit_code)
+        sys.stdout.flush()
+        os._exit(exit_code)  # taking the interpreter down lasts a second, and a thread of gloo's that still wants it would abort
 
 
 @torch.no_grad()
@@ -608,10 +609,6 @@ def _lost_connection(kind, error, trace):
 
 def _divisors(number):
     return ', '.join(str(d) for d in range(1, number + 1) if number % d == 0)
-
-
-def _local(tensor):
-    return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
 def cut(model, index, n_stages, block_size):

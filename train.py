@@ -8,6 +8,7 @@ On two nodes, the first of them at 10.0.0.1:
 
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 train.py config/train_gpt2.py
 """
+import ctypes
 import dataclasses
 import json
 import math
@@ -20,6 +21,9 @@ import time
 import numpy as np
 
 os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')  # less memory is lost between blocks; read by torch
+if sys.platform == 'linux':  # glibc gives large blocks back at once, and each new one is zeroed page by page: half of a CPU's time
+    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+        ctypes.CDLL(None).mallopt(option, 2 ** 31 - 1)
 import torch
 from torch.profiler import record_function
 
@@ -317,6 +321,31 @@ peak = metrics.peak_flops(par.device, dtype)
 flops_per_iter = flops_per_token * tokens_per_iter
 
 profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
+unchecked = None  # of the last update, until it is known to have been made
+
+def check_update():
+    """See whether the last update was made, and what to do if not. All processes decide alike: the norm is of all gradients everywhere."""
+    global unchecked, iteration, skipped, skipped_in_a_row, failure
+    if unchecked is None:
+        return
+    (its_iteration, its_lr, its_losses, its_norm), unchecked = unchecked, None
+    # float16's gradients may overflow, which its scaler mends
+    decisive = par.sum_losses(its_losses) if scaler.is_enabled() else its_norm.item()
+    if math.isfinite(decisive):
+        skipped_in_a_row = 0
+        return
+    what = f'{"loss" if scaler.is_enabled() else "gradient norm"} of iteration {its_iteration + 1} is {decisive}'
+    where = log.dump(f'nonfinite_{its_iteration + 1:08d}.json', dict(
+        iteration=its_iteration + 1, what=what, lr=its_lr, losses=par.gather(its_losses.item()), block_size=block_size,
+        sequences=train_loader.where(train_loader.train_starts(its_iteration * global_batch + np.arange(global_batch)))))
+    if on_nonfinite == 'skip' and skipped_in_a_row < 9:
+        skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
+        say(f'the {what}: update skipped ({skipped} so far), its batch is in {where}')
+        return
+    iteration = its_iteration  # it is met again by a run that goes on from here
+    failure = (f'the {what}{f", after {skipped_in_a_row} that were skipped" * (skipped_in_a_row > 0)}: the update was not made, '
+               f'its batch is in {where}; try a lower learning_rate, or --on_nonfinite=skip if it is the data')
+
 saved_iteration, saved_time, stop, failure = iteration, time.monotonic(), 0, None
 timed_from, clock = iteration, time.perf_counter()
 par.waits.clear()  # for what compiled
@@ -327,6 +356,8 @@ while True:
         save_minutes and par.any(par.is_main and time.monotonic() - saved_time >= 60 * save_minutes)
     if eval_due or save_due:
         metrics.synchronize(par.device)  # what is still under way is training time
+        check_update()
+        eval_due = eval_due and not failure
     pause, waits = time.perf_counter(), len(par.waits)
     if profiler:
         profiler.step()
@@ -337,6 +368,8 @@ while True:
         best_val_loss = val_loss if improved else best_val_loss
         log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
     stop = stop or stop_asked()
+    if stop:
+        check_update()
     if eval_only:
         break
     ending = stop or failure or iteration >= max_iters
@@ -374,28 +407,18 @@ while True:
         loss_sum += par.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
     if stop:
         continue  # to the save above; this iteration is for the run that goes on
+    check_update()  # of the iteration before: the device has long been past it
+    if failure:
+        continue  # to the save above
     with record_function('optimizer'):
         scaler.unscale_(optimizer)
         grad_norm = par.clip_gradients(grad_clip)
-        # the norm is of all gradients everywhere, so all processes decide alike; float16's may overflow, which its scaler mends
-        decisive = par.sum_losses(loss_sum) if scaler.is_enabled() else grad_norm.item()
-        finite = math.isfinite(decisive)
-        if finite:
-            scaler.step(optimizer)
+        if not scaler.is_enabled():  # as a scaler does: the device itself leaves the update out, and the host need not wait for it
+            optimizer.found_inf = (~grad_norm.isfinite()).float()
+        scaler.step(optimizer)
         scaler.update()
         par.zero_grad()
-    skipped, skipped_in_a_row = (skipped, 0) if finite else (skipped + 1, skipped_in_a_row + 1)
-    if not finite:
-        what = f'{"loss" if scaler.is_enabled() else "gradient norm"} of iteration {iteration + 1} is {decisive}'
-        where = log.dump(f'nonfinite_{iteration + 1:08d}.json', dict(
-            iteration=iteration + 1, what=what, lr=lr, losses=par.gather(loss_sum.item()), block_size=block_size,
-            sequences=train_loader.where(train_loader.train_starts(iteration * global_batch + np.arange(global_batch)))))
-        if on_nonfinite == 'abort' or skipped_in_a_row == 10:
-            skipped, skipped_in_a_row = skipped - 1, skipped_in_a_row - 1  # it is met again by a run that goes on from here
-            failure = (f'the {what}{f", after {skipped_in_a_row} that were skipped" * (skipped_in_a_row > 0)}: the update was not made, '
-                       f'its batch is in {where}; try a lower learning_rate, or --on_nonfinite=skip if it is the data')
-            continue  # to the save above
-        say(f'the {what}: update skipped ({skipped} so far), its batch is in {where}')
+    unchecked = iteration, lr, loss_sum, grad_norm
     iteration += 1
     watchdog.limit = comm_timeout  # what compiles has done so
     if async_checkpoint and (keep_checkpoints or eval_iters):
@@ -403,6 +426,9 @@ while True:
 
     if iteration % log_interval == 0:
         metrics.synchronize(par.device)
+        check_update()
+        if failure:
+            continue
         iterations = iteration - timed_from
         seconds = (time.perf_counter() - clock) / iterations
         timed_from, clock = iteration, time.perf_counter()

@@ -19,7 +19,7 @@ if torch.cuda.is_available():
     max_iters = lr_decay_iters = 5000
 else:
     compile = False  # compiling would take longer than the run
-    eval_interval, eval_iters, log_interval = 160, 75, 20  # 75 * 24 sequences: all of tiny Shakespeare's validation text
+    eval_interval, eval_iters, log_interval = 160, 20, 20
     batch_size, block_size = 24, 64
     n_layer, n_head, n_embd = 4, 4, 128
     mlp, tie_weights, zero_init, optimizer = 'swiglu', False, True, 'muon'

@@ -1,41 +1,49 @@
 #!/usr/bin/env bash
-# What a GPU has to show, in one call: bash tests/gpu.sh [nanoGPT checkout] > gpu.log
-# The quick start; exact resume; then the 124M shape (batch 12 x 1024, bf16, compiled) for 50 iterations, ours and nanoGPT's.
-# SHAPE and TEXT make it small enough to be tried on a CPU:
-#   SHAPE="--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --device=cpu --compile=False" bash tests/gpu.sh ../nanoGPT
-set -euo pipefail
+# What one GPU has to show, the most important first, in one call of under 9 minutes (what does not fit is left out, and said):
+#   bash tests/gpu.sh ../nanoGPT 2>&1 | tee gpu.log
+# fp8 wants torchao. To try the script itself on a CPU, with small shapes:
+#   SMALL="--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --gradient_accumulation_steps=2 --compile=False --device=cpu" bash tests/gpu.sh ../nanoGPT
+set -uo pipefail
 cd "$(dirname "$0")/.."
-nanogpt=${1:+$(cd "$1" && pwd)}
-shape=${SHAPE:-"--batch_size=12 --block_size=1024"}
+nanogpt=$(cd "${1:?give the folder of a nanoGPT checkout}" && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+SECONDS=0
 
-echo "== quick start"
-python data/shakespeare_char/prepare.py ${TEXT:+--input="$TEXT"} --out="$work/shakespeare"
-time python train.py config/quickstart.py --dataset="$work/shakespeare" --out_dir="$work/quickstart" ${QUICK:-}
-python sample.py --out_dir="$work/quickstart" --num_samples=1 --max_new_tokens=200
+part() {  # title, then a command
+    local left=$((530 - SECONDS))
+    echo "== $1 (at $SECONDS s)"
+    if [ $left -lt 30 ]; then echo "left out: no time"; return; fi
+    timeout -k 5 $left "${@:2}" || echo "FAILED: exit $?"
+}
 
-echo "== resume: 20 iterations, and 10 + 10"
-tiny="config/quickstart.py --dataset=$work/shakespeare --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 --log_interval=1 --dropout=0.1"
-python train.py $tiny --max_iters=20 --out_dir="$work/straight" > /dev/null
-python train.py $tiny --max_iters=10 --out_dir="$work/resumed" > /dev/null
-python train.py $tiny --max_iters=20 --out_dir="$work/resumed" --init_from=resume > /dev/null
-python - "$work" <<'PYTHON'
-import json, sys
-straight, resumed = ({line['iter']: (line['loss'], line['grad_norm']) for line in map(json.loads, open(f'{sys.argv[1]}/{run}/metrics.jsonl'))
-                      if 'loss' in line} for run in ('straight', 'resumed'))
-print('identical' if straight == resumed else f'DIFFERENT {[i for i in straight if straight[i] != resumed[i]]}')
-PYTHON
+python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$work"
+data="--dataset=$work"
+many="--gradient_accumulation_steps=40 ${SMALL:-}"  # nanoGPT's default, 491,520 tokens an iteration
+one="--gradient_accumulation_steps=4 ${SMALL:-}"
+few="--iters=8 --warmup=3"
 
-echo "== 124M, ours"
-python bench.py --random_tokens=50257 --gradient_accumulation_steps=1 $shape --warmup=10 --iters=50 --profile
-if [ -n "$nanogpt" ]; then
-    echo "== 124M, nanoGPT"
-    mkdir -p "$nanogpt/data/random"
-    python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$nanogpt/data/random"
-    cd "$nanogpt"
-    python train.py --dataset=random --gradient_accumulation_steps=1 $shape --eval_iters=1 --max_iters=60 --out_dir="$work/nanogpt" |
-        python -c "import re, statistics, sys
-ms = [float(t) for t in re.findall(r'time ([0-9.]+)ms', sys.stdin.read())][-50:]
-print(f'median of {len(ms)} iterations: {statistics.median(ms):.2f} ms')"
-fi
+part "124M at nanoGPT's defaults: an iteration of both, and the peak of memory" \
+    python bench.py --versus="$nanogpt" --rounds=1 $few $data $many
+part "1.5B, bfloat16 and float8: tokens/s and MFU (of bfloat16's peak; float8's is twice that)" \
+    python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --batch_size=16 $few $data $one --layouts="dp1; dp1 fp8=True"
+part "124M, larger micro-batches, bfloat16 and float8" \
+    python bench.py --batch_size=48 $few $data $one --layouts="dp1; dp1 fp8=True"
+tiny="config/quickstart.py $data --compile=False --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 --log_interval=1 --dropout=0.1 ${SMALL:-}"
+part "exact resume: 20 iterations, and 10 + 10" bash -c "
+    python train.py $tiny --max_iters=20 --out_dir=$work/straight > /dev/null
+    python train.py $tiny --max_iters=10 --out_dir=$work/resumed > /dev/null
+    python train.py $tiny --max_iters=20 --out_dir=$work/resumed --init_from=resume > /dev/null
+    cmp <(grep grad_norm $work/straight/metrics.jsonl | cut -d, -f1-3) <(grep grad_norm $work/resumed/metrics.jsonl | cut -d, -f1-3) && echo identical"
+part "sampling, 124M, 200 tokens" python bench.py --versus="$nanogpt" --part=sample --rounds=1 ${SMALL:-}
+part "an experiment: the same 124M with cuDNN's attention before the flash kernel" bash -c "
+    python - $data --batch_size=48 $one --out_dir=$work/cudnn --max_iters=12 --eval_iters=0 --keep_checkpoints=0 <<'PYTHON' | tail -3
+import runpy
+from torch.nn.attention import SDPBackend, sdpa_kernel
+with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+    runpy.run_path('train.py', run_name='__main__')
+PYTHON"
+part "loss by parts: the first losses of bfloat16 with one micro-batch of 96, and with two of 48" bash -c "
+    for batch in 96 48; do python train.py $data --out_dir=$work/parts --max_iters=2 --eval_iters=0 --keep_checkpoints=0 ${SMALL:-} \
+        --batch_size=\$batch --gradient_accumulation_steps=\$((96 / batch)) | grep '^iter'; done"
+echo "== done after $SECONDS s"
