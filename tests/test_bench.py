@@ -1,5 +1,6 @@
 """bench.py as a user runs it, and the arithmetic of its profile."""
 import json
+import re
 
 import pytest
 from conftest import TINY, run
@@ -165,6 +166,8 @@ def test_versus(dataset, tmp_path):
     assert len(lines) == 3 and all(line.split()[1] in ('8.00', '9.00') for line in lines) and lines[-1].startswith('medians')
     theirs, ours = float(lines[-1].split()[1]), float(lines[-1].split()[4])
     assert float(lines[-1].split()[7]) == pytest.approx(theirs / ours, abs=0.01)
+    memory = re.search(r'memory from ([\d.]+) to ([\d.]+) GB$', lines[-1])
+    assert 0.1 < float(memory[1]) < float(memory[2]) < 10  # the peer imports torch, and no more
     (tmp_path / 'train.py').write_text('raise ValueError("not today")')
     broken = run('bench.py', *arguments, check=False)
     assert broken.returncode == 1 and 'not today' in broken.stdout

@@ -55,7 +55,7 @@ def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
 
 @pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='torch 2.11 need not have it')
 def test_muon_is_pytorchs_and_adamw_for_the_rest():
-    """Five steps, to the bit: the same products, only several matrices at a time."""
+    """Five steps, to the bit: the same products, only several matrices at a time. An update that found_inf leaves out leaves no trace."""
     def parameters():
         torch.manual_seed(0)
         shapes = {'h.0.a': (48, 32), 'wte': (50, 32), 'h.0.b': (32, 48), 'h.1.a': (48, 32), 'h.0.norm': (32,)}
@@ -66,6 +66,12 @@ def test_muon_is_pytorchs_and_adamw_for_the_rest():
                   build_adamw([(name, theirs[name]) for name in theirs if name not in matrices], 1e-2, 0.1, (0.9, 0.95)))
     optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), blocks='h')
     for step in range(5):
+        if step in (0, 2):
+            for parameter in ours.values():
+                parameter.grad = torch.full_like(parameter, torch.nan)
+            optimizer.found_inf = torch.ones(())
+            optimizer.step()
+            optimizer.found_inf = torch.zeros(())
         for one in (optimizer, *references):
             for group in one.param_groups:
                 group['lr'] = 1e-2 / (step + 1)
