@@ -349,10 +349,10 @@ def versus_sample(theirs, arguments, extra, options, folder):
 def versus_start(theirs, arguments, extra, options, folder):
     """From the command to the end of train.py's first iteration; theirs is a process that imports torch and makes one step of AdamW."""
     bare = ('import torch; layer = torch.nn.Linear(8, 8); optimizer = torch.optim.AdamW(layer.parameters()); '
-            'layer(torch.ones(8)).sum().backward(); optimizer.step()')
+            'layer(torch.ones(8)).sum().backward(); optimizer.step(); print("done")')
     command = ['train.py', *arguments, f'--out_dir={folder}/run', '--max_iters=1', '--log_interval=1', '--eval_iters=0', '--keep_checkpoints=0',
                '--init_from=scratch', '--wandb_log=False']
-    return lambda: timed(['-c', bare])[0], lambda: timed(command, until='iter 1:')[0], 1, 'starts'
+    return lambda: timed(['-c', bare], until='done')[0], lambda: timed(command, until='iter 1:')[0], 1, 'starts'
 
 
 def print_row(label, row, options):

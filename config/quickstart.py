@@ -1,4 +1,4 @@
-# A first run, on Shakespeare letter by letter: half a minute on two CPU cores, nanoGPT's baby GPT on a GPU.
+# A first run, on Shakespeare letter by letter: some ten seconds on two CPU cores, nanoGPT's baby GPT on a GPU.
 import torch
 
 out_dir = 'out-quickstart'

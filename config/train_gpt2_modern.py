@@ -1,4 +1,5 @@
-# The shape of GPT-2 (124M) with the modern blocks: RoPE, RMSNorm, SwiGLU, QK-norm, a softcap, an untied head; wsd schedule.
+# The shape of GPT-2 (124M) with the modern blocks: RoPE, RMSNorm, SwiGLU, QK-norm, a softcap, an untied head; Muon; wsd schedule.
+# Chosen by runs of small models (LOG.md); its learning rate is AdamW's for this size, and has not been tuned.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
 out_dir = 'out-gpt2-modern'
 wandb_project = 'owt'
@@ -11,10 +12,12 @@ qk_norm = True
 n_kv_head = 4  # three query heads share a key/value head: a third of GPT-2's KV cache
 tie_weights = False
 softcap = 30.0
+zero_init = True
 
 batch_size = 12
 block_size = 1024
 gradient_accumulation_steps = 5 * 8
+optimizer = 'muon'
 learning_rate = 1e-3
 min_lr = 0.0
 lr_schedule = 'wsd'

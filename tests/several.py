@@ -38,7 +38,7 @@ def run(rank, nproc, script, arguments, env, cwd, before, timeout, folder):
 
 
 torch.set_num_threads(1)  # before the fork: a pool of threads would not survive it
-gc.freeze()  # so that no child goes through what is there
+gc.disable()  # of what a tiny run leaves there is too little to look for
 requests = os.fdopen(os.dup(0))  # standard input is a run's
 for line in requests:
     request = json.loads(line)
