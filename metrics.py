@@ -272,7 +272,7 @@ def _self_times(events):
 def _category(name):
     for category, pattern in (('data', r'^data$|memcpy htod'), ('optimizer', r'^optimizer$|adam|multi_tensor_apply|lpnorm'),
                               ('collectives', r'nccl|gloo|c10d'), ('attention', r'scaled_?dot_?product|flash|fmha|sdpa'),
-                              ('matmul', r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|matmul|linear|mkldnn)')):
+                              ('matmul', r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn)')):
         if re.search(pattern, name.lower()):
             return category
     return 'other compute'
