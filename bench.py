@@ -249,11 +249,11 @@ def versus_train(theirs, arguments, extra, options, folder):
     command = ['train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--log_interval=1', '--eval_interval=1000000000',
                '--eval_iters=1', '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
 
-    peak = ('import resource, runpy, sys, torch; sys.argv = sys.argv[1:]; runpy.run_path("train.py", run_name="__main__"); print("peak GB", '
-            'torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_initialized() else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9)')
+    peak = ('import metrics, runpy, sys, torch; sys.argv = sys.argv[1:]; runpy.run_path("train.py", run_name="__main__"); '
+            'print("peak GB", metrics.peak_memory_gb(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")))')
 
     def their_time():
-        said = timed(['-c', peak, *command], theirs)[1]
+        said = timed(['-c', peak, *command], theirs, PYTHONPATH=HERE)[1]  # metrics is ours, all else is found in its folder first
         times = [float(time) for time in re.findall(r'^iter \d+: .* time ([\d.]+)ms', said, re.M)]
         options.gb['theirs_gb'] = float(re.search('^peak GB (.*)', said, re.M)[1])
         return statistics.median(times[options.warmup:])
