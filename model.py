@@ -204,6 +204,7 @@ class GPT(nn.Module):
         self.to_empty(device=torch.get_default_device())
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
         self.first_position = 0  # of the sequences seen here, where processes share them
+        self.loss_in_parts = True  # where there are too many logits
         self.tie()
         if seed is not None:
             self.init_weights(seed)
@@ -269,7 +270,8 @@ class GPT(nn.Module):
         weight, targets = self.lm_head.weight, targets.flatten()
         if hasattr(weight, 'placements'):  # tensor parallelism splits the logits already
             return self.cross_entropy(self.lm_head(x).flatten(0, 1), targets)
-        return sum_of_losses(self.loss, x.flatten(0, 1), weight, targets)
+        arguments = x.flatten(0, 1), weight, targets
+        return sum_of_losses(self.loss, *arguments) if self.loss_in_parts else self.loss(*arguments)
 
     def capped(self, logits):
         return self.config.softcap * torch.tanh(logits.float() / self.config.softcap) if self.config.softcap else logits

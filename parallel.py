@@ -193,7 +193,8 @@ class Parallel:
         self.loss_scale = self.averaged / global_tokens  # of a sum of losses, whose gradients get averaged
         self.ctx = autocast(dtype, self.device) if self.zero_stage < 2 else contextlib.nullcontext()
         plan, tied = model.split_plan, model.tied
-        if compile and self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD:
+        splits_backward = self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD
+        if compile and splits_backward:
             self.notes.append(f'compile=False: a compiled backward cannot be split as pp_schedule={self.pp_schedule} does')
             compile = False
 
@@ -205,6 +206,8 @@ class Parallel:
             self.stages = {index: cut(model, index, self.n_stages, block_size) for index in mine[:self.stages_per_rank]}
         for stage in self.stages.values():
             blocks = list(stage.get_submodule(plan['blocks']).values())
+            if splits_backward and torch.__version__ < '2.13':  # autograd forgets a Function between the halves
+                stage.loss_in_parts = False
             if fp8:
                 self._use_float8(stage.get_submodule(plan['blocks']))
             # tensor and sequence
@@ -348,6 +351,9 @@ class Parallel:
             def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
                 if self.has_backward:
                     super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+            def _get_init_p2p_neighbors_ops(self):  # torch 2.11 greets a stage of the same rank too, which gloo cannot
+                return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
         # shapes are said beforehand, else every change between training and evaluation would run the model to learn them
         tokens = torch.empty(micro_batch, block_size // self.cp, dtype=torch.int64, device='meta')

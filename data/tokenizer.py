@@ -153,15 +153,12 @@ class BPETokenizer(Tokenizer):
 
     @functools.cached_property
     def quick(self):
-        """gigatoken's tokenizer of the same ids, which in one process is some 20 times as fast as tiktoken; None where it is missing."""
-        try:
-            import gigatoken
-        except ImportError:
-            return None
+        """gigatoken's tokenizer of GPT-2's ids, in one process some 20 times as fast as tiktoken; None for other encodings."""
         if self.name != 'gpt2':  # of the others it is not known to have the same ids
             return None
         import base64
         import tempfile
+        import gigatoken
         with tempfile.NamedTemporaryFile(suffix='.tiktoken') as file:
             for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
                 file.write(base64.b64encode(token) + b' %d\n' % rank)
