@@ -13,7 +13,7 @@ from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint
-from model import GPT, DotProductAttention, GPTConfig, rotate
+from model import GPT, DotProductAttention, Dropout, GPTConfig, rotate
 from parallel import fill
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
@@ -265,6 +265,25 @@ def test_impossible_configs_are_one_sentence(bad, message):
 def test_dropout_is_on_in_training_alone():
     model, idx = build(dict(dropout=0.5)), tokens(2, 16)
     assert model(idx).equal(build()(idx)) and not model.train()(idx).equal(model(idx))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('p', [0.1, 0.5, 0.9])
+def test_dropout_keeps_its_share_and_scales_it(p, dtype):
+    dropout, shape = Dropout(p), (3, 7, 47_619)  # 999,999 elements: no whole number of draws
+    x = torch.ones(shape, dtype=dtype, requires_grad=True)
+    torch.manual_seed(1)
+    y = dropout(x)
+    y.sum().backward()
+    kept = y != 0
+    assert y.dtype == dtype and y[kept].eq(torch.tensor(1 / (1 - p), dtype=dtype)).all() and x.grad.equal(y)
+    assert kept.float().mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / kept.numel()))
+    by_place = torch.stack([kept.flatten()[i:999_996:4] for i in range(4)]).float()  # of the four that share a draw: independent
+    assert (torch.corrcoef(by_place) - torch.eye(4)).abs().max() < 5 / math.sqrt(249_999)
+    again = dropout(x)
+    assert (again != 0).eq(kept).float().mean().item() == pytest.approx(p ** 2 + (1 - p) ** 2, abs=2e-3)
+    torch.manual_seed(1)
+    assert dropout(x).equal(y)
 
 
 # --- the cache, and sampling --------------------------------------------------------------------------------------------
