@@ -92,7 +92,7 @@ class Dropout(nn.Dropout):
         return x * kept(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
 
 
-@torch.library.custom_op('kilogpt::kept', mutates_args=(), tags=torch.Tag.nondeterministic_seeded)
+@torch.library.custom_op('kilogpt::kept', mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def kept(x: torch.Tensor, p: float) -> torch.Tensor:
     """1 where dropout keeps an element of x, else 0; of 16 random bits each. PyTorch's own draw takes a CPU ten times as long."""
     generator = np.random.Generator(np.random.SFC64(int(torch.randint(2 ** 63 - 1, ()))))
