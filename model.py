@@ -86,9 +86,12 @@ def cast_once(x):
 
 
 class Dropout(nn.Dropout):
+    """PyTorch's, but on a CPU with masks by `kept`."""
+
     def forward(self, x):
         if not (self.training and self.p) or x.device.type != 'cpu' or hasattr(x, 'placements'):
             return super().forward(x)
+        # of x rather than of its shape: the compiler makes one call of equal ones
         return x * kept(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
 
 
