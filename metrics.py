@@ -42,7 +42,7 @@ def peak_flops(device, dtype):
 class Metrics:
     """Writes a run's lines to the console, out_dir/metrics.jsonl and wandb; on every process but the main one, nothing.
 
-    wandb: None, or the arguments of wandb.init (project, name, config, id). Raises ImportError if it is not installed.
+    wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError: it is not installed. ValueError: it cannot begin.
     """
 
     def __init__(self, out_dir, is_main, wandb=None):
@@ -54,7 +54,10 @@ class Metrics:
                 import wandb as client
             except ImportError:
                 raise ImportError('wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False') from None
-            self.wandb = client.init(dir=out_dir, resume='allow', **wandb)
+            try:
+                self.wandb = client.init(dir=out_dir, resume='allow', **wandb)
+            except client.Error as error:  # no account, no network
+                raise ValueError(f'wandb_log=True, but {error} (or set WANDB_MODE=offline, or --wandb_log=False)') from None
         path = os.path.join(out_dir, 'metrics.jsonl')
         if os.path.exists(path):
             with open(path, 'rb+') as file:  # a line that a crash of the machine cut off

@@ -36,6 +36,7 @@ BAD_ARGUMENTS = {
     'misspelt init_from': (['--init_from=scrach'], "'scrach'", 'scratch', 'resume', 'gpt2'),
     'no network': (['--init_from=gpt2'], 'gpt2', 'could not be downloaded'),
     'no weights in the folder': (['--init_from={tmp}/empty'], 'empty', 'config.json'),
+    'no account': (['--wandb_log=True'], 'wandb_log=True', 'API key', 'WANDB_MODE=offline'),
     'out_dir is a file': (['--out_dir={tmp}/unknown.py'], 'unknown.py'),
 }
 
@@ -64,7 +65,7 @@ def inputs(dataset, tmp_path_factory):
 @pytest.fixture(scope='module')
 def failures(dataset, inputs, tmp_path_factory):
     """{name: finished process} of BAD_ARGUMENTS, run side by side."""
-    offline = dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'))
+    offline = dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'), NETRC=str(inputs / 'none'), WANDB_API_KEY='', WANDB_MODE='online')
 
     def fail(arguments):
         launcher = run if '--compile=True' in arguments else forked
