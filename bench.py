@@ -38,6 +38,8 @@ import tempfile
 import time
 from types import SimpleNamespace
 
+from data.prepare import write_random_tokens
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -54,7 +56,7 @@ def parse_sweep(text):
 
 def parse_layouts(text, nproc_per_node=1):
     """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...]."""
-    from parallel import SCHEDULES  # here, since it imports torch
+    from kilogpt.parallel import SCHEDULES  # here, since it imports torch
     keys = dict.fromkeys(SCHEDULES, 'pp_schedule') | dict.fromkeys(('full', 'selective'), 'activation_checkpoint')
     keys |= dict.fromkeys(('bf16', 'powersgd'), 'grad_compress') | dict(zero='zero_stage', rep='dp_replicate')
     layouts = []
@@ -92,7 +94,7 @@ def bubble(pp, micro_steps, pp_schedule):
     """
     from torch.distributed.pipelining import schedules
 
-    from parallel import SCHEDULES
+    from kilogpt.parallel import SCHEDULES
     name, chunks = SCHEDULES[pp_schedule]
     n_stages = pp * chunks
     stage = SimpleNamespace(num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
@@ -116,17 +118,6 @@ def bubble(pp, micro_steps, pp_schedule):
                     left.append(clock[rank])
                 queue.pop(0)
     return 1 - 3 * chunks * micro_steps / max(clock)
-
-
-def write_random_tokens(folder, vocab_size, count=2 ** 22):
-    """A dataset of uniform random tokens: what speed is measured on where there is no data. Its loss means nothing."""
-    import numpy as np
-    dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
-    for split in ('train', 'val'):
-        tokens = np.random.default_rng(0).integers(0, vocab_size, size=count, dtype=dtype)
-        tokens.tofile(os.path.join(folder, f'{split}.bin'))
-    with open(os.path.join(folder, 'meta.json'), 'w') as file:
-        json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)
 
 
 def measure(arguments, options, folder, processes, trace=None, saves=('--keep_checkpoints=0',)):
@@ -249,7 +240,7 @@ def versus_train(theirs, arguments, extra, options, folder):
     command = ['train.py', *shared, *extra, f'--dataset={data}', '--wandb_log=False', '--log_interval=1', '--eval_interval=1000000000',
                '--eval_iters=1', '--always_save_checkpoint=False', f'--max_iters={options.warmup + options.iters - 1}', f'--out_dir={folder}/theirs']
 
-    peak = ('import metrics, runpy, sys, torch; sys.argv = sys.argv[1:]; runpy.run_path("train.py", run_name="__main__"); '
+    peak = ('import runpy, sys, torch; from kilogpt import metrics; sys.argv = sys.argv[1:]; runpy.run_path("train.py", run_name="__main__"); '
             'print("peak GB", metrics.peak_memory_gb(torch.device("cuda" if torch.cuda.is_initialized() else "cpu")))')
 
     def their_time():
@@ -337,7 +328,7 @@ def versus_sample(theirs, arguments, extra, options, folder):
     os.mkdir(exported)
     timed(['train.py', *arguments, f'--dataset={folder}', f'--out_dir={run}', '--max_iters=1', '--eval_iters=0', '--batch_size=1',
            '--gradient_accumulation_steps=1', '--compile=False', '--keep_checkpoints=1', '--wandb_log=False'])
-    timed(['checkpoint.py', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
+    timed(['-m', 'kilogpt.checkpoint', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
     common = ['sample.py', '--num_samples=1', f'--start={chars[0]}', *(a for a in arguments if a.startswith('--device='))]
 
     def text_time(command, cwd):

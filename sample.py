@@ -10,11 +10,11 @@ import sys
 
 import torch
 
-import checkpoint
-from configurator import configure, one_sentence
+from kilogpt import checkpoint
+from kilogpt.configurator import configure, exit_on_error
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
-from parallel import Parallel, compile_failure, fill, resolve_dtype
+from kilogpt.parallel import Parallel, compile_failure, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
@@ -39,7 +39,7 @@ compile: bool | None = None  # the step from token to token, on a GPU into one C
 # ---------------------------------------------------------------------------------------------------------------------
 configure(globals())
 
-with one_sentence():
+with exit_on_error():
     for key, least in (('num_samples', 1), ('max_new_tokens', 1), ('temperature', 0)):
         if globals()[key] < least:
             raise ValueError(f'{key} is {globals()[key]}: it must be at least {least}')
@@ -119,5 +119,5 @@ if interactive:
         except ValueError as error:  # a character that the model does not know
             print(f'error: {error}', file=sys.stderr)
 else:
-    with one_sentence():
+    with exit_on_error():
         show(start)

@@ -27,14 +27,14 @@ if sys.platform == 'linux':  # glibc gives large blocks back at once, and each n
 import torch
 from torch.profiler import record_function
 
-import checkpoint
-import metrics
-from configurator import configure, one_sentence
+from kilogpt import checkpoint
+from kilogpt import metrics
+from kilogpt.configurator import configure, exit_on_error
 from data.loader import Prefetcher, TokenLoader, read_meta
 from model import GPT, GPTConfig
-from optim import Muon, build_adamw, scheduled_lr
-from parallel import Parallel, compile_failure, fill, resolve_dtype
-from watchdog import Watchdog
+from kilogpt.optim import Muon, build_adamw, scheduled_lr
+from kilogpt.parallel import Parallel, compile_failure, fill, resolve_dtype
+from kilogpt.health import Watchdog
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
@@ -127,7 +127,7 @@ def request_stop(number, frame):
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # the last is what Slurm's --signal=USR1@120 sends before the end
     signal.signal(number, request_stop)
 
-with one_sentence():
+with exit_on_error():
     for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'max_iters'):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
@@ -154,7 +154,7 @@ for preparer in (par.is_main, par.local_rank == 0):
         if subprocess.run([sys.executable, os.path.join(data_dir, 'prepare.py')]).returncode:
             sys.exit(f'error: dataset {dataset!r} could not be prepared')
     par.barrier()
-with one_sentence():
+with exit_on_error():
     if not os.path.isdir(data_dir) or not any(name.endswith('.bin') for name in os.listdir(data_dir)):
         script = os.path.join('data', dataset, 'prepare.py')
         raise ValueError(f'dataset {dataset!r} has no data in {data_dir}: ' + (
@@ -164,7 +164,7 @@ with one_sentence():
 
 # model: from scratch, from this run's own checkpoint, or from weights that were trained elsewhere
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
-with one_sentence():
+with exit_on_error():
     lock = checkpoint.lock(out_dir) if par.is_main and not eval_only and os.path.isdir(out_dir) else None
 par.barrier()
 source, weights, saved = None, None, {}  # a checkpoint to load, tensors to copy, the state of the run to resume
@@ -178,7 +178,7 @@ if init_from in ('resume', 'auto'):
             break
     if source is None and init_from == 'resume':
         sys.exit(f'error: there is no checkpoint to resume in {out_dir}/ckpt: set --out_dir, or --init_from=scratch')
-with one_sentence():
+with exit_on_error():
     model_args = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
     model_args['vocab_size'] = meta['vocab_size']
     if saved:
@@ -242,7 +242,7 @@ rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batc
 positions = par.my_positions(block_size)
 
 def fetch(batches, step):
-    with one_sentence():  # a token beyond the vocabulary, found as it is read
+    with exit_on_error():  # a token beyond the vocabulary, found as it is read
         x, y = batches(step)
     return x.to(par.device, non_blocking=True), y.to(par.device, non_blocking=True)
 
@@ -305,7 +305,7 @@ for note in par.notes:
     say(f'  note        {note}')
 if saved:
     say(f'resuming {source} at iteration {iteration}')
-with one_sentence():
+with exit_on_error():
     if par.is_main:
         os.makedirs(out_dir, exist_ok=True)
     if par.is_main and not eval_only:

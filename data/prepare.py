@@ -291,3 +291,13 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
+
+
+def write_random_tokens(folder, vocab_size, count=2 ** 22):
+    """Write a dataset of uniform random tokens, to measure speed where there is no data. Its loss means nothing."""
+    dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
+    for split in ('train', 'val'):
+        tokens = np.random.default_rng(0).integers(0, vocab_size, size=count, dtype=dtype)
+        tokens.tofile(os.path.join(folder, f'{split}.bin'))
+    with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:
+        json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)

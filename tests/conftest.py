@@ -45,12 +45,13 @@ def dataset(tmp_path_factory):
 
 
 def launch(script, *arguments, nproc=1, env=None, cwd=None):
-    """Start a script of the repository as a user does, under torchrun where nproc > 1; the running process."""
+    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does, under torchrun where nproc > 1."""
     launcher = [sys.executable]
     if nproc > 1:
         launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
     environment = dict(os.environ, OMP_NUM_THREADS='1', **(env or {}))
-    return subprocess.Popen([*launcher, os.path.join(ROOT, script), *map(str, arguments)], text=True, env=environment,
+    program = [os.path.join(ROOT, script)] if script.endswith('.py') else ['-m', script]
+    return subprocess.Popen([*launcher, *program, *map(str, arguments)], text=True, env=environment,
                             cwd=cwd or ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

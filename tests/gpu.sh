@@ -17,7 +17,7 @@ part() {  # title, then a command
     timeout -k 5 $left "${@:2}" || echo "FAILED: exit $?"
 }
 
-python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$work"
+python -c "import sys; from data.prepare import write_random_tokens; write_random_tokens(sys.argv[1], 50257)" "$work"
 data="--dataset=$work"
 many="--gradient_accumulation_steps=40 ${SMALL:-}"  # nanoGPT's default, 491,520 tokens an iteration
 one="--gradient_accumulation_steps=4 ${SMALL:-}"

@@ -19,7 +19,7 @@ for stage in 0 3; do
 done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-python -c "import sys, bench; bench.write_random_tokens(sys.argv[1], 50257)" "$work"
+python -c "import sys; from data.prepare import write_random_tokens; write_random_tokens(sys.argv[1], 50257)" "$work"
 echo "== the same curve from each: the losses of 5 iterations"
 for layout in "--zero_stage=0" "--zero_stage=2" "--zero_stage=3 --activation_checkpoint=selective" "--zero_stage=3 --cpu_offload"; do
     python train.py $SHAPE --dataset="$work" --gradient_accumulation_steps=1 --eval_iters=0 --keep_checkpoints=0 \

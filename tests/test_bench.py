@@ -6,7 +6,7 @@ import pytest
 from conftest import TINY, run
 
 import bench
-import metrics
+from kilogpt import metrics
 from model import GPT, GPTConfig
 
 BENCH = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from conftest import ROOT
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-import parallel
-from configurator import configure
+from kilogpt import parallel
+from kilogpt.configurator import configure
 from model import GPT, GPTConfig
 
 JOIN = dist.init_process_group

@@ -5,7 +5,7 @@ import re
 import pytest
 from conftest import ROOT, run
 
-from configurator import configure
+from kilogpt.configurator import configure
 
 SCRIPT = '''"""What the script does."""
 import os
@@ -68,7 +68,7 @@ def test_command_line(arguments, key, value):
     ('--top_k=1.5', "top_k takes int or None.*'1.5'"),
     ('no/such/file.py', "no config file 'no/such/file.py'"), ('steps=3', "no config file 'steps=3' .*--key=value"),
 ])
-def test_bad_arguments_are_one_sentence(arguments, message):
+def test_bad_arguments_are_exit_on_error(arguments, message):
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
         result(*arguments.split())
 
@@ -106,7 +106,7 @@ def test_nanogpts_kind_of_config_file(tmp_path):
     ('a.json', '{"steps": null}', 'steps takes int'),
     ('a.json', '{"steps": 3', 'a.json'), ('a.json', '[1]', 'a.json'), ('a.py', 'steps = = 3', 'a.py'),
 ])
-def test_bad_files_are_one_sentence(tmp_path, name, text, message):
+def test_bad_files_are_exit_on_error(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
         result(tmp_path / name)

@@ -75,7 +75,7 @@ def failures(dataset, inputs, tmp_path_factory):
 
 
 @pytest.mark.parametrize('name', BAD_ARGUMENTS)
-def test_one_sentence_and_exit_code_1(failures, name):
+def test_exit_on_error_and_exit_code_1(failures, name):
     failure = failures[name]
     if name == 'no GPU' and failure.returncode == 0:
         pytest.skip('there is one')

@@ -14,10 +14,10 @@ import time
 import pytest
 import torch
 
-import checkpoint
+from kilogpt import checkpoint
 from conftest import ROOT, TINY, curve, read_metrics, side_by_side, tensors, workers
 from test_parallel import launch as launch_several
-from watchdog import culprits
+from kilogpt.health import culprits
 
 RUN = [*TINY, '--dropout=0.1', '--eval_interval=20', '--lr_decay_iters=100']
 
@@ -96,7 +96,8 @@ def test_torchrun_starts_a_run_again_whose_process_was_killed(dataset, tmp_path)
 
 
 SLOW = """
-import os, time, optim
+import os, time
+from kilogpt import optim
 fast = optim.scheduled_lr
 optim.scheduled_lr = lambda *args: time.sleep(0.05) or fast(*args)  # once an iteration
 """
@@ -143,11 +144,12 @@ def test_nodes_come_and_go(train, dataset, tmp_path):
 # stopped
 
 PHASES = """
-import builtins, os, time, optim
+import builtins, os, time
+from kilogpt import optim
 rank, phase, folder = os.environ['RANK'], {phase!r}, {folder!r}
 mark = lambda: open(f'{{folder}}/{{phase}}.here', 'w').close()
 if phase == 'training':  # in the second of three micro-steps of the ninth iteration
-    import parallel
+    from kilogpt import parallel
     forward_backward, calls = parallel.Parallel.forward_backward, [0]
     def slow(*args, **options):
         calls[0] += 1
@@ -156,7 +158,7 @@ if phase == 'training':  # in the second of three micro-steps of the ninth itera
         return forward_backward(*args, **options)
     parallel.Parallel.forward_backward = slow
 elif phase == 'evaluation':  # the one after six iterations
-    import parallel
+    from kilogpt import parallel
     evaluate, calls = parallel.Parallel.evaluate, [0]
     def slow(*args, **options):
         calls[0] += 1
@@ -293,7 +295,8 @@ def test_a_save_that_fails_ends_no_run(dataset, tmp_path):
 
 
 FAULT = """
-import json, os, checkpoint
+import json, os
+from kilogpt import checkpoint
 write = checkpoint._write_json
 def failing(path, content):
     if path.endswith('state.json'):
@@ -313,7 +316,7 @@ def test_all_processes_learn_that_the_first_could_not_finish_a_save(dataset, tmp
 
 
 def test_metrics_wait_for_room(tmp_path, capsys, monkeypatch):
-    from metrics import Metrics
+    from kilogpt.metrics import Metrics
     (tmp_path / 'metrics.jsonl').write_text('{"iter": 1}\n{"it')  # the machine went down in the middle of a line
     log = Metrics(str(tmp_path), True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

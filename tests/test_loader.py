@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import data.loader
 from data.loader import Prefetcher, TokenLoader, read_meta, shuffled
-from parallel import SCHEDULES, Parallel
+from kilogpt.parallel import SCHEDULES, Parallel
 
 U16 = dict(vocab_size=65536, dtype='uint16')
 
@@ -210,7 +210,7 @@ def test_meta_pkl_is_never_unpickled(tmp_path):
 
 @pytest.mark.parametrize('text', ['', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
                                   '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
-def test_bad_meta_json_is_one_sentence_that_names_it(tmp_path, text):
+def test_bad_meta_json_is_exit_on_error_that_names_it(tmp_path, text):
     assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')  # where there is none
     (tmp_path / 'meta.json').write_text(text)
     with pytest.raises(ValueError, match='^[^\n]*meta.json[^\n]*$'):

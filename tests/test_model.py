@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
-import checkpoint
+from kilogpt import checkpoint
 from model import GPT, DotProductAttention, Dropout, GPTConfig, rotate
-from parallel import fill
+from kilogpt.parallel import fill
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False, softcap=5.0, bias=False)
@@ -83,8 +83,8 @@ def test_incomplete_folders_are_refused(tmp_path, missing, present):
 
 
 @pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')], ids=['offline', 'unreachable'])
-def test_a_name_that_cannot_be_downloaded_is_one_sentence(tmp_path, env):
-    code = 'import checkpoint, configurator\nwith configurator.one_sentence(): checkpoint.read_weights("gpt2")'
+def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path, env):
+    code = 'from kilogpt import checkpoint, configurator\nwith configurator.exit_on_error(): checkpoint.read_weights("gpt2")'
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path), **env))
     assert done.returncode == 1 and 'Traceback' not in done.stderr
@@ -257,7 +257,7 @@ def test_flops_per_token_equals_what_the_operations_count(options):
     (dict(dropout=1.0), 'dropout is 1.0'), (dict(dropout=-0.1), 'dropout is -0.1'),
     *((dict([(key, 0)]), f'{key} is 0') for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')),
 ], ids=str)
-def test_impossible_configs_are_one_sentence(bad, message):
+def test_impossible_configs_are_exit_on_error(bad, message):
     with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):
         GPTConfig(**TINY | bad)
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from optim import Muon, build_adamw, orthogonalized, scheduled_lr
+from kilogpt.optim import Muon, build_adamw, orthogonalized, scheduled_lr
 
 PEAK = 6e-4
 

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
+from kilogpt import checkpoint
 from conftest import forked, read_metrics, side_by_side, tensors, workers
 from conftest import launch as launch_torchrun
 from data.loader import TokenLoader, read_meta
@@ -285,7 +285,7 @@ REFUSED = {
 }
 
 
-def test_what_cannot_be_is_refused_in_one_sentence(dataset, tmp_path):
+def test_what_cannot_be_is_refused_in_exit_on_error(dataset, tmp_path):
     said = launch(2, [(name, arguments(dataset, tmp_path / 'out', text)) for name, (text, *_) in REFUSED.items()], abreast=True)
     for name, (_, *parts) in REFUSED.items():
         sentence = re.search('^error: .*', said[name][0], re.M)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-import checkpoint
+from kilogpt import checkpoint
 from conftest import TINY, curve, launch, read_metrics, run, side_by_side, tensors
 from data.loader import TokenLoader, read_meta
 from model import GPT, GPTConfig

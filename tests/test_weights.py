@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-import checkpoint
+from kilogpt import checkpoint
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from model import GPT, GPTConfig
-from optim import build_adamw
+from kilogpt.optim import build_adamw
 
 TINY = dict(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 LLAMA = dict(pos='rope', norm='rmsnorm', mlp='swiglu', n_kv_head=2, bias=False, tie_weights=False)
@@ -363,8 +363,8 @@ def test_tokenizers_agree(pairs, name):
 
 def test_commands(tmp_path):
     out_dir, model, _ = make_run(tmp_path / 'run', moments=True)
-    done, _ = side_by_side(lambda: run('checkpoint.py', 'inspect', out_dir),
-                           lambda: run('checkpoint.py', 'export', out_dir, tmp_path / 'hf', '--dtype=bfloat16'))
+    done, _ = side_by_side(lambda: run('kilogpt.checkpoint', 'inspect', out_dir),
+                           lambda: run('kilogpt.checkpoint', 'export', out_dir, tmp_path / 'hf', '--dtype=bfloat16'))
     for words in ('iter_00000003: iteration 3, tokens 2304, val_loss 2.5, best_val_loss 2.5, checksums hold', 'n_layer 2',
                   'n_hidden 128', 'learning_rate 0.001', 'tokenizer: char',
                   f'{model.num_params():,} parameters in {4 * model.num_params():,} bytes'):
@@ -380,7 +380,7 @@ def test_commands(tmp_path):
 
 def test_bad_commands(tmp_path, capsys):
     out_dir, *_ = make_run(tmp_path / 'run')
-    done = run('checkpoint.py', 'export', out_dir, tmp_path / 'run', check=False)
+    done = run('kilogpt.checkpoint', 'export', out_dir, tmp_path / 'run', check=False)
     assert done.returncode == 1 and done.stderr == f'error: {tmp_path}/run is there already: name another\n'
     with pytest.raises(ValueError, match='no checkpoint to export'):
         checkpoint.export_weights(str(tmp_path), str(tmp_path / 'hf'))

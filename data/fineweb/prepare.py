@@ -3,7 +3,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from configurator import configure, one_sentence
+from kilogpt.configurator import configure, exit_on_error
 from data.prepare import fingerprint, load_rows, row_split, write_dataset
 from data.tokenizer import get_tokenizer
 
@@ -19,7 +19,7 @@ num_proc = os.cpu_count() or 1  # processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
-    with one_sentence():
+    with exit_on_error():
         encoder = get_tokenizer({'tokenizer': tokenizer})
         rows = load_rows(input, repository, name=subset, streaming=streaming)
         count = val_documents if streaming else min(val_documents, len(rows))

@@ -3,7 +3,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from configurator import configure, one_sentence
+from kilogpt.configurator import configure, exit_on_error
 from data.prepare import shakespeare, text_splits, write_dataset
 from data.tokenizer import get_tokenizer
 
@@ -12,7 +12,7 @@ out = 'shakespeare'  # output folder, in data/ or absolute
 configure(globals())
 
 if __name__ == '__main__':
-    with one_sentence():
+    with exit_on_error():
         path = shakespeare(out, input)
         print(f'text: {path}')
         # train 301,966 and val 36,059 tokens of tiny Shakespeare, as in nanoGPT

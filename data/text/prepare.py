@@ -4,7 +4,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from configurator import configure, one_sentence
+from kilogpt.configurator import configure, exit_on_error
 from data.prepare import find_files, fingerprint, read_text, text_splits, write_dataset
 from data.tokenizer import CharTokenizer, get_tokenizer
 
@@ -17,7 +17,7 @@ num_proc = os.cpu_count() or 1  # processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
-    with one_sentence():
+    with exit_on_error():
         if not input:
             raise ValueError("say which text files: --input='books/*.txt'")
         paths = find_files(input)

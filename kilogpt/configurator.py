@@ -19,7 +19,7 @@ _TYPES = (bool, int, float, str, type(None))
 
 
 @contextlib.contextmanager
-def one_sentence():
+def exit_on_error():
     """Bad input raised inside (ValueError, OSError, ImportError) ends the script with its message alone, exit code 1."""
     try:
         yield
@@ -43,7 +43,7 @@ def configure(script, argv=None):
     if '--help' in argv or '-h' in argv:
         print(_help(script['__file__'], config, kinds))
         sys.exit(0)
-    with one_sentence():
+    with exit_on_error():
         while argv:
             argument = argv.pop(0)
             if not argument.startswith('--'):

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from optim import local_part
+from kilogpt.optim import local_part
 
 warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')  # RMSNorm under autocast: not fused, but right
 

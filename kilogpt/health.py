@@ -11,7 +11,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FIRST_LIMIT = 1800  # seconds for the first iteration, which may compile
 
 

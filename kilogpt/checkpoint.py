@@ -27,11 +27,11 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.distributed as dist
 
-from configurator import one_sentence
+from kilogpt.configurator import exit_on_error
 from data.loader import read_meta
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
-from optim import build_adamw, local_part
+from kilogpt.optim import build_adamw, local_part
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP says that one process is one process
 
@@ -615,7 +615,7 @@ def import_weights(source, out_dir, dataset=None):
         raise ValueError(f'{out_dir} has checkpoints already: name another folder')
     arguments, weights, meta = read_weights(source)
     if dataset:
-        meta = read_meta(os.path.join(os.path.dirname(os.path.abspath(__file__)), 'data', dataset))
+        meta = read_meta(os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'data', dataset))
     if meta and meta['vocab_size'] > arguments['vocab_size']:
         raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, the weights have {arguments["vocab_size"]}: '
                          'name the dataset they were trained with, once it is prepared')
@@ -703,7 +703,7 @@ if __name__ == '__main__':
     command.add_argument('source', help="a run's out_dir, one of its ckpt/iter_*, or what import takes")
     command.add_argument('--which', **which)
     options = vars(parser.parse_args())
-    with one_sentence():
+    with exit_on_error():
         if not os.path.exists(options['source']) and options['source'] not in _GPT2_NAMES:
             raise ValueError(f'there is no {options["source"]!r}')
         {'export': export_weights, 'import': import_weights, 'inspect': inspect}[options.pop('command')](**options)
