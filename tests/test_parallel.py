@@ -16,7 +16,6 @@ from data.loader import TokenLoader, read_meta
 from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights, run_forked,
                      saved_iterations, side_by_side)
 
-pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
 ITERATIONS = 4
 BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 --batch_size=8 '
         f'--gradient_accumulation_steps=3 --eval_iters=3 --eval_interval={ITERATIONS} --max_iters={ITERATIONS} --log_interval=1 '

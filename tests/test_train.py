@@ -14,7 +14,6 @@ from helpers import (TINY, assert_near, assert_same_tensors, curve, first_iterat
                      read_metrics, read_run, run_script, saved_iterations, start_script)
 from model import GPT, GPTConfig
 
-pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')  # DCP says that one process is one process
 MODEL = dict(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False)  # TINY's
 
 # a learning rate that rises until the loss does: the best checkpoint is an early one
