@@ -29,6 +29,7 @@ from torch.profiler import record_function
 
 from kilogpt import checkpoint
 from kilogpt import metrics
+from kilogpt import trace
 from kilogpt.configurator import configure, exit_on_error
 from data.loader import Prefetcher, TokenLoader, read_meta
 from model import GPT, GPTConfig
@@ -320,7 +321,7 @@ with exit_on_error():
 peak = metrics.peak_flops(par.device, dtype)
 flops_per_iter = flops_per_token * tokens_per_iter
 
-profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
+profiler = trace.Profiler(out_dir) if profile and par.is_main else None
 unchecked = None  # of the last update, until it is known to have been made
 
 def check_update():
