@@ -686,6 +686,31 @@ def inspect(source, which='best'):
     print(f'{total:,} parameters in {size:,} bytes' + (f', and {held:,} bytes of optimizer state' if held else ''))
 
 
+lock_folder = lock
+Saver.allocate = Saver.prepare
+
+
+def find_undamaged(out_dir, processes):
+    """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) if there is none."""
+    for path in find(out_dir):
+        problem = damage(path, processes.rank, processes.world_size)
+        if problem:
+            print(f'{path} is damaged ({problem}): going back to the one before it', flush=True)
+        if not processes.any(problem):
+            return path, read_state(path)
+    return None, {}
+
+
+def find_initial(init_from, processes):
+    path = find_best(init_from)
+    if not path:
+        arguments, tensors, _ = read_weights(init_from)
+        return None, tensors, arguments
+    if problem := damage(path, processes.rank, processes.world_size):
+        raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best is taken')
+    return path, None, read_state(path)['model']
+
+
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description='Weights in and out, and what a checkpoint holds.')
     commands = parser.add_subparsers(dest='command', required=True)

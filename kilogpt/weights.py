@@ -1,0 +1,1 @@
+from kilogpt.checkpoint import read_weights, padded, find_initial
