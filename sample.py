@@ -15,6 +15,7 @@ from kilogpt.configurator import configure, exit_on_error
 from data.tokenizer import get_tokenizer
 from model import GPT, GPTConfig
 from kilogpt.parallel import Parallel, compile_failure, fill, resolve_dtype
+from kilogpt.weights import pad_rows, read_weights
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
@@ -64,10 +65,10 @@ with exit_on_error():
         model = GPT(GPTConfig(**state['model']), seed=None)
         checkpoint.load(path, list(model.named_parameters()))
     else:
-        arguments, weights, meta = checkpoint.read_weights(init_from)
+        arguments, weights, meta = read_weights(init_from)
         tokenizer = get_tokenizer(meta)
         model = GPT(GPTConfig(**arguments), seed=None)
-        fill(model.named_parameters(), checkpoint.padded(weights))
+        fill(model.named_parameters(), lambda name, shape: pad_rows(weights[name], shape))
     if start == '-':
         start = sys.stdin.read()
     elif start.startswith('FILE:'):

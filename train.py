@@ -29,6 +29,7 @@ from torch.profiler import record_function
 
 from kilogpt import checkpoint
 from kilogpt import metrics
+from kilogpt.weights import pad_rows, read_weights
 from kilogpt.configurator import configure, exit_on_error
 from data.loader import Prefetcher, TokenLoader, read_meta
 from model import GPT, GPTConfig
@@ -165,7 +166,7 @@ with exit_on_error():
 # model: from scratch, from this run's own checkpoint, or from weights that were trained elsewhere
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
 with exit_on_error():
-    lock = checkpoint.lock(out_dir) if par.is_main and not eval_only and os.path.isdir(out_dir) else None
+    lock = checkpoint.lock_folder(out_dir) if par.is_main and not eval_only and os.path.isdir(out_dir) else None
 par.barrier()
 source, weights, saved = None, None, {}  # a checkpoint to load, tensors to copy, the state of the run to resume
 if init_from in ('resume', 'auto'):
@@ -198,7 +199,7 @@ with exit_on_error():
                 raise ValueError(f'{source} is damaged ({problem}): delete it, and the next best is taken')
             model_args = checkpoint.read_state(source)['model'] | dict(dropout=dropout)
         else:
-            model_args, weights, _ = checkpoint.read_weights(init_from)
+            model_args, weights, _ = read_weights(init_from)
             model_args['dropout'] = dropout
     if block_size > model_args['block_size']:
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} was made for '
@@ -228,7 +229,7 @@ with exit_on_error():
         checkpoint.load(source, par.named_parameters(), optimizer if saved else None)
     else:
         fill(par.named_parameters(),
-             checkpoint.padded(weights) if weights else lambda name, shape: model.initial_value(name, shape, seed))
+             (lambda name, shape: pad_rows(weights[name], shape)) if weights else lambda name, shape: model.initial_value(name, shape, seed))
 scaler = torch.amp.GradScaler(par.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
@@ -309,7 +310,7 @@ with exit_on_error():
     if par.is_main:
         os.makedirs(out_dir, exist_ok=True)
     if par.is_main and not eval_only:
-        lock = lock or checkpoint.lock(out_dir)
+        lock = lock or checkpoint.lock_folder(out_dir)
         earlier = None if saved else checkpoint.set_aside(out_dir)
         if earlier:
             say(f'{out_dir} held an earlier run: moved to {earlier}')
@@ -422,7 +423,7 @@ while True:
     iteration += 1
     watchdog.limit = comm_timeout  # what compiles has done so
     if async_checkpoint and (keep_checkpoints or eval_iters):
-        saver.prepare(par.named_parameters(), optimizer)
+        saver.allocate(par.named_parameters(), optimizer)
 
     if iteration % log_interval == 0:
         metrics.synchronize(par.device)
