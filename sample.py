@@ -67,7 +67,7 @@ def load_model():
         arguments, tensors, meta = weights.read_weights(init_from)
         tokenizer = get_tokenizer(meta)
         model = GPT(GPTConfig(**arguments), seed=None)
-        fill(model.named_parameters(), weights.padded(tensors))
+        fill(model.named_parameters(), lambda name, shape: weights.pad_rows(tensors[name], shape))
     return model, tokenizer
 
 

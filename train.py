@@ -215,7 +215,7 @@ with exit_on_error():
     if source:
         checkpoint.load(source, parallel.named_parameters(), optimizer if saved else None)
     elif tensors:
-        fill(parallel.named_parameters(), weights.padded(tensors))
+        fill(parallel.named_parameters(), lambda name, shape: weights.pad_rows(tensors[name], shape))
     else:
         fill(parallel.named_parameters(), lambda name, shape: model.initial_value(name, shape, seed))
 scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')

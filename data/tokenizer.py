@@ -211,8 +211,8 @@ def get_tokenizer(meta):
     ValueError: no such tokenizer. OSError: its vocabulary cannot be had. ImportError: tiktoken is missing.
     """
     if meta is None:
-        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python '
-                         'checkpoint.py import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and take --out_dir=OUT_DIR')
+        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python -m '
+                         'kilogpt.convert import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and take --out_dir=OUT_DIR')
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] != 'char':

@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilogpt import checkpoint
-from model import GPT, GPTConfig, rotate
 from kilogpt.parallel import fill
+from kilogpt.weights import pad_rows, read_weights
+from model import GPT, GPTConfig, rotate
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False, softcap=5.0, bias=False)
@@ -59,9 +59,9 @@ def gpt2(request, tmp_path_factory):
             p.add_(0.1 * torch.randn_like(p))
     folder = tmp_path_factory.mktemp('gpt2')
     theirs.save_pretrained(folder)
-    arguments, weights, _ = checkpoint.read_weights(str(folder))
+    arguments, weights, _ = read_weights(str(folder))
     ours = GPT(GPTConfig(**arguments), seed=None).eval()
-    fill(ours.named_parameters(), checkpoint.padded(weights))
+    fill(ours.named_parameters(), lambda name, shape: pad_rows(weights[name], shape))
     return theirs, ours, folder
 
 
@@ -79,12 +79,12 @@ def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
 def test_incomplete_folders_are_refused(tmp_path, missing, present):
     (tmp_path / present).write_text('{}')
     with pytest.raises(OSError, match=f'has no {missing}'):
-        checkpoint.read_weights(str(tmp_path))
+        read_weights(str(tmp_path))
 
 
 @pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')], ids=['offline', 'unreachable'])
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path, env):
-    code = 'from kilogpt import checkpoint, configurator\nwith configurator.exit_on_error(): checkpoint.read_weights("gpt2")'
+    code = 'from kilogpt import configurator, weights\nwith configurator.exit_on_error(): weights.read_weights("gpt2")'
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path), **env))
     assert done.returncode == 1 and 'Traceback' not in done.stderr
