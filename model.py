@@ -179,9 +179,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    # How the model may be split, as plain data that parallel.py carries out: names within a block unless a path is given.
+    # How the model may be split, as plain data that parallel.py carries out: names within a block unless a
+    # path is given.
     split_plan = dict(
-        # a pipeline cuts between any two blocks; what comes before them is on its first stage, what comes after on its last
+        # a pipeline cuts between any two blocks; what comes before them is on its first stage, what comes
+        # after on its last
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
@@ -247,12 +249,12 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
 
-        With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The caller divides
-        by their number in the global batch, which only the caller knows.
-        With a cache (new_cache), idx continues what the cache holds, and the logits are those of the last position alone,
-        (B, 1, vocab_size).
-        A stage of a pipeline lacks parts. Without the embedding, idx is x (B, T, C) of the stage before; without the head,
-        the result is x.
+        With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The
+        caller divides by their number in the global batch, which only the caller knows.
+        With a cache (new_cache), idx continues what the cache holds, and the logits are those of the last
+        position alone, (B, 1, vocab_size).
+        A stage of a pipeline lacks parts. Without the embedding, idx is x (B, T, C) of the stage before;
+        without the head, the result is x.
         """
         # Sequence parallelism divides x between pipeline stages, but never the targets.
         T = idx.size(1) if targets is None else targets.size(1)
@@ -299,11 +301,13 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T):
-        """Floating-point operations of forward and backward per token, in sequences of T, counted from the structure.
+        """Floating-point operations of forward and backward per token, in sequences of T, counted from the
+        structure.
 
-        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds, per layer, 6
-        for each of the two T × H D products, halved because a causal token sees half of the sequence on average. (PaLM,
-        Chowdhery et al. 2022, B, and nanoGPT do not halve, and so report a somewhat higher MFU.)
+        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds,
+        per layer, 6 for each of the two T × H D products, halved because a causal token sees half of the
+        sequence on average. (PaLM, Chowdhery et al. 2022, B, and nanoGPT do not halve, and so report a
+        somewhat higher MFU.)
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
@@ -311,13 +315,15 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, generator=None,
                         cache=None):
-        """Continue idx (B, T): yields the next token of each row, (B,), max_new_tokens times or until all rows stopped.
+        """Continue idx (B, T): yields the next token of each row, (B,), max_new_tokens times or until all
+        rows stopped.
 
-        temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that probability
-        (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it. Past block_size the model
-        sees the last block_size tokens, read again for each token, since their positions shift.
-        cache: of new_cache(B), whose content is replaced. Where the cache has more rows than one, an idx (1, T) is read
-        once and continued in all of them.
+        temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
+        probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it. Past
+        block_size the model sees the last block_size tokens, read again for each token, since their positions
+        shift.
+        cache: of new_cache(B), whose content is replaced. Where the cache has more rows than one, an idx (1,
+        T) is read once and continued in all of them.
         """
         block_size = self.config.block_size
         cache = cache or self.new_cache(idx.size(0))
@@ -364,7 +370,8 @@ MAX_LOGITS = 2 ** 27  # elements of the logits that exist at a time: 0.5 GB in f
 
 
 class Loss(nn.Module):
-    """The cross-entropy in nats, in float32, summed over the valid targets; in parts where the logits would be too many.
+    """The cross-entropy in nats, in float32, summed over the valid targets; in parts where the logits would
+    be too many.
 
     A module without parameters, so that a layout can replace it where logits are sharded.
     """
@@ -385,7 +392,8 @@ class Loss(nn.Module):
         return sum(self.of_hidden(part, weight, part_targets) for part, part_targets in parts)
 
     def part_size(self, N, V):
-        """How many of N rows of V logits to take at a time: all, or a divisor of N if one is near, else the last part is less.
+        """How many of N rows of V logits to take at a time: all, or a divisor of N if one is near, else the
+        last part is less.
 
         Parts of one size matter because code is compiled for a size.
         """
@@ -470,10 +478,11 @@ class CacheView(NamedTuple):
 
 
 class Cache:
-    """The keys and values that attention has seen: per layer two (rows, G, block_size, D), of which `length` positions are filled.
+    """The keys and values that attention has seen: per layer two (rows, G, block_size, D), of which `length`
+    positions are filled.
 
-    No tensor of a cache grows or moves, and length is a tensor too. So the step from one token to the next is the same work
-    on the same memory each time, which compiles once and makes one CUDA graph.
+    No tensor of a cache grows or moves, and length is a tensor too. So the step from one token to the next is
+    the same work on the same memory each time, which compiles once and makes one CUDA graph.
     """
 
     def __init__(self, n_layer, shape, like):

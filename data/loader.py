@@ -65,10 +65,11 @@ def read_meta(folder):
 
 
 def shuffled(positions, n, key):
-    """The images of positions (an integer array) under a pseudo-random permutation of range(n), in O(1) memory at any n.
+    """The images of positions (an integer array) under a pseudo-random permutation of range(n), in O(1)
+    memory at any n.
 
-    A Feistel network over the next power of four, applied again to whatever falls outside range(n) (cycle walking: Black and
-    Rogaway 2002, section 4). key: a sequence of integers that names the permutation.
+    A Feistel network over the next power of four, applied again to whatever falls outside range(n) (cycle
+    walking: Black and Rogaway 2002, section 4). key: a sequence of integers that names the permutation.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -89,12 +90,13 @@ def shuffled(positions, n, key):
 class TokenLoader:
     """One split of a dataset as a stream of tokens, over one file or many shards, each opened once.
 
-    An epoch closes the stream to a circle, starts at a random place, and cuts n_tokens // block_size sequences from there,
-    which are read in a shuffled order. So each token is an input once, except for n_tokens % block_size tokens that are left
-    over, and those are different ones in each epoch.
+    An epoch closes the stream to a circle, starts at a random place, and cuts n_tokens // block_size
+    sequences from there, which are read in a shuffled order. So each token is an input once, except for
+    n_tokens % block_size tokens that are left over, and those are different ones in each epoch.
 
     folder: the dataset's, with {split}.bin or shards {split}_*.bin, raw or with llm.c's header.
-    vocab_size: a token id at or above it raises ValueError, as do, at start, no data, a truncated file, too few tokens.
+    vocab_size: a token id at or above it raises ValueError, as do, at start, no data, a truncated file, too
+    few tokens.
     """
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
@@ -198,11 +200,13 @@ def _open_tokens(path, meta):
 
 
 class Batches:
-    """This process's micro-batches of one split, on its device. A thread reads the next one while the last is in use.
+    """This process's micro-batches of one split, on its device. A thread reads the next one while the last is
+    in use.
 
     starts(batch): the stream positions at which the sequences of a global batch begin, an integer array.
     steps: the number of micro-batches in which each process takes its share of a global batch.
-    rows(total, step): which of `total` sequences are this process's micro-batch `step`, an integer array; -1 is padding.
+    rows(total, step): which of `total` sequences are this process's micro-batch `step`, an integer array; -1
+    is padding.
     positions: the slice of each sequence that this process takes.
     """
 

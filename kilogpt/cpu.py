@@ -11,8 +11,8 @@ import torch.nn as nn
 def keep_freed_memory():
     """Let glibc keep large blocks that are freed, for the next iteration to use.
 
-    By default it returns them to the system at once, and each new one is zeroed page by page, which takes half of an
-    iteration's time.
+    By default it returns them to the system at once, and each new one is zeroed page by page, which takes
+    half of an iteration's time.
     """
     if sys.platform == 'linux':
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -46,7 +46,8 @@ class FastDropout(nn.Dropout):
     def forward(self, x):
         if not self.training or self.p == 0 or hasattr(x, 'placements'):
             return super().forward(x)
-        # The mask takes the tensor rather than its shape: the compiler would merge calls that have equal arguments.
+        # The mask takes the tensor rather than its shape: the compiler would merge calls that have equal
+        # arguments.
         return x * dropout_mask(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
 
 
@@ -95,7 +96,8 @@ class RMSNormInFewPasses(torch.autograd.Function):
 
 
 class PlainAttention(nn.Module):
-    """The model's attention as two matrix products and a softmax, where those beat a processor's fused attention.
+    """The model's attention as two matrix products and a softmax, where those beat a processor's fused
+    attention.
 
     That is in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory.
     """

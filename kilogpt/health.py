@@ -25,9 +25,9 @@ class Ending(NamedTuple):
 class StopRequest:
     """A signal that asks for a checkpoint and a clean exit, caught from the moment this object is made.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Slurm's --signal=USR1@120 sends before the end of a job. A second signal
-    exits at once, if it comes at least five seconds later. Before that it is the same request arriving twice: Slurm signals
-    every process, and torchrun passes its own signal on to them.
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Slurm's --signal=USR1@120 sends before the end of a job. A
+    second signal exits at once, if it comes at least five seconds later. Before that it is the same request
+    arriving twice: Slurm signals every process, and torchrun passes its own signal on to them.
     """
 
     def __init__(self):
@@ -60,9 +60,9 @@ class Update(NamedTuple):
 class NonfiniteUpdates:
     """Decides what an update means for the run whose loss or gradient may have been NaN or infinite.
 
-    on_nonfinite: 'abort', or 'skip' (up to 10 in a row). parallel: the Parallel that sums losses. report(update, what):
-    writes down which batch it was and returns the name of the file. With a gradient scaler (float16) gradients may
-    overflow, which the scaler mends, so that the loss decides.
+    on_nonfinite: 'abort', or 'skip' (up to 10 in a row). parallel: the Parallel that sums losses.
+    report(update, what): writes down which batch it was and returns the name of the file. With a gradient
+    scaler (float16) gradients may overflow, which the scaler mends, so that the loss decides.
     """
 
     def __init__(self, on_nonfinite, parallel, report, has_scaler, skipped=0, skipped_in_a_row=0):
@@ -99,14 +99,16 @@ OUR_FOLDERS = [os.path.join(ROOT, name).rstrip(os.sep) for name in ('', 'data', 
 
 
 class Watchdog:
-    """A thread that ends this process when `beat` has not been called for a time, and says which process held it up.
+    """A thread that ends this process when `beat` has not been called for a time, and says which process held
+    it up.
 
     One process that stops halts all others, each in a collective that never ends. Each process then leaves
-    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last collectives), and tells
-    the others through the process group's store where it is; `culprits` says which ranks hung. A rank that hung ends first,
-    so that torchrun names it too.
+    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last
+    collectives), and tells the others through the process group's store where it is; `culprits` says which
+    ranks hung. A rank that hung ends first, so that torchrun names it too.
 
-    limit: seconds between two beats. first_limit: the same until `first_iteration_done`, for an iteration that may compile.
+    limit: seconds between two beats. first_limit: the same until `first_iteration_done`, for an iteration
+    that may compile.
     """
 
     def __init__(self, processes, folder, limit, first_limit=1800):

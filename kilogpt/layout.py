@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# pp_schedule: the class in torch.distributed.pipelining.schedules, and the stages that each pipeline rank holds
+# pp_schedule: the class in torch.distributed.pipelining.schedules, and the stages that each pipeline rank
+# holds
 SCHEDULES = {
     'gpipe': ('ScheduleGPipe', 1),
     '1f1b': ('Schedule1F1B', 1),
@@ -25,8 +26,8 @@ SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')  # compute the gradients 
 class Layout:
     """The degrees of a run: pp × dp_replicate × dp_shard × cp × tp = world_size.
 
-    Ranks count with tp innermost, so that the processes that communicate most share a node. Data parallelism takes the
-    processes that tp, cp and pp leave: dp = dp_replicate × dp_shard.
+    Ranks count with tp innermost, so that the processes that communicate most share a node. Data parallelism
+    takes the processes that tp, cp and pp leave: dp = dp_replicate × dp_shard.
     Raises ValueError for degrees that do not fit the number of processes.
     """
     world_size: int = 1
@@ -87,11 +88,12 @@ class Layout:
         return [pp_rank, second][:self.stages_per_rank]
 
     def split_batch(self, global_batch, batch_size):
-        """(micro_batch, micro_steps) by which every data-parallel rank takes its share of global_batch sequences.
+        """(micro_batch, micro_steps) by which every data-parallel rank takes its share of global_batch
+        sequences.
 
-        micro_batch is the largest size up to batch_size that divides the share into a number of micro-batches that the
-        pipeline's schedule can run. Where there is none, the last micro-batches are padded with sequences that count
-        for nothing.
+        micro_batch is the largest size up to batch_size that divides the share into a number of micro-batches
+        that the pipeline's schedule can run. Where there is none, the last micro-batches are padded with
+        sequences that count for nothing.
         """
         share = -(-global_batch // self.dp)
         largest = min(batch_size, share)

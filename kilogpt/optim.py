@@ -27,14 +27,16 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest; one learning rate and weight decay for both.
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest; one learning rate and
+    weight decay for both.
 
-    A matrix's update is its momentum (Nesterov's), made orthogonal, times 0.2 √(the longer side). That is the root mean square
-    of AdamW's updates (Liu et al. 2025, 2.2), so that a learning rate for AdamW suits Muon too.
+    A matrix's update is its momentum (Nesterov's), made orthogonal, times 0.2 √(the longer side). That is the
+    root mean square of AdamW's updates (Liu et al. 2025, 2.2), so that a learning rate for AdamW suits Muon
+    too.
 
     named_parameters: [(name, parameter)]; Muon takes those of two dimensions whose names begin with `blocks`.
-    apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows, columns) where each
-    process holds parts of them, as Parallel.apply_to_whole_matrices does.
+    apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
+    columns) where each process holds parts of them, as Parallel.apply_to_whole_matrices does.
     dtype: of the orthogonalisation.
     torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
     """
@@ -86,8 +88,8 @@ class Muon(torch.optim.Optimizer):
 def orthogonalize(matrices, steps=5):
     """U Vᵀ, approximately, of matrices U S Vᵀ (n, rows, columns), by Newton and Schulz's iteration.
 
-    The quintic of Jordan et al. 2024 takes all singular values to between 0.7 and 1.2 in 5 steps: it is fast rather than
-    exact.
+    The quintic of Jordan et al. 2024 takes all singular values to between 0.7 and 1.2 in 5 steps: it is fast
+    rather than exact.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -118,8 +120,9 @@ def local_part(tensor):
 def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):
     """Learning rate of the update that follows `iteration` finished ones.
 
-    Linear warm-up to peak, then to floor at decay_iters: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay),
-    which stays at peak and falls linearly over the last fifth (Hägele et al. 2024). Beyond decay_iters it is floor.
+    Linear warm-up to peak, then to floor at decay_iters: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up,
+    stable, decay), which stays at peak and falls linearly over the last fifth (Hägele et al. 2024). Beyond
+    decay_iters it is floor.
     """
     if iteration < warmup_iters:
         return peak * (iteration + 1) / (warmup_iters + 1)

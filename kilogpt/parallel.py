@@ -45,8 +45,8 @@ class Parallel:
                 activation_checkpoint='none', cpu_offload=False, grad_compress='none', fp8=False):
         """Put a model that was built on the meta device onto the processes.
 
-        Afterwards `forward_backward` and `evaluate` run it, and `named_parameters` are what this process holds: memory
-        that `fill` or a checkpoint sets.
+        Afterwards `forward_backward` and `evaluate` run it, and `named_parameters` are what this process
+        holds: memory that `fill` or a checkpoint sets.
         model: declares how it may be split in `split_plan`; its `config` has n_head, n_kv_head and n_embd.
         global_tokens: of an iteration, which the sum of all losses is divided by.
         Raises ValueError where the model cannot be laid out so.
@@ -54,7 +54,8 @@ class Parallel:
         check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
         layout, plan = self.layout, model.split_plan
-        # The frameworks average gradients over ranks, so each rank's sum of losses is scaled up by their number.
+        # The frameworks average gradients over ranks, so each rank's sum of losses is scaled up by their
+        # number.
         self.loss_scale = layout.gradient_ranks / global_tokens
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
         splits_backward = layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD
@@ -169,10 +170,11 @@ class Parallel:
     # --------------------------------------------------------------------------------------------------------- running
 
     def forward_backward(self, x, y, last=True, scale=lambda loss: loss):
-        """Add the gradients of a micro-batch (with a pipeline: of all of them); returns the sum of this process's losses.
+        """Add the gradients of a micro-batch (with a pipeline: of all of them); returns the sum of this
+        process's losses.
 
-        x, y (B, T / cp). last: whether this is the iteration's last micro-batch. scale: of the loss before the backward
-        pass, a GradScaler's.
+        x, y (B, T / cp). last: whether this is the iteration's last micro-batch. scale: of the loss before
+        the backward pass, a GradScaler's.
         """
         if self.pipeline:
             return self.pipeline.forward_backward(x, y)
@@ -270,11 +272,13 @@ class Parallel:
         optimizer.register_step_post_hook(gather_parameters)
 
     def apply_to_whole_matrices(self, function, parameter, parts):
-        """Apply a function of whole matrices to matrices of which each process holds a part; returns its parts of the results.
+        """Apply a function of whole matrices to matrices of which each process holds a part; returns its
+        parts of the results.
 
         parts (n, rows, columns): this process's parts of n matrices that are laid out as `parameter` is.
-        The processes divide the n matrices: DDP's replicas take a share of them each; otherwise the ranks of each mesh
-        dimension, of FSDP first, then of tensor parallelism, exchange parts of n matrices for n / ranks whole ones.
+        The processes divide the n matrices: DDP's replicas take a share of them each; otherwise the ranks of
+        each mesh dimension, of FSDP first, then of tensor parallelism, exchange parts of n matrices for n /
+        ranks whole ones.
         """
         from torch.distributed.tensor import Replicate
         dimensions = []  # (mesh of one dimension, placement on it), outermost first
@@ -408,10 +412,12 @@ def use_float8(blocks, device, notes):
 
 
 def split_tensors(model, blocks, mesh):
-    """Tensor and sequence parallelism: every parameter becomes a DTensor on `mesh`, as the model's split_plan says.
+    """Tensor and sequence parallelism: every parameter becomes a DTensor on `mesh`, as the model's split_plan
+    says.
 
-    Between blocks each rank has its part of the sequence. A norm's output is gathered once for all linears that read it,
-    and a row-wise linear's output is summed and scattered in one step (Korthikanti et al. 2022, 4.2.2).
+    Between blocks each rank has its part of the sequence. A norm's output is gathered once for all linears
+    that read it, and a row-wise linear's output is summed and scattered in one step (Korthikanti et al. 2022,
+    4.2.2).
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -447,10 +453,11 @@ def split_tensors(model, blocks, mesh):
 
 
 def exchange_heads(attention, mesh):
-    """Context parallelism around attention: each rank comes with a part of the sequence and attends with a part of the heads.
+    """Context parallelism around attention: each rank comes with a part of the sequence and attends with a
+    part of the heads.
 
-    q, k, v (B, heads, T / cp, D) become (B, heads / cp, T, D) by an all-to-all, and another one turns the result back.
-    Key/value heads are repeated where there are fewer than ranks.
+    q, k, v (B, heads, T / cp, D) become (B, heads / cp, T, D) by an all-to-all, and another one turns the
+    result back. Key/value heads are repeated where there are fewer than ranks.
     """
     from torch.distributed.tensor import DTensor, Shard
 
@@ -478,8 +485,8 @@ SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attenti
 def apply_to_block(block, activation_checkpoint, compile):
     """Checkpoint a block's activations and compile it.
 
-    'selective' lies within what is compiled, so that the compiler sees it. 'full' lies around it, since the compiler fails
-    on tensor-parallel blocks that hold it.
+    'selective' lies within what is compiled, so that the compiler sees it. 'full' lies around it, since the
+    compiler fails on tensor-parallel blocks that hold it.
     """
     if activation_checkpoint == 'selective':  # recompute all in the backward pass but SAVED_OUTPUTS
         saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]

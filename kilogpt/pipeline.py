@@ -12,11 +12,12 @@ from kilogpt.layout import SCHEDULES
 
 
 def cut_stage(model, index, n_stages, block_size):
-    """A copy of the model that has only the parts of pipeline stage `index`; the places of other parts hold None.
+    """A copy of the model that has only the parts of pipeline stage `index`; the places of other parts hold
+    None.
 
-    Stages are runs of whole blocks, of costs as equal as that allows. A parameter costs a multiplication per token,
-    attention T · C per block, and the embedding half of its size: lookups are nearly free, but its memory and its update
-    are not.
+    Stages are runs of whole blocks, of costs as equal as that allows. A parameter costs a multiplication per
+    token, attention T · C per block, and the embedding half of its size: lookups are nearly free, but its
+    memory and its update are not.
     """
     plan = model.split_plan
     names = list(model.get_submodule(plan['blocks']))
@@ -66,10 +67,11 @@ def balance(costs, parts):
 
 
 class Pipeline:
-    """The stages of this rank, {index: module}, and the schedule that runs all micro-batches of an iteration at once.
+    """The stages of this rank, {index: module}, and the schedule that runs all micro-batches of an iteration
+    at once.
 
-    tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different stages they
-    are two copies, the `tied_pair`, that each get the sum of both gradients.
+    tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different
+    stages they are two copies, the `tied_pair`, that each get the sum of both gradients.
     """
 
     def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype, tied, loss_scale):
@@ -77,8 +79,8 @@ class Pipeline:
         self.stages, self.device, self.loss_scale = stages, device, loss_scale
         self._find_tied_pair(tied, layout, mesh)
 
-        # The shapes are told in advance. Otherwise every change between training and evaluation would run the model once
-        # more to find them out.
+        # The shapes are told in advance. Otherwise every change between training and evaluation would run the
+        # model once more to find them out.
         length = block_size // layout.cp
         tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
         x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,

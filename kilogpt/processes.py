@@ -18,8 +18,8 @@ import torch.distributed as dist
 class Processes:
     """This process among all that torchrun started: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
 
-    device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with CUDA each
-    process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
+    device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
+    CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
     """
 
     def __init__(self, device='auto'):
@@ -46,8 +46,8 @@ class Processes:
             backend = 'nccl' if self.device.type == 'cuda' else 'gloo'
         if backend == 'nccl':
             backend = 'cpu:gloo,cuda:nccl'  # flags and sums of single numbers travel over gloo, without a device sync
-        # The group's own timeout is longer than any wait should be. The watchdog ends a run that hangs, since it
-        # distinguishes the first iteration, which compiles, from the others.
+        # The group's own timeout is longer than any wait should be. The watchdog ends a run that hangs, since
+        # it distinguishes the first iteration, which compiles, from the others.
         timeout = datetime.timedelta(seconds=max(3600, 2 * comm_timeout))
         store = dist.HashStore() if self.world_size == 1 else _fresh_store()
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
@@ -59,7 +59,8 @@ class Processes:
         if layout.zero_stage == 0 and layout.cp == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh  # takes time that plain DDP need not spend
-        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on their own mesh.
+        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on
+        # their own mesh.
         self.mesh = init_device_mesh(
             self.device.type, (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp),
             mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
@@ -147,10 +148,12 @@ class Processes:
         return event
 
     def slowest(self):
-        """(rank, seconds) of the process that the others waited for, and how long they did, since the last call.
+        """(rank, seconds) of the process that the others waited for, and how long they did, since the last
+        call.
 
-        The slowest process is the one that waits least. Counted are waits between micro-steps and for DDP's gradients;
-        FSDP2, tensor, context and pipeline parallelism also wait within the model, where nothing is measured.
+        The slowest process is the one that waits least. Counted are waits between micro-steps and for DDP's
+        gradients; FSDP2, tensor, context and pipeline parallelism also wait within the model, where nothing
+        is measured.
         """
         seconds = 0.0
         for begin, end in self._waits:
@@ -192,9 +195,10 @@ def find_device(device='auto', local_rank=0, world_size=1):
 def resolve_dtype(dtype, device, training=True):
     """The dtype that a `dtype` key means on a device: 'float32', 'bfloat16' or 'float16'.
 
-    'auto' is bfloat16 on GPUs that have it and float16 on those that do not. On CPUs it is bfloat16 for training where the
-    processor multiplies in it (AVX512-BF16, AMX), else float32. Sampling on a CPU stays at float32: attention to a long
-    text is slower in bfloat16 and loses the time that reading half the bytes of weights would save.
+    'auto' is bfloat16 on GPUs that have it and float16 on those that do not. On CPUs it is bfloat16 for
+    training where the processor multiplies in it (AVX512-BF16, AMX), else float32. Sampling on a CPU stays at
+    float32: attention to a long text is slower in bfloat16 and loses the time that reading half the bytes of
+    weights would save.
     """
     if dtype not in ('auto', 'float32', 'bfloat16', 'float16'):
         raise ValueError(f'dtype is {dtype!r}: use auto, float32, bfloat16 or float16')
@@ -240,9 +244,9 @@ def compile_failure(device):
 def _fresh_store():
     """The store that torchrun announces, under a prefix that only the processes of this start have.
 
-    torchrun keeps one store over restarts, and in it the addresses of processes that have ended (pytorch#135712). So each
-    process says hello under a random name, the main one answers with the prefix of this start, and all confirm that
-    they have read it.
+    torchrun keeps one store over restarts, and in it the addresses of processes that have ended
+    (pytorch#135712). So each process says hello under a random name, the main one answers with the prefix of
+    this start, and all confirm that they have read it.
     """
     store, rank, world_size = next(dist.rendezvous('env://'))
     name = uuid.uuid4().hex
