@@ -328,7 +328,7 @@ def versus_sample(theirs, arguments, extra, options, folder):
     os.mkdir(exported)
     timed(['train.py', *arguments, f'--dataset={folder}', f'--out_dir={run}', '--max_iters=1', '--eval_iters=0', '--batch_size=1',
            '--gradient_accumulation_steps=1', '--compile=False', '--keep_checkpoints=1', '--wandb_log=False'])
-    timed(['-m', 'kilogpt.checkpoint', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
+    timed(['-m', 'kilogpt.convert', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
     common = ['sample.py', '--num_samples=1', f'--start={chars[0]}', *(a for a in arguments if a.startswith('--device='))]
 
     def text_time(command, cwd):

@@ -10,11 +10,12 @@ import sys
 
 import torch
 
-from kilogpt import checkpoint
-from kilogpt.configurator import configure, exit_on_error
 from data.tokenizer import get_tokenizer
+from kilogpt import checkpoint, weights
+from kilogpt.configurator import configure, exit_on_error
+from kilogpt.parallel import fill
+from kilogpt.processes import compile_failure, find_device, resolve_dtype
 from model import GPT, GPTConfig
-from kilogpt.parallel import Parallel, compile_failure, fill, resolve_dtype
 
 # ---------------------------------------------------------------------------------------------------------------------
 # model
@@ -37,67 +38,85 @@ device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
 dtype = 'auto'  # of weights and cache: 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
 compile: bool | None = None  # the step from token to token, on a GPU into one CUDA graph; None = on a GPU for 4,000 tokens or more
 # ---------------------------------------------------------------------------------------------------------------------
-configure(globals())
+config = configure(globals())
 
-with exit_on_error():
-    for key, least in (('num_samples', 1), ('max_new_tokens', 1), ('temperature', 0)):
-        if globals()[key] < least:
-            raise ValueError(f'{key} is {globals()[key]}: it must be at least {least}')
-    if which not in ('best', 'latest'):
-        raise ValueError(f'which is {which!r}: choose best or latest')
-    device = Parallel(device).device
-    dtype = resolve_dtype(dtype, device, training=False)
+
+def find_checkpoint():
+    """The path of the checkpoint in out_dir that `which` names; another one where that is damaged."""
+    paths = checkpoint.find(out_dir)
+    if which == 'best' and paths:
+        paths.insert(0, checkpoint.find_best(out_dir))
+    for path in paths:
+        problem = checkpoint.damage(path)
+        if not problem:
+            return path
+        print(f'{path} is damaged ({problem}): trying another', file=sys.stderr)
+    raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: train one, or set --out_dir')
+
+
+def load_model():
+    """(model, tokenizer) that init_from and out_dir name."""
     if init_from == 'resume':
-        newest_first = checkpoint.find(out_dir)
-        if which == 'best' and newest_first:
-            newest_first.insert(0, checkpoint.find_best(out_dir))
-        for path in newest_first:
-            problem = checkpoint.damage(path)
-            if problem is None:
-                break
-            print(f'{path} is damaged ({problem}): trying another', file=sys.stderr)
-        else:
-            raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: train one, or set --out_dir')
+        path = find_checkpoint()
         state = checkpoint.read_state(path)
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
         tokenizer = get_tokenizer(state['tokenizer'])
         model = GPT(GPTConfig(**state['model']), seed=None)
         checkpoint.load(path, list(model.named_parameters()))
     else:
-        arguments, weights, meta = checkpoint.read_weights(init_from)
+        arguments, tensors, meta = weights.read_weights(init_from)
         tokenizer = get_tokenizer(meta)
         model = GPT(GPTConfig(**arguments), seed=None)
-        fill(model.named_parameters(), checkpoint.padded(weights))
+        fill(model.named_parameters(), lambda name, shape: weights.pad_rows(tensors[name], shape))
+    return model, tokenizer
+
+
+def read_prompt():
+    """The text that `start` means: itself, the content of a file, or standard input."""
     if start == '-':
-        start = sys.stdin.read()
-    elif start.startswith('FILE:'):
+        return sys.stdin.read()
+    if start.startswith('FILE:'):
         with open(start.removeprefix('FILE:'), encoding='utf-8') as file:
-            start = file.read()
-model.eval().to(device, getattr(torch, dtype))  # once: autocast would at each token
+            return file.read()
+    return start
+
+
+with exit_on_error():
+    for key, least in (('num_samples', 1), ('max_new_tokens', 1), ('temperature', 0)):
+        if config[key] < least:
+            raise ValueError(f'{key} is {config[key]}: it must be at least {least}')
+    if which not in ('best', 'latest'):
+        raise ValueError(f'which is {which!r}: choose best or latest')
+    device = find_device(device)
+    dtype = resolve_dtype(dtype, device, training=False)
+    model, tokenizer = load_model()
+    prompt = read_prompt()
+model.eval().to(device, getattr(torch, dtype))  # cast once: autocast would cast the weights for each token
 cache = model.new_cache(num_samples)
-if compile is None:  # a minute to compile, milliseconds less a token; past block_size there is no such step
+if compile is None:
+    # Compiling takes a minute and saves milliseconds a token. Past block_size there is no step to compile.
     compile = device.type == 'cuda' and min(max_new_tokens, model.config.block_size) >= 4000
 if compile and (failure := compile_failure(device)):
-    print(f'torch.compile does not work here ({failure}): going on without it', file=sys.stderr)
+    print(f'torch.compile does not work here ({failure}): continuing without it', file=sys.stderr)
 elif compile:
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
-    for tensor in (cache.length, *itertools.chain(*cache.layers)):  # or a CUDA graph would not write into them
+    for tensor in (cache.length, *itertools.chain(*cache.layers)):  # else a CUDA graph would not write into them
         torch._dynamo.mark_static_address(tensor)
 generator = torch.Generator(device).manual_seed(seed)
 
 
 def show(prompt):
     """Print num_samples continuations of the prompt: the first as it is drawn, the others when all are done."""
-    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # something to continue
+    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs at least one token to continue
     decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
     texts = [prompt] * num_samples
+    has_ended = [False] * num_samples
     print(prompt, end='', flush=True)
-    ended = [False] * num_samples
     for drawn in model.generate_tokens(torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
                                        tokenizer.eot if stop else None, generator, cache):
         for i, token in enumerate(drawn.tolist()):
-            ended[i] |= stop and token == tokenizer.eot
-            piece = '' if ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
+            has_ended[i] |= stop and token == tokenizer.eot
+            piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
             texts[i] += piece
             if i == 0:
                 print(piece, end='', flush=True)
@@ -109,15 +128,15 @@ def show(prompt):
 if interactive:
     while True:
         try:
-            prompt = input('> ')
+            line = input('> ')
         except EOFError:
             break
         try:
-            show(prompt)
+            show(line)
         except KeyboardInterrupt:  # ends this text, not the conversation
             print()
         except ValueError as error:  # a character that the model does not know
             print(f'error: {error}', file=sys.stderr)
 else:
     with exit_on_error():
-        show(start)
+        show(prompt)

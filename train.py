@@ -4,37 +4,33 @@
     python train.py config/train_shakespeare_char.py --batch_size=32 --compile=False
     torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 
-On two nodes, the first of them at 10.0.0.1:
+On two nodes, the first of which is 10.0.0.1, the same command on each:
 
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 train.py config/train_gpt2.py
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 \
+        train.py config/train_gpt2.py
 """
-import ctypes
 import dataclasses
 import json
-import math
 import os
 import signal
-import subprocess
 import sys
 import time
 
+_started = time.perf_counter()
+os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')  # less fragmentation; torch reads it
 import numpy as np
-
-os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')  # less memory is lost between blocks; read by torch
-if sys.platform == 'linux':  # glibc gives large blocks back at once, and each new one is zeroed page by page: half of a CPU's time
-    for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
-        ctypes.CDLL(None).mallopt(option, 2 ** 31 - 1)
 import torch
 from torch.profiler import record_function
 
-from kilogpt import checkpoint
-from kilogpt import metrics
+from data.loader import Batches, TokenLoader, find_dataset, prepare_small_dataset, read_meta
+from kilogpt import checkpoint, cpu, metrics, trace, weights
 from kilogpt.configurator import configure, exit_on_error
-from data.loader import Prefetcher, TokenLoader, read_meta
+from kilogpt.health import Ending, NonfiniteUpdates, StopRequest, Update, Watchdog
+from kilogpt.layout import Layout
+from kilogpt.optim import build_optimizer, scheduled_lr
+from kilogpt.parallel import Parallel, fill
+from kilogpt.processes import Processes, compile_failure, resolve_dtype
 from model import GPT, GPTConfig
-from kilogpt.optim import Muon, build_adamw, scheduled_lr
-from kilogpt.parallel import Parallel, compile_failure, fill, resolve_dtype
-from kilogpt.health import Watchdog
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
@@ -110,347 +106,380 @@ profile = False  # trace a few settled iterations into out_dir/trace.json and pr
 # ---------------------------------------------------------------------------------------------------------------------
 config = configure(globals())
 
-WRITING = 1800  # seconds that storage may take for a checkpoint until a process counts as hung
-SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot when missing
-here = os.path.dirname(os.path.abspath(__file__))
-data_dir = os.path.join(here, 'data', dataset)
+STORAGE_LIMIT = 1800  # seconds that storage may take for a checkpoint before a process counts as hung
 
-# A signal asks for a checkpoint and a clean exit at the next micro-step; one more, 5 seconds later or after, exits at once.
-# Before that it is the same request come twice: Slurm signals every process, and torchrun passes its signal on to ours.
-stop_signal, stop_time = None, 0.0
-def request_stop(number, frame):
-    global stop_signal, stop_time
-    if stop_signal is None:
-        stop_signal, stop_time = number, time.monotonic()
-    elif time.monotonic() - stop_time > 5:
-        os._exit(128 + number)
-for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):  # the last is what Slurm's --signal=USR1@120 sends before the end
-    signal.signal(number, request_stop)
+# --- set-up: processes ------------------------------------------------------------------------------------
+stop_request = StopRequest()
+cpu.keep_freed_memory()
+torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
 
-with exit_on_error():
-    for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'max_iters'):
+
+def check_settings():
+    """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
+    for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size',
+                'max_iters', 'comm_timeout'):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
     for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters', 'seed'):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
-    if lr_schedule not in ('cosine', 'linear', 'wsd'):
-        raise ValueError(f'lr_schedule is {lr_schedule!r}: choose one of cosine, linear, wsd')
-    if optimizer not in ('adamw', 'muon'):
-        raise ValueError(f'optimizer is {optimizer!r}: choose adamw or muon')
-    if on_nonfinite not in ('abort', 'skip'):
-        raise ValueError(f'on_nonfinite is {on_nonfinite!r}: choose abort or skip')
-    par = Parallel(device, backend, comm_timeout, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
-    dtype = resolve_dtype(dtype, par.device)
+    for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
+                             on_nonfinite=('abort', 'skip')).items():
+        if config[key] not in allowed:
+            raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
 
-def say(text):
-    if par.is_main:
-        print(text, flush=True)
 
-# data: prepared by one process (of each node, should nodes share no files) while the others wait
-for preparer in (par.is_main, par.local_rank == 0):
-    if preparer and dataset in SMALL_DATASETS and not os.path.exists(os.path.join(data_dir, 'val.bin')):
-        print(f'{dataset} is not there yet: running data/{dataset}/prepare.py', flush=True)
-        if subprocess.run([sys.executable, os.path.join(data_dir, 'prepare.py')]).returncode:
-            sys.exit(f'error: dataset {dataset!r} could not be prepared')
-    par.barrier()
 with exit_on_error():
-    if not os.path.isdir(data_dir) or not any(name.endswith('.bin') for name in os.listdir(data_dir)):
-        script = os.path.join('data', dataset, 'prepare.py')
-        raise ValueError(f'dataset {dataset!r} has no data in {data_dir}: ' + (
-            f'run python {script}' if os.path.exists(os.path.join(here, script)) else
-            f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'))
+    check_settings()
+    processes = Processes(device)
+    layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
+    processes.join(layout, backend, comm_timeout)
+    parallel = Parallel(processes, layout)
+    dtype = resolve_dtype(dtype, processes.device)
+say = processes.say
+
+# --- set-up: data -----------------------------------------------------------------------------------------
+# The main process prepares while the others wait; then the first one of each node, in case nodes share no files.
+for is_preparer in (processes.is_main, processes.local_rank == 0):
+    with exit_on_error():
+        if is_preparer:
+            prepare_small_dataset(dataset)
+    processes.barrier()
+with exit_on_error():
+    data_dir = find_dataset(dataset)
     meta = read_meta(data_dir)
 
-# model: from scratch, from this run's own checkpoint, or from weights that were trained elsewhere
-torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
+# --- set-up: where the weights come from ------------------------------------------------------------------
 with exit_on_error():
-    lock = checkpoint.lock(out_dir) if par.is_main and not eval_only and os.path.isdir(out_dir) else None
-par.barrier()
-source, weights, saved = None, None, {}  # a checkpoint to load, tensors to copy, the state of the run to resume
-if init_from in ('resume', 'auto'):
-    for path in checkpoint.find(out_dir):
-        problem = checkpoint.damage(path, par.rank, par.world_size)
-        if problem:
-            print(f'{path} is damaged ({problem}): going back to the one before it', flush=True)
-        if not par.any(problem):
-            source, saved = path, checkpoint.read_state(path)
-            break
-    if source is None and init_from == 'resume':
-        sys.exit(f'error: there is no checkpoint to resume in {out_dir}/ckpt: set --out_dir, or --init_from=scratch')
+    lock = None  # held until the process ends
+    if processes.is_main and not eval_only and os.path.isdir(out_dir):
+        lock = checkpoint.lock_folder(out_dir)
+processes.barrier()
+
+
+def compare_settings(saved):
+    """Say which keys differ from those of the checkpoint, and refuse what cannot change."""
+    former = saved['config']
+    if former.get('optimizer', optimizer) != optimizer:
+        raise ValueError(f'optimizer is {optimizer!r}, but {source} holds the state of {former["optimizer"]!r}: '
+                         f'set that, or start from its weights with --init_from={out_dir} and another out_dir')
+    for key, value in former.items():
+        if config.get(key, value) != value and key != 'init_from':
+            is_fixed = key != 'dropout' and saved['model'].get(key, config[key]) != config[key]
+            decision = ' (the checkpoint decides)' if is_fixed else ''
+            say(f'resuming with another {key}: {value!r} -> {config[key]!r}{decision}')
+
+
+source, tensors, saved = None, None, {}  # a checkpoint to load, or tensors; the state of the run that resumes
 with exit_on_error():
-    model_args = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
-    model_args['vocab_size'] = meta['vocab_size']
+    if init_from in ('resume', 'auto'):
+        source, saved = checkpoint.find_undamaged(out_dir, processes)
+    if init_from == 'resume' and not source:
+        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: set --out_dir, or --init_from=scratch')
     if saved:
-        model_args = saved['model'] | dict(dropout=dropout)
-        if saved['config'].get('optimizer', optimizer) != optimizer:
-            raise ValueError(f'optimizer is {optimizer!r}, but {source} holds the state of {saved["config"]["optimizer"]!r}: set that, or '
-                             f'begin anew from its weights with --init_from={out_dir} and another out_dir')
-        for key, value in saved['config'].items():
-            if config.get(key, value) != value and key != 'init_from':
-                kept = ' (the checkpoint decides)' if model_args.get(key, config[key]) != config[key] else ''
-                say(f'resuming with another {key}: {value!r} -> {config[key]!r}{kept}')
-    elif init_from not in ('scratch', 'auto'):
-        source = checkpoint.find_best(init_from)  # a run's folder
-        if source:
-            problem = checkpoint.damage(source, par.rank, par.world_size)
-            if problem:
-                raise ValueError(f'{source} is damaged ({problem}): delete it, and the next best is taken')
-            model_args = checkpoint.read_state(source)['model'] | dict(dropout=dropout)
-        else:
-            model_args, weights, _ = checkpoint.read_weights(init_from)
-            model_args['dropout'] = dropout
+        compare_settings(saved)
+        model_args = saved['model']
+    elif init_from in ('scratch', 'auto'):
+        model_args = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
+                      if field.name in config}
+        model_args['vocab_size'] = meta['vocab_size']
+    else:
+        source, tensors, model_args = weights.find_initial(init_from, processes)
+    model_args['dropout'] = dropout
     if block_size > model_args['block_size']:
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} was made for '
                          f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
-    train_loader, val_loader = (TokenLoader(data_dir, split, block_size, model_args['vocab_size'], meta, seed)
-                                for split in ('train', 'val'))
-    # built as shapes alone; each process then makes its own part
-    with torch.device('meta'):
+
+# --- set-up: model and optimizer --------------------------------------------------------------------------
+global_batch = batch_size * gradient_accumulation_steps  # sequences in an iteration
+tokens_per_iter = global_batch * block_size
+micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
+
+with exit_on_error():
+    train_loader = TokenLoader(data_dir, 'train', block_size, model_args['vocab_size'], meta, seed)
+    val_loader = TokenLoader(data_dir, 'val', block_size, model_args['vocab_size'], meta, seed)
+    with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args), seed=None)
     n_parameters, flops_per_token = model.num_params(), model.flops_per_token(block_size)
-    global_batch = batch_size * gradient_accumulation_steps
-    tokens_per_iter = global_batch * block_size
-    micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
     if compile:
-        failure = compile_failure(par.device)
-        if par.any(failure):
-            say(f'torch.compile does not work here ({failure}): going on without it; --compile=False says so from the start')
+        failure = compile_failure(processes.device)
+        if processes.any(failure):
+            say(f'torch.compile does not work here ({failure}): continuing without it, as with --compile=False')
             compile = False
-    par.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps, block_size=block_size,
-                dtype=dtype, compile=compile, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload,
-                grad_compress=grad_compress, fp8=fp8)
-    settings = par.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2)
-    optimizer = build_adamw(*settings) if optimizer == 'adamw' else Muon(
-        *settings, blocks=model.split_plan['blocks'], on_whole=par.on_whole, dtype=getattr(torch, 'float32' if dtype == 'float16' else dtype))
-    par.attach(optimizer)
+    parallel.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps,
+                     block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
+                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
+    optimizer = build_optimizer(optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay,
+                                (beta1, beta2), model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
+    parallel.attach(optimizer)
     if source:
-        checkpoint.load(source, par.named_parameters(), optimizer if saved else None)
+        checkpoint.load(source, parallel.named_parameters(), optimizer if saved else None)
+    elif tensors:
+        fill(parallel.named_parameters(), lambda name, shape: weights.pad_rows(tensors[name], shape))
     else:
-        fill(par.named_parameters(),
-             checkpoint.padded(weights) if weights else lambda name, shape: model.initial_value(name, shape, seed))
-scaler = torch.amp.GradScaler(par.device.type, enabled=dtype == 'float16')
+        fill(parallel.named_parameters(), lambda name, shape: model.initial_value(name, shape, seed))
+scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
-skipped, skipped_in_a_row = saved.get('skipped', [0, 0])  # updates, for a gradient that was not finite
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
 
-# batches: each process takes its rows of the global batch, and its positions of them; the next are prepared while the device
-# works. A pipeline takes all micro-batches of an iteration at once.
+# --- set-up: batches --------------------------------------------------------------------------------------
+# A pipeline takes all micro-batches of an iteration in one step.
 rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batch, micro_steps)
-positions = par.my_positions(block_size)
 
-def fetch(batches, step):
-    with exit_on_error():  # a token beyond the vocabulary, found as it is read
-        x, y = batches(step)
-    return x.to(par.device, non_blocking=True), y.to(par.device, non_blocking=True)
 
-def prepare(loader, starts):
-    x, y = (tokens[:, positions] for tokens in loader.batch(starts))
-    if par.device.type == 'cuda':
-        torch.cuda.set_device(par.device)  # of this thread: else pinning opens a context on GPU 0
-        x, y = x.pin_memory(), y.pin_memory()
-    return x, y
+def batches_of(loader, starts, steps):
+    return Batches(loader, starts, steps,
+                   rows=lambda total, step: layout.rows(processes.rank, total, rows_per_step, step),
+                   positions=layout.positions(processes.rank, block_size), device=processes.device)
 
-def prepare_train(step):
-    step_iteration, micro_step = divmod(step, steps)
-    rows = par.my_rows(global_batch, rows_per_step, micro_step)
-    return prepare(train_loader, train_loader.train_starts(np.where(rows < 0, -1, step_iteration * global_batch + rows)))
 
-train_batches = Prefetcher(prepare_train)
-watchdog = Watchdog(par.rank, par.world_size, os.path.join(out_dir, 'hang'))
+def starts_of_iteration(iteration):
+    """Where the sequences of an iteration begin in the stream of tokens."""
+    return train_loader.train_starts(iteration * global_batch + np.arange(global_batch))
+
+
+train_batches = batches_of(train_loader, starts_of_iteration, steps)
+watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
 
 if compile:
     say('compiling the model (up to a minute or so) ...')
-if compile or par.world_size > 1:  # thrown away: here it compiles, and DDP orders its buckets, so that a resumed run sums alike
-    par.forward_backward(*fetch(train_batches, iteration * steps))
-    par.zero_grad()
+if compile or processes.world_size > 1:
+    # A pass whose gradients are dropped. It compiles, and DDP orders its buckets, so that a resumed run adds up
+    # in the order of an unbroken one.
+    with exit_on_error():
+        x, y = train_batches(iteration, 0)
+    parallel.forward_backward(x, y)
+    parallel.zero_grad()
 
-def stop_asked():
-    """The number of a signal that has reached any of the processes, the same on all of them; 0 for none."""
-    watchdog.beat()
-    return int(par.max(stop_signal or 0))
-
-@torch.no_grad()
-def evaluate():
-    """Mean loss over the fixed evaluation sequences of each split, shared by the processes; None if a stop is asked for."""
-    means = {}
-    par.train(False)
-    for split, loader in (('train', train_loader), ('val', val_loader)):
-        starts = loader.eval_starts(eval_iters * batch_size)
-        def prepare_eval(step):
-            rows = par.my_rows(len(starts), rows_per_step, step)
-            return prepare(loader, np.where(rows < 0, -1, starts[rows]))
-        batches = Prefetcher(prepare_eval)
-        loss_sum = torch.zeros((), device=par.device)
-        for step in range(-(-len(starts) // (rows_per_step * par.dp))):
-            if stop_asked():
-                par.train(True)
-                return None
-            loss_sum += par.evaluate(*fetch(batches, step))
-        means[split] = par.sum_losses(loss_sum) / (len(starts) * block_size)
-    par.train(True)
-    return means
-
-# what the run will be
-held, moments = par.bytes_held(optimizer)
-say(f'''{par.world_size} process(es) on {par.device}, {dtype}, {n_parameters:,} parameters, \
-{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}
-  layout      {par.describe()}
-  on a rank   parameters {par.max(held) / 1e6:,.1f} MB, optimizer {par.max(moments) / 1e6:,.1f} MB
-  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; micro-batch {micro_batch}, \
-{micro_steps} micro-step(s) a process''')
-for note in par.notes:
+# --- set-up: what the run will be -------------------------------------------------------------------------
+parameter_bytes, moment_bytes = (processes.max(count) for count in parallel.bytes_held(optimizer))
+say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {n_parameters:,} parameters, '
+    f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
+say(f'  layout      {layout.describe()}')
+say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
+say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
+    f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
+for note in layout.notes + parallel.notes:
     say(f'  note        {note}')
 if saved:
     say(f'resuming {source} at iteration {iteration}')
+
 with exit_on_error():
-    if par.is_main:
+    if processes.is_main:
         os.makedirs(out_dir, exist_ok=True)
-    if par.is_main and not eval_only:
-        lock = lock or checkpoint.lock(out_dir)
+    if processes.is_main and not eval_only:
+        lock = lock or checkpoint.lock_folder(out_dir)
         earlier = None if saved else checkpoint.set_aside(out_dir)
         if earlier:
             say(f'{out_dir} held an earlier run: moved to {earlier}')
         with open(os.path.join(out_dir, 'config.json'), 'w', encoding='utf-8') as file:
             json.dump(config, file, indent=1)
-    wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id')) if wandb_log else None
-    log = metrics.Metrics(out_dir, par.is_main, wandb)
-peak = metrics.peak_flops(par.device, dtype)
-flops_per_iter = flops_per_token * tokens_per_iter
+    wandb = None
+    if wandb_log:
+        wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
+    log = metrics.Metrics(out_dir, processes.is_main, wandb)
+peak_flops = metrics.peak_flops(processes.device, dtype)
+profiler = trace.Profiler(out_dir) if profile and processes.is_main else None
 
-profiler = metrics.Profiler(out_dir) if profile and par.is_main else None
-unchecked = None  # of the last update, until it is known to have been made
 
-def check_update():
-    """See whether the last update was made, and what to do if not. All processes decide alike: the norm is of all gradients everywhere."""
-    global unchecked, iteration, skipped, skipped_in_a_row, failure
-    if unchecked is None:
-        return
-    (its_iteration, its_lr, its_losses, its_norm), unchecked = unchecked, None
-    # float16's gradients may overflow, which its scaler mends
-    decisive = par.sum_losses(its_losses) if scaler.is_enabled() else its_norm.item()
-    if math.isfinite(decisive):
-        skipped_in_a_row = 0
-        return
-    what = f'{"loss" if scaler.is_enabled() else "gradient norm"} of iteration {its_iteration + 1} is {decisive}'
-    where = log.dump(f'nonfinite_{its_iteration + 1:08d}.json', dict(
-        iteration=its_iteration + 1, what=what, lr=its_lr, losses=par.gather(its_losses.item()), block_size=block_size,
-        sequences=train_loader.where(train_loader.train_starts(its_iteration * global_batch + np.arange(global_batch)))))
-    if on_nonfinite == 'skip' and skipped_in_a_row < 9:
-        skipped, skipped_in_a_row = skipped + 1, skipped_in_a_row + 1
-        say(f'the {what}: update skipped ({skipped} so far), its batch is in {where}')
-        return
-    iteration = its_iteration  # it is met again by a run that goes on from here
-    failure = (f'the {what}{f", after {skipped_in_a_row} that were skipped" * (skipped_in_a_row > 0)}: the update was not made, '
-               f'its batch is in {where}; try a lower learning_rate, or --on_nonfinite=skip if it is the data')
+def report_nonfinite(update, what):
+    """Write down the batch of an update that was not finite, and return the path of the file."""
+    return log.dump(f'nonfinite_{update.iteration + 1:08d}.json', dict(
+        iteration=update.iteration + 1, what=what, lr=update.lr,
+        losses=processes.gather(update.loss_sum.item()), block_size=block_size,
+        sequences=train_loader.where(starts_of_iteration(update.iteration))))
 
-saved_iteration, saved_time, stop, failure = iteration, time.monotonic(), 0, None
-timed_from, clock = iteration, time.perf_counter()
-par.waits.clear()  # for what compiled
+
+nonfinite = NonfiniteUpdates(on_nonfinite, parallel, report_nonfinite, scaler.is_enabled(),
+                             *saved.get('skipped', [0, 0]))
+
+
+# --- the phases of the loop -------------------------------------------------------------------------------
+def poll_stop_signal():
+    """The number of a signal that has reached any process, the same on all of them; 0 for none."""
+    watchdog.beat()
+    return stop_request.poll(processes)
+
+
+def check_update(update):
+    """Wait until it is known whether an update was made; the Ending if it was not and the run cannot continue."""
+    if nonfinite.check(update) == 'fatal':
+        return Ending('failed', nonfinite.problem, 1)
+
+
+def is_save_due():
+    """Whether save_interval or save_minutes asks for a checkpoint, the same on all processes."""
+    if save_interval and iteration % save_interval == 0:
+        return True
+    return save_minutes > 0 and processes.any(
+        processes.is_main and time.monotonic() - saved_time >= 60 * save_minutes)
+
+
+@torch.no_grad()
+def evaluate():
+    """{split: mean loss over its fixed sequences}, shared by the processes; None if a stop is asked for."""
+    means = {}
+    parallel.train(False)
+    for split, loader in (('train', train_loader), ('val', val_loader)):
+        starts = loader.eval_starts(eval_iters * batch_size)
+        eval_steps = -(-len(starts) // (rows_per_step * layout.dp))
+        batches = batches_of(loader, lambda batch: starts, eval_steps)
+        loss_sum = torch.zeros((), device=processes.device)
+        for step in range(eval_steps):
+            if poll_stop_signal():
+                parallel.train(True)
+                return None
+            with exit_on_error():
+                x, y = batches(0, step)
+            loss_sum += parallel.evaluate(x, y)
+        means[split] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
+    parallel.train(True)
+    return means
+
+
+def save(val_loss, in_background):
+    """Save a checkpoint of the present iteration, and log how long training waited for it."""
+    state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss,
+                 best_val_loss=best_val_loss, skipped=[nonfinite.skipped, nonfinite.skipped_in_a_row],
+                 wandb_id=log.wandb_id, scaler=scaler.state_dict(), model=dataclasses.asdict(model.config),
+                 tokenizer=meta, config=config)
+    began = time.perf_counter()
+    path = saver.save(iteration, parallel.named_parameters(), optimizer, state, background=in_background)
+    log.checkpoint(dict(iter=iteration, ckpt_stall_ms=1000 * (time.perf_counter() - began)), path)
+
+
+def step_optimizer():
+    """Clip the gradients and make the update, if they are finite; returns their norm, a tensor."""
+    scaler.unscale_(optimizer)
+    grad_norm = parallel.clip_gradients(grad_clip)
+    if not scaler.is_enabled():
+        # The device itself leaves a bad update out, as with a scaler, so that the host need not wait for the norm.
+        optimizer.found_inf = (~grad_norm.isfinite()).float()
+    scaler.step(optimizer)
+    scaler.update()
+    parallel.zero_grad()
+    return grad_norm
+
+
+def log_training(update, iterations, seconds):
+    """Write the line of the last update; it took `seconds`, the mean over the `iterations` since the last line."""
+    flops = flops_per_token * tokens_per_iter / seconds
+    line = dict(
+        iter=iteration, loss=parallel.sum_losses(update.loss_sum) / tokens_per_iter,
+        grad_norm=update.grad_norm.item(), lr=update.lr, dt_ms=1000 * seconds,
+        tokens_per_sec=tokens_per_iter / seconds,
+        mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
+        mem_gb=metrics.peak_memory_gb(processes.device), tokens=iteration * tokens_per_iter,
+        seconds=time.perf_counter() - _started)
+    if processes.world_size > 1:
+        line['slowest_rank'], lag = processes.slowest()
+        line['lag_ms'] = 1000 * lag / iterations
+    log.train(line, eta_seconds=(max_iters - iteration) * seconds)
+
+
+# --- the loop ---------------------------------------------------------------------------------------------
+saves_checkpoints = keep_checkpoints > 0 or eval_iters > 0
+saved_iteration, saved_time = iteration, time.monotonic()
+unchecked = None  # the last Update, until the host has seen whether the device made it
+stop_signal, ending = 0, None
+timed_from, clock = iteration, time.perf_counter()  # where the last line was; the clock stands still in pauses
 while True:
-    # evaluate, and save
-    eval_due = (eval_only or iteration % eval_interval == 0 or iteration == max_iters) and not (stop or failure)
-    save_due = save_interval and iteration % save_interval == 0 or \
-        save_minutes and par.any(par.is_main and time.monotonic() - saved_time >= 60 * save_minutes)
-    if eval_due or save_due:
-        metrics.synchronize(par.device)  # what is still under way is training time
-        check_update()
-        eval_due = eval_due and not failure
-    pause, waits = time.perf_counter(), len(par.waits)
+    # evaluate
+    evaluation_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
+    save_due = is_save_due()
+    if (evaluation_due or save_due) and not (ending or stop_signal):
+        metrics.synchronize(processes.device)  # what is still under way is training time
+        ending, unchecked = check_update(unchecked), None
+    evaluation_due = evaluation_due and not (ending or stop_signal)
+    pause_began = time.perf_counter()
     if profiler:
         profiler.step()
-    losses, val_loss, improved = evaluate() if eval_due and eval_iters else None, None, False
+    losses = evaluate() if evaluation_due and eval_iters else None
+    val_loss, improved = None, False
     if losses:
         val_loss = losses['val']
-        improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)  # NaN is no improvement
-        best_val_loss = val_loss if improved else best_val_loss
+        improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)  # NaN does not improve
         log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
-    stop = stop or stop_asked()
-    if stop:
-        check_update()
-    if eval_only:
-        break
-    ending = stop or failure or iteration >= max_iters
-    watchdog.beat(pause=WRITING)
+    if improved:
+        best_val_loss = val_loss
+
+    # end, and save
+    stop_signal = stop_signal or poll_stop_signal()
+    if stop_signal and not ending:
+        ending, unchecked = check_update(unchecked), None
+    if ending:
+        iteration -= 1  # its update was not made: the run that resumes from here meets it again
+    elif stop_signal:
+        resumes = '; --init_from=resume continues from here' if iteration else ''
+        name = signal.Signals(stop_signal).name
+        ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
+    elif eval_only or iteration >= max_iters:
+        ending = Ending('finished', '', 0)
+    watchdog.beat(pause=STORAGE_LIMIT)
     if ending:
         saver.wait()
-        saved_iteration = -1 if saver.problem else saved_iteration  # once more
-    if iteration > saved_iteration and (ending or save_due or (eval_due and (always_save_checkpoint or improved))):
-        if keep_checkpoints or eval_iters:
-            state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss,
-                         best_val_loss=best_val_loss, skipped=[skipped, skipped_in_a_row], wandb_id=log.wandb_id,
-                         scaler=scaler.state_dict(), model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
-            stall = time.perf_counter()
-            path = saver.save(iteration, par.named_parameters(), optimizer, state, background=async_checkpoint and not ending)
-            log.checkpoint(dict(iter=iteration, ckpt_stall_ms=1000 * (time.perf_counter() - stall)), path)
+    wants_save = ending or save_due or (evaluation_due and (always_save_checkpoint or improved))
+    is_unsaved = iteration > saved_iteration or (ending and saver.problem)  # a save that failed is tried once more
+    if wants_save and is_unsaved and not eval_only:
+        if saves_checkpoints:
+            save(val_loss, in_background=async_checkpoint and not ending)
         saved_iteration, saved_time = iteration, time.monotonic()
     watchdog.beat()
     if ending:
         break
-    clock += time.perf_counter() - pause
-    del par.waits[waits:]
+    clock += time.perf_counter() - pause_began
 
-    # one update
-    torch.manual_seed(int(np.random.SeedSequence([seed, iteration, par.rank]).generate_state(1)[0]))  # dropout
-    lr = scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters) if decay_lr else learning_rate
-    for group in optimizer.param_groups:
-        group['lr'] = lr
-    loss_sum = torch.zeros((), device=par.device)
-    for step in range(steps):
-        stop = stop_asked() if step else 0
-        if stop:
-            break
-        with record_function('data'):
-            x, y = fetch(train_batches, iteration * steps + step)
-        loss_sum += par.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
-    if stop:
-        continue  # to the save above; this iteration is for the run that goes on
-    check_update()  # of the iteration before: the device has long been past it
-    if failure:
-        continue  # to the save above
-    with record_function('optimizer'):
-        scaler.unscale_(optimizer)
-        grad_norm = par.clip_gradients(grad_clip)
-        if not scaler.is_enabled():  # as a scaler does: the device itself leaves the update out, and the host need not wait for it
-            optimizer.found_inf = (~grad_norm.isfinite()).float()
-        scaler.step(optimizer)
-        scaler.update()
-        par.zero_grad()
-    unchecked = iteration, lr, loss_sum, grad_norm
-    iteration += 1
-    watchdog.limit = comm_timeout  # what compiles has done so
-    if async_checkpoint and (keep_checkpoints or eval_iters):
-        saver.prepare(par.named_parameters(), optimizer)
-
-    if iteration % log_interval == 0:
-        metrics.synchronize(par.device)
-        check_update()
-        if failure:
+    # update
+    with processes.waits_counted():
+        generator_seed = np.random.SeedSequence([seed, iteration, processes.rank]).generate_state(1)
+        torch.manual_seed(int(generator_seed[0]))  # of dropout
+        lr = learning_rate
+        if decay_lr:
+            lr = scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)
+        for group in optimizer.param_groups:
+            group['lr'] = lr
+        loss_sum = torch.zeros((), device=processes.device)
+        for step in range(steps):
+            stop_signal = poll_stop_signal() if step > 0 else 0
+            if stop_signal:
+                break
+            with record_function('data'), exit_on_error():
+                x, y = train_batches(iteration, step)
+            loss_sum += parallel.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
+        if stop_signal:
+            continue  # to the save above; this iteration is left to the run that resumes
+        ending, unchecked = check_update(unchecked), None  # of the iteration before, which the device has long made
+        if ending:
             continue
-        iterations = iteration - timed_from
-        seconds = (time.perf_counter() - clock) / iterations
-        timed_from, clock = iteration, time.perf_counter()
-        loss_mean = par.sum_losses(loss_sum) / tokens_per_iter
-        lag = {}
-        if par.world_size > 1:
-            slowest, waited = par.slowest()
-            lag = dict(slowest_rank=slowest, lag_ms=1000 * waited / iterations)
-        log.train(dict(iter=iteration, loss=loss_mean, grad_norm=grad_norm.item(), lr=lr, dt_ms=1000 * seconds,
-                       tokens_per_sec=tokens_per_iter / seconds,
-                       mfu=flops_per_iter / seconds / (peak * par.world_size) if peak else None,
-                       mem_gb=metrics.peak_memory_gb(par.device), tokens=iteration * tokens_per_iter, **lag),
-                  (max_iters - iteration) * seconds)
+        with record_function('optimizer'):
+            grad_norm = step_optimizer()
+    update = unchecked = Update(iteration, lr, loss_sum, grad_norm)
+    iteration += 1
+    watchdog.first_iteration_done()
+    if async_checkpoint and saves_checkpoints:
+        saver.allocate(parallel.named_parameters(), optimizer)
 
+    # log
+    if iteration % log_interval == 0:
+        metrics.synchronize(processes.device)
+        ending, unchecked = check_update(unchecked), None
+        if ending:
+            continue
+        now = time.perf_counter()
+        log_training(update, iteration - timed_from, (now - clock) / (iteration - timed_from))
+        timed_from, clock = iteration, now
+
+# --- the end ----------------------------------------------------------------------------------------------
 if profiler:
     profiler.close()
 log.close()
-if saver.problem and not failure:
-    failure = f'the run ended at iteration {iteration}, but its last checkpoint could not be saved ({saver.problem})'
-if stop and not failure:
-    say(f'stopped by {signal.Signals(stop).name} at iteration {iteration}'
-        f'{"; --init_from=resume goes on from here" if iteration else ""}')
-if failure and par.is_main:
-    print(f'error: {failure}', file=sys.stderr, flush=True)
-par.leave(1 if failure else 143 if stop else 0)
+if saver.problem and ending.reason != 'failed':
+    ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be saved '
+                    f'({saver.problem})', 1)
+if ending.reason == 'stopped':
+    say(ending.message)
+if ending.reason == 'failed' and processes.is_main:
+    print(f'error: {ending.message}', file=sys.stderr, flush=True)
+processes.leave(ending.exit_code)

@@ -1,20 +1,46 @@
 """Token loader: the batch of a step is a pure function of the data, the seed and the step.
 
-Nothing is carried from batch to batch, so a run resumes from one integer, and neither the number of processes nor evaluation
+No state is carried from batch to batch, so a run resumes from one integer, and neither the number of processes nor evaluation
 changes what a step trains on.
 """
 import functools
 import glob
 import json
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256  # llm.c's shards; the header: magic, version, token count
-SCAN_TOKENS = 2 ** 26  # a file up to this size is searched for bad ids at start (a fraction of a second); all are, as read
-AHEAD = 4096  # sequences that are shuffled in one go: numpy's overhead is per call, and a step asks for a few
+HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256  # of llm.c's shards: magic, version, token count, ...
+SCAN_TOKENS = 2 ** 26  # files up to this size are searched for bad ids at start; every token is checked as it is read
+SHUFFLE_BLOCK = 4096  # sequences shuffled in one call, since a step asks for few and numpy's overhead is per call
+
+
+DATA = os.path.dirname(os.path.abspath(__file__))
+SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot when missing
+
+
+def prepare_small_dataset(dataset):
+    """Run the prepare.py of a small dataset that is missing; ValueError if it fails."""
+    folder = os.path.join(DATA, dataset)
+    if dataset in SMALL_DATASETS and not os.path.exists(os.path.join(folder, 'val.bin')):
+        print(f'{dataset} is not there yet: running data/{dataset}/prepare.py', flush=True)
+        if subprocess.run([sys.executable, os.path.join(folder, 'prepare.py')]).returncode:
+            raise ValueError(f'dataset {dataset!r} could not be prepared')
+
+
+def find_dataset(dataset):
+    """The folder of a dataset, a name in data/ or any path; ValueError if it has no token files."""
+    folder = os.path.join(DATA, dataset)
+    if os.path.isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder)):
+        return folder
+    advice = f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'
+    if os.path.exists(os.path.join(folder, 'prepare.py')):
+        advice = f'run python data/{dataset}/prepare.py'
+    raise ValueError(f'dataset {dataset!r} has no data in {folder}: {advice}')
 
 
 def read_meta(folder):
@@ -39,10 +65,11 @@ def read_meta(folder):
 
 
 def shuffled(positions, n, key):
-    """Where a pseudo-random permutation of range(n) sends positions (an integer array), in O(1) memory at any n.
+    """The images of positions (an integer array) under a pseudo-random permutation of range(n), in O(1)
+    memory at any n.
 
-    A Feistel network over the next power of four, applied again to whatever falls outside range(n) (cycle walking: Black and
-    Rogaway 2002, section 4). key: a sequence of integers that names the permutation.
+    A Feistel network over the next power of four, applied again to whatever falls outside range(n) (cycle
+    walking: Black and Rogaway 2002, section 4). key: a sequence of integers that names the permutation.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -63,12 +90,13 @@ def shuffled(positions, n, key):
 class TokenLoader:
     """One split of a dataset as a stream of tokens, over one file or many shards, each opened once.
 
-    An epoch turns the stream into a circle, starts at a place of its own, and cuts n_tokens // block_size sequences from
-    there, drawn in a shuffled order: each token is an input once, but for the n_tokens % block_size left over, which are
-    others in the next epoch.
+    An epoch closes the stream to a circle, starts at a random place, and cuts n_tokens // block_size
+    sequences from there, which are read in a shuffled order. So each token is an input once, except for
+    n_tokens % block_size tokens that are left over, and those are different ones in each epoch.
 
     folder: the dataset's, with {split}.bin or shards {split}_*.bin, raw or with llm.c's header.
-    vocab_size: a token id at or above it raises ValueError, as do, at start, no data, a truncated file, too few tokens.
+    vocab_size: a token id at or above it raises ValueError, as do, at start, no data, a truncated file, too
+    few tokens.
     """
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
@@ -95,13 +123,13 @@ class TokenLoader:
                              'with another tokenizer than its meta.json (GPT-2 where there is none) names')
 
     def _places(self, positions):
-        """(number of the shard, token in it) of each of an array of positions in the stream, which is a circle."""
+        """[(number of the shard, token in it)] of an array of positions in the stream, which is a circle."""
         positions = positions % self.n_tokens
         i = np.searchsorted(self.ends, positions, side='right')
         return list(zip(i.tolist(), (positions - self.ends[i] + self.sizes[i]).tolist()))
 
     def read(self, start, length):
-        """length tokens from position start of the stream."""
+        """`length` tokens from position `start` of the stream, across shards."""
         pieces = []
         while length > 0:
             (i, local), = self._places(np.array([start]))
@@ -112,22 +140,24 @@ class TokenLoader:
     def train_starts(self, sequences):
         """Stream positions at which the training sequences of these numbers (an integer array) begin; -1 stays -1."""
         epochs, places = np.divmod(sequences, self.n_tokens // self.block_size)
-        blocks, places = np.divmod(places, AHEAD)
+        blocks, places = np.divmod(places, SHUFFLE_BLOCK)
         starts = np.full(len(sequences), -1, dtype=np.int64)
-        for epoch, block in set(zip(epochs[sequences >= 0].tolist(), blocks[sequences >= 0].tolist())):
-            here = (epochs == epoch) & (blocks == block)
-            starts[here] = self._starts(epoch, block)[places[here]]
+        is_sequence = sequences >= 0
+        for epoch, block in set(zip(epochs[is_sequence].tolist(), blocks[is_sequence].tolist())):
+            in_block = (epochs == epoch) & (blocks == block)
+            starts[in_block] = self._starts(epoch, block)[places[in_block]]
         return starts
 
     def _starts(self, epoch, block):
-        """Where the sequences of a block, AHEAD of them or the rest, of an epoch begin. Cached: steps ask for them one after another."""
-        key, per_epoch = [self.seed, epoch], self.n_tokens // self.block_size
+        """Stream positions of a block of an epoch's sequences. Cached, since steps ask for its sequences in order."""
+        key = [self.seed, epoch]
+        per_epoch = self.n_tokens // self.block_size
         rotation = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % self.n_tokens
-        places = np.arange(block * AHEAD, min((block + 1) * AHEAD, per_epoch))
+        places = np.arange(block * SHUFFLE_BLOCK, min((block + 1) * SHUFFLE_BLOCK, per_epoch))
         return rotation + self.block_size * shuffled(places, per_epoch, key)
 
     def where(self, starts):
-        """[(file, the token in it)] that begin at these stream positions."""
+        """[(file, number of the token in it)] of these stream positions."""
         return [(self.paths[i], token) for i, token in self._places(starts)]
 
     def eval_starts(self, count):
@@ -139,13 +169,14 @@ class TokenLoader:
     def batch(self, starts):
         """Inputs and targets (B, block_size), int64, of the sequences at starts; a start of -1 is padding (targets -1)."""
         length = self.block_size + 1
-        tokens = np.zeros((len(starts), length), dtype=self.shards[0].dtype)  # as narrow as they are stored, until they are checked
+        # In the narrow type of the file until they are checked, since that is less to copy.
+        tokens = np.zeros((len(starts), length), dtype=self.shards[0].dtype)
         for row, start, (i, local) in zip(tokens, starts.tolist(), self._places(starts)):
             if start >= 0:
                 piece = self.shards[i][local:local + length]
-                row[:] = piece if len(piece) == length else self.read(start, length)  # which goes on in the next shard
+                row[:] = piece if len(piece) == length else self.read(start, length)  # continues in the next shard
         self._check(tokens, os.path.dirname(self.paths[0]))
-        # by numpy: what torch copies in parallel waits for threads that the model's computation has
+        # By numpy: torch copies in parallel, and would wait for the threads that the model computes with.
         x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         y[starts < 0] = -1
         return torch.from_numpy(x), torch.from_numpy(y)
@@ -153,7 +184,8 @@ class TokenLoader:
 
 def _open_tokens(path, meta):
     """Memory map of the token ids in a .bin file. ValueError where it does not hold as many as it should."""
-    size, dtype = os.path.getsize(path), np.dtype(meta['dtype']).newbyteorder('<')
+    size = os.path.getsize(path)
+    dtype = np.dtype(meta['dtype']).newbyteorder('<')
     header = np.fromfile(path, dtype='<i4', count=HEADER_INTS)
     offset = header.nbytes if len(header) == HEADER_INTS and header[0] == HEADER_MAGIC else 0
     if offset and header[1] != HEADER_VERSION:
@@ -163,16 +195,50 @@ def _open_tokens(path, meta):
     if rest or count != expected:
         raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} bytes long: '
                          'it is truncated or damaged, prepare the dataset again')
-    return np.asarray(np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,)))  # slices of a plain array are quicker
+    tokens = np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,))
+    return np.asarray(tokens)  # slices of a plain array take less time than those of a memmap
+
+
+class Batches:
+    """This process's micro-batches of one split, on its device. A thread reads the next one while the last is
+    in use.
+
+    starts(batch): the stream positions at which the sequences of a global batch begin, an integer array.
+    steps: the number of micro-batches in which each process takes its share of a global batch.
+    rows(total, step): which of `total` sequences are this process's micro-batch `step`, an integer array; -1
+    is padding.
+    positions: the slice of each sequence that this process takes.
+    """
+
+    def __init__(self, loader, starts, steps, rows, positions, device):
+        self.loader, self.starts, self.steps, self.rows = loader, functools.lru_cache(2)(starts), steps, rows
+        self.positions, self.device = positions, device
+        self._read_ahead = Prefetcher(self._read)
+
+    def __call__(self, batch, step):
+        """Inputs and targets, int64 (micro-batch, positions), of a step of a global batch. ValueError: a token is too large."""
+        x, y = self._read_ahead(batch * self.steps + step)
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def _read(self, number):
+        batch, step = divmod(number, self.steps)
+        starts = self.starts(batch)
+        rows = self.rows(len(starts), step)
+        x, y = self.loader.batch(np.where(rows < 0, -1, starts[rows]))
+        x, y = x[:, self.positions], y[:, self.positions]
+        if self.device.type == 'cuda':
+            torch.cuda.set_device(self.device)  # of this thread: else pinning memory opens a context on GPU 0
+            x, y = x.pin_memory(), y.pin_memory()
+        return x, y
 
 
 class Prefetcher:
-    """Calls prepare(step) in a thread of its own, one step ahead of the one asked for."""
+    """Calls prepare(number) in a thread of its own, one number ahead of the one that was asked for."""
 
     def __init__(self, prepare):
         self.prepare, self.pool, self.pending = prepare, ThreadPoolExecutor(1), {}
 
-    def __call__(self, step):
-        future = self.pending.pop(step, None) or self.pool.submit(self.prepare, step)
-        self.pending = {step + 1: self.pool.submit(self.prepare, step + 1)}
+    def __call__(self, number):
+        future = self.pending.pop(number, None) or self.pool.submit(self.prepare, number)
+        self.pending = {number + 1: self.pool.submit(self.prepare, number + 1)}
         return future.result()

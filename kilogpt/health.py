@@ -1,115 +1,235 @@
-"""Names the process that hung. Of many processes one that stops stops them all, each in a collective that never ends."""
+"""What can end a run, or must not: signals, updates that are not finite, and processes that hang."""
 import faulthandler
 import json
+import math
 import os
+import signal
 import socket
 import sys
 import threading
 import time
 import traceback
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-FIRST_LIMIT = 1800  # seconds for the first iteration, which may compile
+
+class Ending(NamedTuple):
+    """Why and how a run ends after its present iteration."""
+    reason: str  # 'finished', 'stopped' or 'failed'
+    message: str
+    exit_code: int
+
+
+class StopRequest:
+    """A signal that asks for a checkpoint and a clean exit, caught from the moment this object is made.
+
+    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Slurm's --signal=USR1@120 sends before the end of a job. A
+    second signal exits at once, if it comes at least five seconds later. Before that it is the same request
+    arriving twice: Slurm signals every process, and torchrun passes its own signal on to them.
+    """
+
+    def __init__(self):
+        self._number, self._time = 0, 0.0
+        for name in ('SIGTERM', 'SIGINT', 'SIGUSR1'):
+            if hasattr(signal, name):  # Windows has no SIGUSR1
+                signal.signal(getattr(signal, name), self._receive)
+
+    def _receive(self, number, frame):
+        if not self._number:
+            self._number, self._time = number, time.monotonic()
+        elif time.monotonic() - self._time > 5:
+            os._exit(128 + number)
+
+    def poll(self, processes):
+        """The number of a signal that has reached any process, the same on all of them; 0 for none."""
+        return int(processes.max(self._number))
+
+
+# --------------------------------------------------------------------------------------------- updates that are not finite
+
+class Update(NamedTuple):
+    """An update that the optimizer was given. The device itself leaves it out if its gradient is not finite."""
+    iteration: int  # finished updates before this one
+    lr: float
+    loss_sum: torch.Tensor  # of this process's tokens
+    grad_norm: torch.Tensor  # of all gradients on all processes
+
+
+class NonfiniteUpdates:
+    """Decides what an update means for the run whose loss or gradient may have been NaN or infinite.
+
+    on_nonfinite: 'abort', or 'skip' (up to 10 in a row). parallel: the Parallel that sums losses.
+    report(update, what): writes down which batch it was and returns the name of the file. With a gradient
+    scaler (float16) gradients may overflow, which the scaler mends, so that the loss decides.
+    """
+
+    def __init__(self, on_nonfinite, parallel, report, has_scaler, skipped=0, skipped_in_a_row=0):
+        self.on_nonfinite, self.parallel, self.report, self.has_scaler = on_nonfinite, parallel, report, has_scaler
+        self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
+        self.problem = None  # why the run cannot continue, once an update was fatal
+
+    def check(self, update):
+        """'applied', 'skipped' or 'fatal', the same on all processes. Waits for the device; update None was checked before."""
+        if update is None:
+            return 'applied'
+        # The norm is that of all gradients everywhere, but each process has a loss of its own.
+        value = self.parallel.sum_losses(update.loss_sum) if self.has_scaler else update.grad_norm.item()
+        if math.isfinite(value):
+            self.skipped_in_a_row = 0
+            return 'applied'
+        what = f'{"loss" if self.has_scaler else "gradient norm"} of iteration {update.iteration + 1} is {value}'
+        path = self.report(update, what)
+        if self.on_nonfinite == 'skip' and self.skipped_in_a_row < 9:
+            self.skipped += 1
+            self.skipped_in_a_row += 1
+            self.parallel.processes.say(f'the {what}: update skipped ({self.skipped} so far), its batch is in {path}')
+            return 'skipped'
+        after = f', after {self.skipped_in_a_row} that were skipped' if self.skipped_in_a_row else ''
+        self.problem = (f'the {what}{after}: the update was not made, its batch is in {path}; try a lower learning_rate, '
+                        'or --on_nonfinite=skip if it is the data')
+        return 'fatal'
+
+
+# ------------------------------------------------------------------------------------------------------- processes that hang
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OUR_FOLDERS = [os.path.join(ROOT, name).rstrip(os.sep) for name in ('', 'data', 'kilogpt')]
 
 
 class Watchdog:
-    """A thread that ends this process when `beat` has not been called for `limit` seconds, and says who held it up.
+    """A thread that ends this process when `beat` has not been called for a time, and says which process held
+    it up.
 
-    Each process then leaves folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last
-    collectives), and tells the others through the process group's store where it is; `culprits` says who hung. That one ends first, for
-    torchrun to name it too.
+    One process that stops halts all others, each in a collective that never ends. Each process then leaves
+    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last
+    collectives), and tells the others through the process group's store where it is; `culprits` says which
+    ranks hung. A rank that hung ends first, so that torchrun names it too.
+
+    limit: seconds between two beats. first_limit: the same until `first_iteration_done`, for an iteration
+    that may compile.
     """
 
-    def __init__(self, rank, world_size, folder):
-        self.rank, self.world_size, self.folder = rank, world_size, folder
-        self.limit, self.last = FIRST_LIMIT, time.monotonic()
-        if world_size > 1:
+    def __init__(self, processes, folder, limit, first_limit=1800):
+        self.rank, self.world_size, self.folder = processes.rank, processes.world_size, folder
+        self.limit, self.later_limit = first_limit, limit
+        self.last_beat = time.monotonic()
+        if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            # a connection of its own, where there can be one: the main thread may hang in the other
-            self.store = dist.PrefixStore('watchdog', store.clone() if hasattr(store, 'clone') else store)
+            if hasattr(store, 'clone'):  # a connection of its own: the main thread may hang in the other
+                store = store.clone()
+            self.store = dist.PrefixStore('watchdog', store)
             threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, pause=0):
-        """There is progress. The next beat is due `limit` seconds after a pause of so many."""
-        self.last = time.monotonic() + pause
+        """Say that there is progress. The next beat is due `limit` seconds after a pause of that many seconds."""
+        self.last_beat = time.monotonic() + pause
+
+    def first_iteration_done(self):
+        """Apply the limit of later iterations, now that everything is compiled."""
+        self.limit = self.later_limit
 
     def _watch(self):
-        while time.monotonic() - self.last <= self.limit:
+        while time.monotonic() - self.last_beat <= self.limit:
             time.sleep(min(1, self.limit / 20))
         trace = _flight_recorder()
-        at, within_distributed = _main_thread()
-        mine = dict(at=at, host=socket.gethostname(), pid=os.getpid(), under_way=[], entered={})
-        for entry in trace.get('entries', []):
-            if 'checkpoint' in entry['process_group']:  # of the thread that saves
-                continue
-            group, number = str(entry['process_group']), entry['collective_seq_id']
-            mine['entered'][group] = max(number, mine['entered'].get(group, 0))
-            if not entry['retired']:
-                mine['under_way'].append(entry['profiling_name'])
-        mine['waits'] = bool(mine['under_way']) or within_distributed
+        own_report = _report_of_this_process(trace)
+        self._write_stacks(trace)
+        reports = self._exchange(own_report, seconds=max(5, self.limit / 10))
+        hung = culprits(reports, self.world_size)
+        # One process speaks: a rank that hung, if one of those has reported.
+        if self.rank == min(set(hung) & set(reports) or reports):
+            print(f'error: no progress for {self.limit:g} seconds (comm_timeout). {_describe(reports, hung)}Stacks and the '
+                  f'last collectives of each are in {self.folder}', file=sys.stderr, flush=True)
+        if self.rank not in hung:
+            time.sleep(3)  # torchrun calls the process that ends first the cause
+        os._exit(1)
+
+    def _write_stacks(self, trace):
+        path = os.path.join(self.folder, f'rank_{self.rank}')
         try:
             os.makedirs(self.folder, exist_ok=True)
-            path = os.path.join(self.folder, f'rank_{self.rank}')
             with open(path + '.json', 'w', encoding='utf-8') as file:
                 json.dump(trace, file)
             with open(path + '.txt', 'w', encoding='utf-8') as file:
                 faulthandler.dump_traceback(file)
         except OSError as error:
             print(f'warning: no stacks in {self.folder} ({error})', file=sys.stderr)
-        reports = self._exchange(mine, seconds=max(5, self.limit / 10))
-        hung = culprits(reports, self.world_size)
-        if self.rank == min(set(hung) & set(reports) or reports):
-            names = ', '.join(f'rank {r}' + (' (host {host}, pid {pid}, at {at})'.format(**reports[r]) if r in reports else ' (silent)')
-                              for r in hung)
-            waiting = '; '.join(f'rank {r} in {", ".join(reports[r]["under_way"]) or "point-to-point"} at {reports[r]["at"]}'
-                                for r in sorted(reports) if r not in hung)
-            print(f'error: no progress for {self.limit:g} seconds (comm_timeout). ' + (
-                f'Hung: {names}. ' if hung else 'All processes wait for each other. ') + f'Waiting: {waiting or "none yet"}. '
-                f'Stacks and the last collectives of each are in {self.folder}', file=sys.stderr, flush=True)
-        if self.rank not in hung:
-            time.sleep(3)  # torchrun calls the one that ends first the cause
-        os._exit(1)
 
-    def _exchange(self, mine, seconds):
-        """{rank: report} of those that told theirs within so many seconds."""
-        reports, deadline = {self.rank: mine}, time.monotonic() + seconds
+    def _exchange(self, own_report, seconds):
+        """{rank: report} of the processes that sent theirs within that many seconds."""
+        reports = {self.rank: own_report}
+        deadline = time.monotonic() + seconds
         try:
-            self.store.set(str(self.rank), json.dumps(mine))
+            self.store.set(str(self.rank), json.dumps(own_report))
             while len(reports) < self.world_size and time.monotonic() < deadline:
                 for rank in set(range(self.world_size)) - reports.keys():
                     if self.store.check([str(rank)]):
                         reports[rank] = json.loads(self.store.get(str(rank)))
                 time.sleep(0.1)
-        except RuntimeError:  # the process that keeps the store is gone
+        except RuntimeError:  # the process that keeps the store has ended
             pass
         return reports
 
 
 def culprits(reports, world_size):
-    """The ranks that hold up the others: who waits for nobody, else who is silent, else who has entered fewer collectives."""
+    """The ranks that hold up the others: those that wait for nobody, else the silent, else those in an earlier collective."""
     silent = [rank for rank in range(world_size) if rank not in reports]
-    idle = [rank for rank, report in reports.items() if not report['waits']]
-    last = {}
+    busy = [rank for rank, report in reports.items() if not report['waits']]
+    newest = {}  # {process group: number of the last collective that any rank has entered}
     for report in reports.values():
         for group, number in report['entered'].items():
-            last[group] = max(number, last.get(group, 0))
-    behind = [rank for rank, report in reports.items()
-              if any(number < last[group] for group, number in report['entered'].items())]
-    return next((sorted(ranks) for ranks in (idle, silent, behind) if 0 < len(ranks) < world_size), [])
+            newest[group] = max(number, newest.get(group, 0))
+    behind = []
+    for rank, report in reports.items():
+        if any(number < newest[group] for group, number in report['entered'].items()):
+            behind.append(rank)
+    for ranks in (busy, silent, behind):
+        if 0 < len(ranks) < world_size:
+            return sorted(ranks)
+    return []
 
 
-def _main_thread():
-    """Where the main thread is (its last line in our own files, and the last of all), and whether that is in torch.distributed."""
+def _report_of_this_process(trace):
+    """Where this process is and what it waits for, as plain data."""
+    at, is_in_distributed = _position_of_main_thread()
+    report = dict(at=at, host=socket.gethostname(), pid=os.getpid(), under_way=[], entered={})
+    for entry in trace.get('entries', []):
+        if 'checkpoint' in entry['process_group']:  # the thread that saves has its own
+            continue
+        group, number = str(entry['process_group']), entry['collective_seq_id']
+        report['entered'][group] = max(number, report['entered'].get(group, 0))
+        if not entry['retired']:
+            report['under_way'].append(entry['profiling_name'])
+    report['waits'] = bool(report['under_way']) or is_in_distributed
+    return report
+
+
+def _describe(reports, hung):
+    """Sentences that name the ranks that hung and what the others wait for."""
+    names, waiting = [], []
+    for rank in hung:
+        report = reports.get(rank)
+        names.append(f'rank {rank} (host {report["host"]}, pid {report["pid"]}, at {report["at"]})' if report
+                     else f'rank {rank} (silent)')
+    for rank in sorted(reports.keys() - set(hung)):
+        collectives = ', '.join(reports[rank]['under_way']) or 'point-to-point'
+        waiting.append(f'rank {rank} in {collectives} at {reports[rank]["at"]}')
+    cause = f'Hung: {", ".join(names)}. ' if hung else 'All processes wait for each other. '
+    return f'{cause}Waiting: {"; ".join(waiting) or "none yet"}. '
+
+
+def _position_of_main_thread():
+    """(its last line in our own files and its last line of all, whether the latter is in torch.distributed)."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
-    ours = [frame for frame in stack if os.path.dirname(frame.filename) in (HERE, os.path.join(HERE, 'data'))]
-    at = ' > '.join(dict.fromkeys(f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}' for frame in (*ours[-1:], stack[-1])))
-    return at, os.path.join('torch', 'distributed', '') in stack[-1].filename
+    ours = [frame for frame in stack if os.path.dirname(frame.filename) in OUR_FOLDERS]
+    lines = [f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}' for frame in (*ours[-1:], stack[-1])]
+    is_in_distributed = os.path.join('torch', 'distributed', '') in stack[-1].filename
+    return ' > '.join(dict.fromkeys(lines)), is_in_distributed
 
 
 def _flight_recorder():
-    """PyTorch's record of the last collectives; {} where this PyTorch keeps none."""
+    """PyTorch's record of the last collectives; {} where this version of PyTorch keeps none."""
     dump = getattr(torch._C._distributed_c10d, '_dump_fr_trace_json', None)
     return json.loads(dump()) if dump else {}

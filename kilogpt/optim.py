@@ -4,94 +4,125 @@ import math
 import torch
 
 
+def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, blocks, dtype, apply_to_whole_matrices):
+    """The optimizer of a run: 'adamw', or 'muon' for the matrices of `blocks` and AdamW for the rest.
+
+    dtype: of training, as a string; Muon works in it, but in float32 instead of float16.
+    """
+    if kind == 'adamw':
+        return build_adamw(named_parameters, learning_rate, weight_decay, betas)
+    muon_dtype = torch.float32 if dtype == 'float16' else getattr(torch, dtype)
+    return Muon(named_parameters, learning_rate, weight_decay, betas, blocks, dtype=muon_dtype,
+                apply_to_whole_matrices=apply_to_whole_matrices)
+
+
 def build_adamw(named_parameters, learning_rate, weight_decay, betas):
     """AdamW (Loshchilov and Hutter 2019); weight decay on matrices and embeddings only, not on biases and norms."""
-    named = list(named_parameters)
-    groups = [dict(params=[(name, p) for name, p in named if p.dim() >= 2], weight_decay=weight_decay),
-              dict(params=[(name, p) for name, p in named if p.dim() < 2], weight_decay=0.0)]
-    groups = [group for group in groups if group['params']]  # a pipeline's stage may have no vectors
+    matrices, vectors = [], []
+    for name, parameter in named_parameters:
+        (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
+    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
+    groups = [group for group in groups if group['params']]  # a stage of a pipeline may have no vectors
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest; one learning rate and weight decay for both.
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest; one learning rate and
+    weight decay for both.
 
-    A matrix's update is its momentum (Nesterov's), made orthogonal, times 0.2 √(the longer side): the root mean square of AdamW's
-    updates (Liu et al. 2025, 2.2), so that a learning rate for AdamW is one for Muon.
+    A matrix's update is its momentum (Nesterov's), made orthogonal, times 0.2 √(the longer side). That is the
+    root mean square of AdamW's updates (Liu et al. 2025, 2.2), so that a learning rate for AdamW suits Muon
+    too.
 
-    named_parameters: [(name, parameter)]; those in `blocks` (a prefix of names) of two dimensions are Muon's.
-    on_whole: calls a function of whole matrices (n, rows, columns) with what processes hold parts of: parallel.Parallel.on_whole.
-    dtype: of the orthogonalisation. torch.optim.Muon does the same on one process, in bfloat16 alone and one matrix at a time.
+    named_parameters: [(name, parameter)]; Muon takes those of two dimensions whose names begin with `blocks`.
+    apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
+    columns) where each process holds parts of them, as Parallel.apply_to_whole_matrices does.
+    dtype: of the orthogonalisation.
+    torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
     """
 
     def __init__(self, named_parameters, learning_rate, weight_decay, betas, blocks, dtype=torch.bfloat16, momentum=0.95,
-                 on_whole=lambda function, like, stack: function(stack)):
-        named = list(named_parameters)
-        matrices = [(name, p) for name, p in named if name.startswith(f'{blocks}.') and p.dim() == 2]
-        names = {name for name, _ in matrices}
-        self.adamw = build_adamw([(name, p) for name, p in named if name not in names], learning_rate, weight_decay, betas)
-        self.dtype, self.on_whole = dtype, on_whole
-        own = [dict(params=matrices, weight_decay=weight_decay, momentum=momentum)] if matrices else []  # a pipeline's stage may have none
-        super().__init__(own + self.adamw.param_groups, self.adamw.defaults)
+                 apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
+        matrices, others = [], []
+        for name, parameter in named_parameters:
+            is_muons = name.startswith(f'{blocks}.') and parameter.dim() == 2
+            (matrices if is_muons else others).append((name, parameter))
+        self.adamw = build_adamw(others, learning_rate, weight_decay, betas)
+        self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
+        groups = list(self.adamw.param_groups)
+        if matrices:  # a stage of a pipeline may have none
+            groups.insert(0, dict(params=matrices, weight_decay=weight_decay, momentum=momentum))
+        super().__init__(groups, self.adamw.defaults)
+        self.adamw.state = self.state
         self.found_inf = None  # a tensor of 1 leaves the update out, as in AdamW (see torch.amp.GradScaler)
-        self.own, self.adamw.state = self.param_groups[:len(own)], self.state
 
     @torch.no_grad()
     def step(self):
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        made = 1.0 if self.found_inf is None else 1 - self.found_inf
-        for group in self.own:
-            for alike in _alike(group['params']):
-                local = [local_part(p) for p in alike]
-                gradients = [local_part(p.grad) for p in alike]
-                for p in alike:
-                    if not self.state[p]:
-                        self.state[p]['momentum_buffer'] = torch.zeros_like(p.detach())
-                momenta = [local_part(self.state[p]['momentum_buffer']) for p in alike]
-                if self.found_inf is not None:
-                    gradients = [torch.where(made > 0, g, m) for g, m in zip(gradients, momenta)]
-                torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
-                updates = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
-                updates = self.on_whole(orthogonalized, alike[0], updates)
-                torch._foreach_mul_(local, 1 - made * group['lr'] * group['weight_decay'])
-                torch._foreach_add_(local, [u.to(p) * made for u, p in zip(updates, local)],
-                                    alpha=-group['lr'] * 0.2 * math.sqrt(max(alike[0].shape)))
+        # 1.0, or a tensor of 1 or 0: whether the update is made
+        is_applied = 1.0 if self.found_inf is None else 1 - self.found_inf
+        for group in self.param_groups:
+            if 'momentum' in group:
+                for parameters in muon_groups(group['params']):
+                    self._step_muon(parameters, group, is_applied)
+
+    def _step_muon(self, parameters, group, is_applied):
+        """Update parameters of one shape and layout together."""
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter]['momentum_buffer'] = torch.zeros_like(parameter.detach())
+        weights = [local_part(parameter) for parameter in parameters]
+        gradients = [local_part(parameter.grad) for parameter in parameters]
+        momenta = [local_part(self.state[parameter]['momentum_buffer']) for parameter in parameters]
+        if self.found_inf is not None:  # moving towards itself leaves a momentum as it is
+            gradients = [torch.where(is_applied > 0, g, m) for g, m in zip(gradients, momenta)]
+        torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
+        directions = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
+        updates = self.apply_to_whole_matrices(orthogonalize, parameters[0], directions)
+        updates = [update.to(weight) * is_applied for update, weight in zip(updates, weights)]
+        torch._foreach_mul_(weights, 1 - is_applied * group['lr'] * group['weight_decay'])
+        torch._foreach_add_(weights, updates, alpha=-group['lr'] * 0.2 * math.sqrt(max(parameters[0].shape)))
 
 
-def orthogonalized(matrices, steps=5):
-    """U Vᵀ, roughly, of matrices U S Vᵀ (n, rows, columns), by Newton and Schulz's iteration.
+def orthogonalize(matrices, steps=5):
+    """U Vᵀ, approximately, of matrices U S Vᵀ (n, rows, columns), by Newton and Schulz's iteration.
 
-    The quintic of Jordan et al. 2024 takes all singular values to between 0.7 and 1.2 in 5 steps, fast rather than near to 1.
+    The quintic of Jordan et al. 2024 takes all singular values to between 0.7 and 1.2 in 5 steps: it is fast
+    rather than exact.
     """
-    x = matrices.mT if matrices.size(-2) > matrices.size(-1) else matrices
+    is_tall = matrices.size(-2) > matrices.size(-1)
+    x = matrices.mT if is_tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
-    return x.mT if matrices.size(-2) > matrices.size(-1) else x
+    return x.mT if is_tall else x
 
 
-def _alike(parameters, most=2 ** 26):
-    """The parameters in lists of one shape and layout, of at most so many elements here: what is worked on at once."""
-    lists = {}
-    for p in parameters:
-        lists.setdefault((p.shape, getattr(p, 'placements', None)), []).append(p)
-    for alike in lists.values():
-        size = max(1, most // max(1, local_part(alike[0]).numel()))
-        yield from (alike[i:i + size] for i in range(0, len(alike), size))
+def muon_groups(parameters, max_elements=2 ** 26):
+    """Lists of the parameters of one shape and layout, each of at most max_elements on this process, to update together."""
+    by_layout = {}
+    for parameter in parameters:
+        key = parameter.shape, getattr(parameter, 'placements', None)
+        by_layout.setdefault(key, []).append(parameter)
+    for group in by_layout.values():
+        size = max(1, max_elements // max(1, local_part(group[0]).numel()))
+        for start in range(0, len(group), size):
+            yield group[start:start + size]
 
 
 def local_part(tensor):
-    """What this process holds of a tensor that may be shared out."""
+    """What this process holds of a tensor that may be a DTensor."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
 def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):
     """Learning rate of the update that follows `iteration` finished ones.
 
-    Linear warm-up to peak, then to floor at decay_iters: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay),
-    which stays at peak and falls linearly over the last fifth (Hägele et al. 2024). Beyond decay_iters it is floor.
+    Linear warm-up to peak, then to floor at decay_iters: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up,
+    stable, decay), which stays at peak and falls linearly over the last fifth (Hägele et al. 2024). Beyond
+    decay_iters it is floor.
     """
     if iteration < warmup_iters:
         return peak * (iteration + 1) / (warmup_iters + 1)

@@ -1,4 +1,4 @@
-"""bench.py as a user runs it, and the arithmetic of its profile."""
+"""bench.py as a user runs it."""
 import json
 import re
 
@@ -6,7 +6,7 @@ import pytest
 from conftest import TINY, run
 
 import bench
-from kilogpt import metrics
+from kilogpt import trace
 from model import GPT, GPTConfig
 
 BENCH = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]
@@ -19,7 +19,7 @@ def test_sweep_and_profile(dataset, tmp_path):
     assert [row['arguments'] for row in rows] == [['--batch_size=2', '--n_layer=1'], ['--batch_size=4', '--n_layer=1']]
     for row in rows:
         assert row['tokens_per_sec'] > 0 and row['dt_ms'] > 0 and row['mem_gb'] > 0 and row['mfu'] > 0
-        assert set(row['profile_ms']) == set(metrics.CATEGORIES)
+        assert set(row['profile_ms']) == set(trace.CATEGORIES)
         assert row['profile_ms']['matmul'] > 0 and row['profile_ms']['attention'] > 0 and row['profile_ms']['optimizer'] > 0
         assert json.loads((tmp_path / row['trace']).read_text())['traceEvents']
 
@@ -41,42 +41,6 @@ def test_plot(tmp_path):
     assert (tmp_path / 'plot.png').read_bytes().startswith(b'\x89PNG')
     done = run('bench.py', '--plot', 'c', cwd=tmp_path, check=False)
     assert done.returncode == 1 and 'c has no metrics.jsonl' in done.stderr and 'Traceback' not in done.stderr
-
-
-@pytest.mark.parametrize('kind', ['cpu', 'gpu'])
-def test_breakdown(tmp_path, kind):
-    """A trace made by hand, one iteration of 100 ms: what overlaps is counted once, what no one fills is idle."""
-    def event(cat, name, start, duration, tid=1):
-        return dict(ph='X', cat=cat, name=name, ts=1000 * start, dur=1000 * duration, tid=tid)
-    events = [event('user_annotation', 'ProfilerStep#6', 0, 100)]
-    if kind == 'cpu':
-        events += [event('user_annotation', 'data', 0, 5), event('cpu_op', 'aten::to', 1, 2),
-                   event('cpu_op', 'aten::linear', 10, 30), event('cpu_op', 'aten::addmm', 12, 20),
-                   event('cpu_op', 'aten::scaled_dot_product_attention', 40, 20), event('cpu_op', 'aten::bmm', 45, 10),
-                   event('cpu_op', 'aten::relu', 60, 10), event('user_annotation', 'optimizer', 80, 10),
-                   event('cpu_op', 'aten::mul', 82, 3), event('cpu_op', 'gloo:all_reduce', 65, 10, tid=2),
-                   event('cpu_op', 'aten::mm', 0, 50, tid=3)]  # another thread's work is not this one's time
-    else:
-        events += [event('gpu_memcpy', 'Memcpy HtoD (Pinned -> Device)', 0, 5), event('kernel', 'nvjet_hsh_128x', 10, 30),
-                   event('kernel', 'pytorch_flash::flash_fwd_kernel', 40, 20), event('kernel', 'triton_poi_fused_relu', 60, 10),
-                   event('kernel', 'multi_tensor_apply_kernel<FusedAdam>', 80, 10),
-                   event('kernel', 'ncclDevKernel_AllReduce', 65, 10, tid=2), event('cpu_op', 'aten::mm', 0, 100)]
-    (tmp_path / 'trace.json').write_text(json.dumps(dict(traceEvents=events)))
-    expected = {'matmul': 30, 'attention': 20, 'other compute': 10, 'optimizer': 10, 'collectives': 5, 'data': 5, 'idle': 20}
-    assert metrics.breakdown(*metrics.read_trace(tmp_path / 'trace.json')) == pytest.approx(expected)
-
-
-def test_bytes_moved():
-    """A functional collective and the c10d operator it becomes are one; of a list, the backend's event knows the type."""
-    def event(name, dims, types):
-        return dict(name=name, args={'Input Dims': dims, 'Input type': types})
-    events = [event('_c10d_functional::all_gather_into_tensor', [[4, 8], [], []], ['c10::BFloat16', 'Scalar', '']),
-              event('c10d::allgather_into_tensor_coalesced_', [[[8, 8]], [[4, 8]], [], []], ['TensorList', 'TensorList', '', 'Scalar']),
-              event('gloo:all_gather', [[4, 8]], ['c10::BFloat16']),
-              event('c10d::_reduce_scatter_base_', [[5], [10], [], []], ['double', 'double', '', 'Scalar']),
-              event('c10d::alltoall_base_', [[6], [6], []], ['float', 'float', '']), event('c10d::barrier', [[], []], ['', ''])]
-    steps = [None, None]  # two iterations
-    assert metrics.bytes_moved(events, steps) == {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
 
 
 def test_parse_layouts():

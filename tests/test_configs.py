@@ -2,7 +2,6 @@
 import os
 import re
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -10,11 +9,12 @@ import torch.distributed as dist
 from conftest import ROOT
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from kilogpt import parallel
 from kilogpt.configurator import configure
+from kilogpt.layout import Layout
+from kilogpt.parallel import Parallel
+from kilogpt.processes import Processes
 from model import GPT, GPTConfig
 
-JOIN = dist.init_process_group
 COMMANDS = []  # (world size, arguments of train.py), from the comments of the files
 for name in ('gpt2_xl_fsdp', 'llama_7b_tp_fsdp', 'gpt_70b_3d'):
     with open(os.path.join(ROOT, 'config', f'{name}.py')) as file:
@@ -32,26 +32,27 @@ def settings(arguments):
 
 
 def lay_out(monkeypatch, world_size, rank, arguments):
-    """What train.py does up to the weights, on the meta device: (Parallel, parameters, micro_batch, micro_steps, config)."""
+    """What train.py does up to the weights, on the meta device: (Parallel, number of parameters, micro_batch, micro_steps, config)."""
     c = SimpleNamespace(**settings(arguments))
     for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
         monkeypatch.setenv(key, str(value))
-    monkeypatch.setattr(parallel, 'STAYING', mock.Mock())  # nothing runs here: contexts of the forward pass need not stay
-    monkeypatch.setattr(parallel, '_fresh_store', FakeStore)
-    monkeypatch.setattr(dist, 'init_process_group', lambda backend, **options: JOIN('fake', **options))
-    par = parallel.Parallel('cpu', 'auto', c.comm_timeout, c.zero_stage, c.dp_replicate, c.tp, c.cp, c.pp, c.pp_schedule)
+    layout = Layout(world_size, c.zero_stage, c.dp_replicate, c.tp, c.cp, c.pp, c.pp_schedule)
+    dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        par.device = torch.device('meta')
-        with par.device:
+        processes = Processes('cpu')
+        processes.build_meshes(layout)
+        processes.device = torch.device('meta')
+        parallel = Parallel(processes, layout)
+        with processes.device:
             shape = {key: value for key, value in vars(c).items() if key in GPTConfig.__dataclass_fields__}
             model = GPT(GPTConfig(vocab_size=50257, **shape), seed=None)
         n_parameters = model.num_params()
-        micro_batch, micro_steps = par.split_batch(c.batch_size * c.gradient_accumulation_steps, c.batch_size)
-        par.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps, block_size=c.block_size,
-                    dtype='bfloat16', activation_checkpoint=c.activation_checkpoint)
+        micro_batch, micro_steps = layout.split_batch(c.batch_size * c.gradient_accumulation_steps, c.batch_size)
+        parallel.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps, block_size=c.block_size,
+                         dtype='bfloat16', activation_checkpoint=c.activation_checkpoint)
     finally:
         dist.destroy_process_group()
-    return par, n_parameters, micro_batch, micro_steps, c
+    return parallel, n_parameters, micro_batch, micro_steps, c
 
 
 NO_OPTIMIZER = SimpleNamespace(param_groups=[])
@@ -61,13 +62,14 @@ NO_OPTIMIZER = SimpleNamespace(param_groups=[])
 def test_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
     total, pp = 0, settings(arguments)['pp']
     for rank in range(0, world_size, world_size // pp):  # one of each pipeline rank
-        par, n_parameters, micro_batch, micro_steps, c = lay_out(monkeypatch, world_size, rank, arguments)
-        share = par.tp * par.averaged // par.dp_replicate  # ranks that split what this pipeline rank has
-        total += par.bytes_held(NO_OPTIMIZER)[0] * share
-        assert par.bytes_held(NO_OPTIMIZER)[0] == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
-        assert par.notes == []  # nothing but what the file says
-        assert micro_batch == c.batch_size and micro_steps * par.dp == c.gradient_accumulation_steps
-        assert pp == 1 or micro_steps >= par.n_stages and micro_steps % pp == 0
+        parallel, n_parameters, micro_batch, micro_steps, c = lay_out(monkeypatch, world_size, rank, arguments)
+        layout = parallel.layout
+        share = layout.tp * layout.dp_shard * layout.cp  # ranks that divide the parameters of this pipeline rank
+        total += parallel.bytes_held(NO_OPTIMIZER)[0] * share
+        assert parallel.bytes_held(NO_OPTIMIZER)[0] == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
+        assert layout.notes + parallel.notes == []  # nothing but what the file says
+        assert micro_batch == c.batch_size and micro_steps * layout.dp == c.gradient_accumulation_steps
+        assert pp == 1 or micro_steps >= layout.n_stages and micro_steps % pp == 0
     assert total == pytest.approx(4 * n_parameters, rel=0.01)  # each parameter somewhere, none twice
 
 

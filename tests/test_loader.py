@@ -6,12 +6,13 @@ import threading
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.loader
-from data.loader import Prefetcher, TokenLoader, read_meta, shuffled
-from kilogpt.parallel import SCHEDULES, Parallel
+from data.loader import Batches, Prefetcher, TokenLoader, read_meta, shuffled
+from kilogpt.layout import Layout
 
 U16 = dict(vocab_size=65536, dtype='uint16')
 
@@ -28,29 +29,6 @@ def load(folder, split='train', block_size=4, vocab_size=65536, meta=U16, seed=1
     return TokenLoader(str(folder), split, block_size, vocab_size, meta, seed)
 
 
-def rank_of(world_size, rank):
-    par = object.__new__(Parallel)  # its arithmetic needs no process group
-    par.dp, par.dp_rank, par.pp, par.n_stages, par.pp_schedule, par.notes = world_size, rank, 1, 1, '1f1b', []
-    return par
-
-
-@settings(max_examples=300, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)))
-def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
-    """Every sequence once, micro-batches of batch_size at most, as many as the schedule wants."""
-    seen = []
-    for rank in range(dp):
-        par = rank_of(dp, rank)
-        par.pp, par.pp_schedule, par.n_stages = pp, schedule, pp * SCHEDULES[schedule][1] if pp > 1 else 1
-        micro_batch, micro_steps = par.split_batch(global_batch, batch_size)
-        seen += par.my_rows(global_batch, micro_batch * micro_steps, 0).tolist()  # a pipeline takes them all at once
-    assert sorted(row for row in seen if row >= 0) == list(range(global_batch))
-    assert 1 <= micro_batch <= batch_size and micro_steps >= par.n_stages
-    assert not (schedule.startswith('interleaved') and pp > 1) or micro_steps % pp == 0
-    if pp == 1 and global_batch % dp == 0:
-        assert -1 not in seen
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2 ** 32))
 def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batch_size, accumulation, seed):
@@ -64,18 +42,23 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
         loader, one_file = (load(where, block_size=block_size, vocab_size=n, seed=seed) for where in (folder, whole))
 
         global_batch, per_epoch, seen = batch_size * accumulation, n // block_size, {}
-        micro_batch, micro_steps = rank_of(world_size, 0).split_batch(global_batch, batch_size)
+        layout = Layout(world_size)
+        micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
         assert micro_batch <= batch_size
         iterations = -(-3 * per_epoch // global_batch)
-        for iteration, rank, micro_step in np.ndindex(iterations, world_size, micro_steps):
-            rows = rank_of(world_size, rank).my_rows(global_batch, micro_batch, micro_step)
-            sequences = np.where(rows < 0, -1, iteration * global_batch + rows)
-            x, y = (batch.numpy() for batch in loader.batch(loader.train_starts(sequences)))
-            assert len(rows) == micro_batch and (y[rows < 0] == -1).all()
-            assert (y[rows >= 0] == (x[rows >= 0] + 1) % n).all()  # a target is its input's successor
-            for sequence, inputs in zip(sequences[rows >= 0].tolist(), x[rows >= 0]):
-                assert sequence not in seen
-                seen[sequence] = inputs.tolist()
+        for rank in range(world_size):
+            batches = Batches(loader, lambda i: loader.train_starts(i * global_batch + np.arange(global_batch)), micro_steps,
+                              rows=lambda total, step: layout.rows(rank, total, micro_batch, step),
+                              positions=layout.positions(rank, block_size), device=torch.device('cpu'))
+            for iteration, micro_step in np.ndindex(iterations, micro_steps):
+                rows = layout.rows(rank, global_batch, micro_batch, micro_step)
+                sequences = np.where(rows < 0, -1, iteration * global_batch + rows)
+                x, y = (tokens.numpy() for tokens in batches(iteration, micro_step))
+                assert len(rows) == micro_batch and (y[rows < 0] == -1).all()
+                assert (y[rows >= 0] == (x[rows >= 0] + 1) % n).all()  # a target is its input's successor
+                for sequence, inputs in zip(sequences[rows >= 0].tolist(), x[rows >= 0]):
+                    assert sequence not in seen
+                    seen[sequence] = inputs.tolist()
         assert len(seen) == iterations * global_batch
         for epoch in range(3):
             numbers = np.arange(epoch * per_epoch, (epoch + 1) * per_epoch)
@@ -93,10 +76,10 @@ def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
             assert (a // 4 == b // 4).sum() < 10 and set(a % 4001) != set(b % 4001)
 
 
-@pytest.mark.parametrize('ahead', [1, 7, 4096])
-def test_the_order_of_training_never_changes(tmp_path, monkeypatch, ahead):
-    """Nor with how many sequences are shuffled in one go: a run that is resumed goes on in the order it began with."""
-    monkeypatch.setattr(data.loader, 'AHEAD', ahead)
+@pytest.mark.parametrize('shuffle_block', [1, 7, 4096])
+def test_the_order_of_training_never_changes(tmp_path, monkeypatch, shuffle_block):
+    """Not even with the number of sequences shuffled at a time: a run that resumes continues in the order it began with."""
+    monkeypatch.setattr(data.loader, 'SHUFFLE_BLOCK', shuffle_block)
     write(tmp_path / 'train.bin', np.arange(4001))
     assert load(tmp_path).train_starts(np.array([0, 7, -1, 999, 1000, 1003, 2500])).tolist() == [4457, 5365, -1, 2253, 4930, 4610, 1650]
 

@@ -12,9 +12,9 @@ import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilogpt import checkpoint
-from model import GPT, DotProductAttention, Dropout, GPTConfig, rotate
 from kilogpt.parallel import fill
+from kilogpt.weights import pad_rows, read_weights
+from model import GPT, GPTConfig, rotate
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False, softcap=5.0, bias=False)
@@ -59,9 +59,9 @@ def gpt2(request, tmp_path_factory):
             p.add_(0.1 * torch.randn_like(p))
     folder = tmp_path_factory.mktemp('gpt2')
     theirs.save_pretrained(folder)
-    arguments, weights, _ = checkpoint.read_weights(str(folder))
+    arguments, weights, _ = read_weights(str(folder))
     ours = GPT(GPTConfig(**arguments), seed=None).eval()
-    fill(ours.named_parameters(), checkpoint.padded(weights))
+    fill(ours.named_parameters(), lambda name, shape: pad_rows(weights[name], shape))
     return theirs, ours, folder
 
 
@@ -79,12 +79,12 @@ def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
 def test_incomplete_folders_are_refused(tmp_path, missing, present):
     (tmp_path / present).write_text('{}')
     with pytest.raises(OSError, match=f'has no {missing}'):
-        checkpoint.read_weights(str(tmp_path))
+        read_weights(str(tmp_path))
 
 
 @pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')], ids=['offline', 'unreachable'])
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path, env):
-    code = 'from kilogpt import checkpoint, configurator\nwith configurator.exit_on_error(): checkpoint.read_weights("gpt2")'
+    code = 'from kilogpt import configurator, weights\nwith configurator.exit_on_error(): weights.read_weights("gpt2")'
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path), **env))
     assert done.returncode == 1 and 'Traceback' not in done.stderr
@@ -157,9 +157,14 @@ def reference(w, c, idx):
 def test_logits_loss_and_gradients_equal_the_formulas(monkeypatch, options, in_parts):
     """The loss: a sum over the valid targets, with none of the probability in the padding rows; also from four targets at a time."""
     model, idx, targets = build(options), tokens(2, 12), tokens(2, 12, seed=1)
-    rows = []  # of the logits that a loss is made of
-    model.cross_entropy = lambda logits, targets: rows.append(len(logits)) or GPT.cross_entropy(model, logits, targets)
-    monkeypatch.setattr('model.LOGITS', (5 if in_parts else 24) * model.config.padded_vocab_size)
+    rows, of_logits = [], model.loss.of_logits  # rows: of each part that the loss is computed from
+
+    def counted(logits, targets):
+        rows.append(len(logits))
+        return of_logits(logits, targets)
+
+    model.loss.of_logits = counted
+    monkeypatch.setattr('model.MAX_LOGITS', (5 if in_parts else 24) * model.config.padded_vocab_size)
     targets[0, :5] = -1  # left out
     w = {name: p.detach().double().requires_grad_() for name, p in model.named_parameters()}
     expected = torch.stack([reference(w, model.config, row) for row in idx])
@@ -265,25 +270,6 @@ def test_impossible_configs_are_exit_on_error(bad, message):
 def test_dropout_is_on_in_training_alone():
     model, idx = build(dict(dropout=0.5)), tokens(2, 16)
     assert model(idx).equal(build()(idx)) and not model.train()(idx).equal(model(idx))
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize('p', [0.1, 0.5, 0.9])
-def test_dropout_keeps_its_share_and_scales_it(p, dtype):
-    dropout, shape = Dropout(p), (3, 7, 47_619)  # 999,999 elements: no whole number of draws
-    x = torch.ones(shape, dtype=dtype, requires_grad=True)
-    torch.manual_seed(1)
-    y = dropout(x)
-    y.sum().backward()
-    kept = y != 0
-    assert y.dtype == dtype and y[kept].eq(torch.tensor(1 / (1 - p), dtype=dtype)).all() and x.grad.equal(y)
-    assert kept.float().mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / kept.numel()))
-    by_place = torch.stack([kept.flatten()[i:999_996:4] for i in range(4)]).float()  # of the four that share a draw: independent
-    assert (torch.corrcoef(by_place) - torch.eye(4)).abs().max() < 5 / math.sqrt(249_999)
-    again = dropout(x)
-    assert (again != 0).eq(kept).float().mean().item() == pytest.approx(p ** 2 + (1 - p) ** 2, abs=2e-3)
-    torch.manual_seed(1)
-    assert dropout(x).equal(y)
 
 
 # --- the cache, and sampling --------------------------------------------------------------------------------------------
@@ -392,30 +378,3 @@ def test_sampling_repeats_with_its_generators_seed():
     model = build(scale=0.02)
     one, two, three = (model.generate(tokens(2, 3), 40, generator=seeded(s)) for s in (1, 1, 2))
     assert one.equal(two) and not one.equal(three)
-
-
-@pytest.mark.parametrize('kv_heads', [4, 2])
-def test_plain_attention_of_short_sequences_in_bfloat16(kv_heads):
-    """What a CPU trains with up to PLAIN_ATTENTION positions, against float64: outputs and gradients to bfloat16's 8 bits."""
-    attention = DotProductAttention(GPTConfig(n_head=4, n_embd=64))
-    torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 32, 16, dtype=torch.float64).bfloat16().double() for heads in (4, kv_heads, kv_heads))
-    results = []
-    for dtype in (torch.float64, torch.bfloat16):
-        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
-        y = attention(*inputs)
-        y.square().sum().backward()
-        results.append([y, *(x.grad for x in inputs)])
-        assert ('Softmax' if dtype == torch.bfloat16 else 'ScaledDot') in graph(y)
-    for exact, plain in zip(*results):
-        assert (plain.double() - exact).abs().max() < 0.03 * exact.abs().max()
-
-
-def graph(y):
-    """Names of the operations that made a tensor."""
-    names, stack = '', [y.grad_fn]
-    while stack:
-        node = stack.pop()
-        names += f' {node.name()}'
-        stack += [parent for parent, _ in node.next_functions if parent]
-    return names

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from model import GPT, GPTConfig
-from kilogpt.optim import Muon, build_adamw, orthogonalized, scheduled_lr
+from kilogpt.optim import Muon, build_adamw, orthogonalize, scheduled_lr
 
 PEAK = 6e-4
 
@@ -85,13 +85,13 @@ def test_muon_is_pytorchs_and_adamw_for_the_rest():
 
 
 @pytest.mark.parametrize('shape', [(3, 16, 16), (2, 40, 12), (2, 12, 40)])
-def test_orthogonalized_keeps_the_directions_and_levels_the_sizes(shape):
+def test_orthogonalize_keeps_the_directions_and_levels_the_sizes(shape):
     """Against the SVD in float64: singular vectors stay, singular values from 0.3 of the largest on come to lie in 0.65 to 1.25."""
     torch.manual_seed(0)
     m = min(shape[1:])
     u, v = (torch.linalg.qr(torch.randn(shape[0], n, m, dtype=torch.float64))[0] for n in shape[1:])
     sizes = torch.linspace(0.3, 1, m, dtype=torch.float64)
-    levelled = u.mT @ orthogonalized(100 * (u * sizes) @ v.mT) @ v
+    levelled = u.mT @ orthogonalize(100 * (u * sizes) @ v.mT) @ v
     found = levelled.diagonal(dim1=-2, dim2=-1)
     assert (levelled - torch.diag_embed(found)).abs().max() < 1e-12
     assert 0.65 < found.min() and found.max() < 1.25

@@ -1,0 +1,124 @@
+"""Faster forms of a few of the model's parts on processors, put in their place when a model is laid out on a CPU."""
+import ctypes
+import math
+import sys
+
+import numpy as np
+import torch
+import torch.nn as nn
+
+
+def keep_freed_memory():
+    """Let glibc keep large blocks that are freed, for the next iteration to use.
+
+    By default it returns them to the system at once, and each new one is zeroed page by page, which takes
+    half of an iteration's time.
+    """
+    if sys.platform == 'linux':
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)  # absent from other C libraries, such as musl
+        if mallopt:
+            mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1)
+            mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
+
+
+def use_faster_parts(model):
+    """Replace dropout, RMSNorm, and the attention that the model's split_plan names, in place."""
+    plan = model.split_plan
+    for block in model.get_submodule(plan['blocks']).values():
+        for name in plan['attention']:
+            parent, _, child = name.rpartition('.')
+            attention = block.get_submodule(name)
+            setattr(block.get_submodule(parent), child, PlainAttention(attention))
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Dropout:
+                setattr(parent, name, FastDropout(child.p))
+            elif type(child) is nn.RMSNorm:
+                fast = FastRMSNorm(child.normalized_shape, child.eps, device='meta')
+                fast.weight = child.weight
+                setattr(parent, name, fast)
+
+
+class FastDropout(nn.Dropout):
+    """PyTorch's dropout, with masks by `dropout_mask`."""
+
+    def forward(self, x):
+        if not self.training or self.p == 0 or hasattr(x, 'placements'):
+            return super().forward(x)
+        # The mask takes the tensor rather than its shape: the compiler would merge calls that have equal
+        # arguments.
+        return x * dropout_mask(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
+
+
+@torch.library.custom_op('kilogpt::dropout_mask', mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
+    """A mask of x's shape: 0 with probability p, else 1, from 16 random bits each. PyTorch's own draw takes ten times as long."""
+    generator = np.random.Generator(np.random.SFC64(int(torch.randint(2 ** 63 - 1, ()))))
+    bits = generator.integers(2 ** 64, size=-(-x.numel() // 4), dtype=np.uint64).view(np.uint16)[:x.numel()]
+    return torch.from_numpy((bits >= round(p * 2 ** 16)).view(np.uint8)).view(x.shape)
+
+
+@dropout_mask.register_fake
+def _(x, p):
+    return torch.empty(x.shape, dtype=torch.uint8)
+
+
+class FastRMSNorm(nn.RMSNorm):
+    """PyTorch's RMSNorm, whose eager form on processors is a dozen operators, in half of the time."""
+
+    def forward(self, x):
+        # The compiler fuses PyTorch's own, and PyTorch computes in float32 what comes in 16 bits.
+        if torch.compiler.is_compiling() or x.dtype.itemsize < 4 or hasattr(x, 'placements'):
+            return super().forward(x)
+        return RMSNormInFewPasses.apply(x, self.weight, self.eps)
+
+
+class RMSNormInFewPasses(torch.autograd.Function):
+    """y = x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, (4)), its gradients written out."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
+        inverse_rms = torch.rsqrt(mean_square + eps)
+        normed = x * inverse_rms
+        ctx.save_for_backward(normed, inverse_rms, weight)
+        return normed * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        normed, inverse_rms, weight = ctx.saved_tensors
+        product = grad * normed
+        grad_weight = product.sum(dim=tuple(range(product.dim() - 1)))
+        projection = (product * weight).mean(dim=-1, keepdim=True)
+        grad_x = torch.addcmul(grad * weight, normed, projection, value=-1) * inverse_rms
+        return grad_x, grad_weight, None
+
+
+class PlainAttention(nn.Module):
+    """The model's attention as two matrix products and a softmax, where those beat a processor's fused
+    attention.
+
+    That is in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory.
+    """
+    MAX_LENGTH = 1024
+
+    def __init__(self, fused):
+        """fused: the DotProductAttention to replace, which takes the other cases."""
+        super().__init__()
+        self.fused = fused
+        self.dropout = FastDropout(fused.dropout)
+
+    def forward(self, q, k, v, mask=None):
+        """As DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+        T = q.size(2)
+        has_dropout = self.training and self.fused.dropout > 0
+        is_plain_faster = q.dtype == torch.bfloat16 or has_dropout
+        if mask is not None or T != k.size(2) or T > self.MAX_LENGTH or not is_plain_faster:
+            return self.fused(q, k, v, mask=mask)
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+        future = q.new_full((T, T), -torch.inf).triu(1)
+        scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
+        weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, T)
+        return (weights @ v.flatten(0, 1)).view_as(q)

@@ -1,0 +1,156 @@
+"""Pipeline parallelism (GPipe, Huang et al. 2019): a model cut into stages, and a schedule that runs them.
+
+The schedules are PyTorch's own (torch.distributed.pipelining); `layout.SCHEDULES` lists them.
+"""
+import copy
+import functools
+
+import torch
+import torch.distributed as dist
+
+from kilogpt.layout import SCHEDULES
+
+
+def cut_stage(model, index, n_stages, block_size):
+    """A copy of the model that has only the parts of pipeline stage `index`; the places of other parts hold
+    None.
+
+    Stages are runs of whole blocks, of costs as equal as that allows. A parameter costs a multiplication per
+    token, attention T · C per block, and the embedding half of its size: lookups are nearly free, but its
+    memory and its update are not.
+    """
+    plan = model.split_plan
+    names = list(model.get_submodule(plan['blocks']))
+
+    def size_of(name):
+        return sum(p.numel() for p in model.get_submodule(name).parameters())
+
+    block_cost = size_of(plan['blocks']) // len(names) + block_size * model.config.n_embd
+    first_cost = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(plan['before_blocks']):
+            first_cost += parameter.numel()
+    last_cost = sum(size_of(name) for name in plan['after_blocks'])
+    lengths = balance([first_cost // 2, *[block_cost] * len(names), last_cost], n_stages)
+
+    start = sum(lengths[:index])  # in parts: part 0 comes before the blocks, the last part after them
+    end = start + lengths[index]
+    stage = copy.deepcopy(model)
+    blocks = stage.get_submodule(plan['blocks'])
+    for part, name in enumerate(names, start=1):
+        if not start <= part < end:
+            del blocks[name]
+    absent = [*(plan['before_blocks'] if index > 0 else ()), *(plan['after_blocks'] if index < n_stages - 1 else ())]
+    for name in absent:
+        parent, _, child = name.rpartition('.')
+        siblings = stage.get_submodule(parent)._modules
+        if child in siblings:
+            siblings[child] = None
+    return stage
+
+
+def balance(costs, parts):
+    """Lengths of `parts` non-empty runs of consecutive costs such that the most expensive run is as cheap as possible."""
+    @functools.cache
+    def best(start, parts):  # (most expensive run, sum of squares, lengths) of costs[start:]
+        if parts == 1:
+            total = sum(costs[start:])
+            return total, total ** 2, (len(costs) - start,)
+        options = []
+        for length in range(1, len(costs) - start - parts + 2):
+            run = sum(costs[start:start + length])
+            most_expensive, squares, lengths = best(start + length, parts - 1)
+            options.append((max(run, most_expensive), run ** 2 + squares, (length, *lengths)))
+        return min(options)
+
+    return best(0, parts)[2]
+
+
+class Pipeline:
+    """The stages of this rank, {index: module}, and the schedule that runs all micro-batches of an iteration
+    at once.
+
+    tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different
+    stages they are two copies, the `tied_pair`, that each get the sum of both gradients.
+    """
+
+    def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype, tied, loss_scale):
+        from torch.distributed import pipelining
+        self.stages, self.device, self.loss_scale = stages, device, loss_scale
+        self._find_tied_pair(tied, layout, mesh)
+
+        # The shapes are told in advance. Otherwise every change between training and evaluation would run the
+        # model once more to find them out.
+        length = block_size // layout.cp
+        tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
+        x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,
+                        dtype=torch.bfloat16 if dtype == 'bfloat16' else torch.float32)
+        loss = torch.empty((), device='meta', requires_grad=True)
+        pipeline_stages = []
+        for index, stage in stages.items():
+            pipeline_stages.append(_stage_class()(
+                stage, index, layout.n_stages, device, group=mesh.get_group('pp'),
+                input_args=x if index > 0 else tokens,
+                output_args=x if index < layout.n_stages - 1 else loss))
+        schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
+        self.schedule = schedule(
+            pipeline_stages if layout.stages_per_rank > 1 else pipeline_stages[0], micro_steps, scale_grads=False,
+            loss_fn=lambda loss, target: loss * self.loss_scale)
+
+    def _find_tied_pair(self, tied, layout, mesh):
+        """Set tied_pair to [embedding's weight, head's weight], with None for the one that another rank has."""
+        self.tied_pair, self._tied_group = [], None
+        for head, embedding in tied.items():
+            for index, name in ((0, embedding), (layout.n_stages - 1, head)):
+                parameters = dict(self.stages[index].named_parameters()) if index in self.stages else {}
+                self.tied_pair.append(parameters.get(name))
+            if not layout.is_v_shaped:  # in a V, one rank holds both
+                first_and_last = mesh.mesh[[0, -1]].flatten(1).t().tolist()
+                self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
+
+    def forward_backward(self, x, y):
+        """Add the gradients of all micro-batches; returns the sum of the losses, on ranks without the last stage zero."""
+        losses = self._run(self.schedule.step, x, y)
+        self._sum_tied_gradients()
+        return losses
+
+    def evaluate(self, x, y):
+        """The sum of the losses of all micro-batches."""
+        return self._run(self.schedule.eval, x, y)
+
+    def _run(self, run, x, y):
+        losses = []
+        inputs = [x] if 0 in self.stages else []
+        run(*inputs, target=y, losses=losses, targets=y, return_outputs=False)
+        if not losses:
+            return torch.zeros((), device=self.device)
+        return torch.stack(losses).sum().detach() / self.loss_scale
+
+    def _sum_tied_gradients(self):
+        gradients = [p.grad.to_local() for p in self.tied_pair if p is not None]
+        if len(gradients) == 2:
+            embedding, head = gradients
+            embedding.add_(head)
+            head.copy_(embedding)
+        elif gradients:
+            dist.all_reduce(gradients[0], group=self._tied_group)
+
+
+@functools.cache
+def _stage_class():
+    """PipelineStage with two differences that V-shaped schedules need, where a rank hands tensors to itself."""
+    from torch.distributed import pipelining
+
+    class Stage(pipelining.PipelineStage):
+        def get_local_bwd_output(self, mb_index):
+            return super().get_local_bwd_output(mb_index) if self.has_backward else None  # evaluation has no gradients
+
+        def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
+            if self.has_backward:
+                super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+        def _get_init_p2p_neighbors_ops(self):
+            # torch 2.11 greets every neighbouring stage, one on the same rank too, which gloo cannot send to.
+            return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
+
+    return Stage

@@ -1,0 +1,274 @@
+"""The processes of a run: who this one is, its device, the process group and its meshes, and numbers summed over all.
+
+Knows no model. `Processes(device)` alone is enough for a script of one process; `join` makes it one of many.
+"""
+import contextlib
+import datetime
+import functools
+import os
+import re
+import sys
+import time
+import uuid
+
+import torch
+import torch.distributed as dist
+
+
+class Processes:
+    """This process among all that torchrun started: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
+
+    device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
+    CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
+    """
+
+    def __init__(self, device='auto'):
+        self.rank = int(os.environ.get('RANK', 0))
+        self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
+        self.world_size = int(os.environ.get('WORLD_SIZE', 1))
+        self.is_main = self.rank == 0
+        self.device = find_device(device, self.local_rank, self.world_size)
+        self.mesh = None  # of the parameters: pp × dp_replicate × dp_shard_cp × tp
+        self.cp_mesh = None  # of the ranks that share sequences
+        self._waits = []  # (begin, end) of waiting for other processes
+        self._counts_waits = False
+
+    def join(self, layout, backend='auto', comm_timeout=600):
+        """Join the process group that torchrun announces and build the meshes of a Layout.
+
+        backend: 'auto' is NCCL for CUDA tensors and gloo for CPU tensors. comm_timeout: in seconds.
+        """
+        if self.world_size == 1 and not layout.uses_fsdp:
+            return
+        if backend == 'nccl' and self.device.type != 'cuda':
+            raise ValueError(f'backend=nccl needs CUDA GPUs, but the device is {self.device}: use --backend=gloo')
+        if backend == 'auto':
+            backend = 'nccl' if self.device.type == 'cuda' else 'gloo'
+        if backend == 'nccl':
+            backend = 'cpu:gloo,cuda:nccl'  # flags and sums of single numbers travel over gloo, without a device sync
+        # The group's own timeout is longer than any wait should be. The watchdog ends a run that hangs, since
+        # it distinguishes the first iteration, which compiles, from the others.
+        timeout = datetime.timedelta(seconds=max(3600, 2 * comm_timeout))
+        store = dist.HashStore() if self.world_size == 1 else _fresh_store()
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        sys.excepthook = _report_lost_connection
+        self.build_meshes(layout)
+
+    def build_meshes(self, layout):
+        """Make the device meshes of a Layout, where it needs any."""
+        if layout.zero_stage == 0 and layout.cp == 1:
+            return
+        from torch.distributed.device_mesh import init_device_mesh  # takes time that plain DDP need not spend
+        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on
+        # their own mesh.
+        self.mesh = init_device_mesh(
+            self.device.type, (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp),
+            mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
+        if layout.cp > 1:
+            cp_meshes = init_device_mesh(self.device.type, (layout.pp * layout.dp, layout.cp, layout.tp),
+                                         mesh_dim_names=('pp_dp', 'cp', 'tp'))
+            self.cp_mesh = cp_meshes['cp']
+
+    @functools.cached_property
+    def world_mesh(self):
+        """A mesh of one dimension over all processes."""
+        from torch.distributed.device_mesh import init_device_mesh
+        return init_device_mesh(self.device.type, (self.world_size,))
+
+    def say(self, text):
+        """Print on the main process alone."""
+        if self.is_main:
+            print(text, flush=True)
+
+    # ------------------------------------------------------------------------------------- numbers over all processes
+
+    def _all_reduce(self, values, operation):
+        """Reduce a list of numbers over all processes, in float64."""
+        values = torch.tensor(values, dtype=torch.float64)
+        if self.world_size > 1:
+            begin = time.perf_counter()
+            dist.all_reduce(values, operation)
+            self.record_wait(begin, time.perf_counter())
+        return values.tolist()
+
+    def sum(self, value):
+        """The sum of every process's number."""
+        return self._all_reduce([value], dist.ReduceOp.SUM)[0]
+
+    def max(self, value):
+        """The largest of every process's numbers."""
+        return self._all_reduce([value], dist.ReduceOp.MAX)[0]
+
+    def any(self, flag):
+        """True on every process if the flag is set on one of them."""
+        return bool(self.max(bool(flag)))
+
+    def gather(self, value):
+        """Every process's number, in the order of ranks."""
+        values = [0.0] * self.world_size
+        values[self.rank] = value
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
+    def barrier(self):
+        """Wait until every process has come here."""
+        self.any(False)
+
+    def leave(self, exit_code):
+        """End this process, once every process has come here."""
+        if self.world_size > 1:
+            # No process leaves while the main one still writes: torchrun ends the others when one has failed.
+            self.barrier()
+            dist.destroy_process_group()
+        sys.stdout.flush()
+        # Shutting the interpreter down takes a second, and a thread of gloo that still wants it would abort.
+        os._exit(exit_code)
+
+    # ------------------------------------------------------------------------------------- waiting for other processes
+
+    @contextlib.contextmanager
+    def waits_counted(self):
+        """Count the waits within this context, for `slowest`."""
+        self._counts_waits = True
+        try:
+            yield
+        finally:
+            self._counts_waits = False
+
+    def record_wait(self, begin, end):
+        """Note that this process waited for others between two times of `time.perf_counter` or two of `device_time`."""
+        if self._counts_waits:
+            self._waits.append((begin, end))
+
+    def device_time(self):
+        """The present time on the device's own clock; on a GPU an event in its stream, which costs no wait."""
+        if self.device.type != 'cuda':
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def slowest(self):
+        """(rank, seconds) of the process that the others waited for, and how long they did, since the last
+        call.
+
+        The slowest process is the one that waits least. Counted are waits between micro-steps and for DDP's
+        gradients; FSDP2, tensor, context and pipeline parallelism also wait within the model, where nothing
+        is measured.
+        """
+        seconds = 0.0
+        for begin, end in self._waits:
+            seconds += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+        self._waits.clear()
+        waited = self.gather(seconds)
+        return waited.index(min(waited)), max(waited) - min(waited)
+
+
+# ------------------------------------------------------------------------------------------------------ device and dtype
+
+def find_device(device='auto', local_rank=0, world_size=1):
+    """The torch.device that a `device` key means for the process of this local rank; ValueError if there is none."""
+    if device == 'auto':
+        device = 'cpu'
+        if torch.cuda.is_available():
+            device = 'cuda'
+        elif torch.backends.mps.is_available():
+            device = 'mps'
+    if device == 'cuda' or (device.startswith('cuda:') and world_size > 1):
+        device = f'cuda:{local_rank}'
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f'device is {device!r}: use auto, cpu, cuda, cuda:N or mps') from None
+    if found.type == 'cuda':
+        if not torch.cuda.is_available():
+            raise ValueError(f'device={device}, but PyTorch {torch.__version__} finds no CUDA GPU here: '
+                             'use --device=auto or --device=cpu')
+        if found.index >= torch.cuda.device_count():
+            raise ValueError(f'device={device}, but there are {torch.cuda.device_count()} GPUs here: start at most '
+                             'that many processes on this node (--nproc_per_node) or name another device')
+        torch.cuda.set_device(found)
+    elif found.type == 'mps' and not torch.backends.mps.is_available():
+        raise ValueError('device=mps, but PyTorch finds no Apple GPU here: use --device=auto or --device=cpu')
+    return found
+
+
+def resolve_dtype(dtype, device, training=True):
+    """The dtype that a `dtype` key means on a device: 'float32', 'bfloat16' or 'float16'.
+
+    'auto' is bfloat16 on GPUs that have it and float16 on those that do not. On CPUs it is bfloat16 for
+    training where the processor multiplies in it (AVX512-BF16, AMX), else float32. Sampling on a CPU stays at
+    float32: attention to a long text is slower in bfloat16 and loses the time that reading half the bytes of
+    weights would save.
+    """
+    if dtype not in ('auto', 'float32', 'bfloat16', 'float16'):
+        raise ValueError(f'dtype is {dtype!r}: use auto, float32, bfloat16 or float16')
+    if dtype != 'auto':
+        return dtype
+    if device.type == 'cuda':
+        return 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
+    if device.type == 'cpu' and training and _cpu_multiplies_in_bfloat16():
+        return 'bfloat16'
+    return 'float32'
+
+
+def _cpu_multiplies_in_bfloat16():
+    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):  # not every version of PyTorch has both
+        is_supported = getattr(torch.cpu, name, None)
+        if is_supported is not None and is_supported():
+            return True
+    return False
+
+
+def autocast(dtype, device):
+    """The context in which a forward pass computes in dtype."""
+    return contextlib.nullcontext() if dtype == 'float32' else torch.autocast(device.type, getattr(torch, dtype))
+
+
+def compile_failure(device):
+    """Why torch.compile does not work on this machine (no compiler, no Triton), in a line; None where it works."""
+    try:
+        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever TorchInductor and the compiler that it calls raise
+        lines = str(error).strip().splitlines() or ['']
+        return f'{type(error).__name__}: {lines[0]}'
+    torch._dynamo.config.suppress_errors = True  # code that the compiler cannot follow runs as it is
+    # Blocks are compiled one by one, so that DDP's buckets need no more graph breaks (pytorch#104674).
+    torch._dynamo.config.optimize_ddp = False
+    return None
+
+
+# ------------------------------------------------------------------------------------------------------------ the store
+
+def _fresh_store():
+    """The store that torchrun announces, under a prefix that only the processes of this start have.
+
+    torchrun keeps one store over restarts, and in it the addresses of processes that have ended
+    (pytorch#135712). So each process says hello under a random name, the main one answers with the prefix of
+    this start, and all confirm that they have read it.
+    """
+    store, rank, world_size = next(dist.rendezvous('env://'))
+    name = uuid.uuid4().hex
+    if rank:
+        store.set(f'hello/{rank}', name)
+        prefix = store.get(f'welcome/{name}').decode()
+        store.set(f'{prefix}/{rank}', '')
+        return dist.PrefixStore(prefix, store)
+    others = range(1, world_size)
+    while missing := [r for r in others if not store.check([f'{name}/{r}'])]:
+        for r in missing:
+            if store.check([f'hello/{r}']):
+                store.set(f'welcome/{store.get(f"hello/{r}").decode()}', name)
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
+
+
+def _report_lost_connection(kind, error, traceback):
+    """sys.excepthook: a process that only lost its connection to another one need not show a traceback of its own."""
+    if re.search('gloo.*(closed by peer|reset by peer|Broken pipe|Timed out)', str(error)):
+        print(f'error: rank {os.environ["RANK"]} lost its connection to another process: torchrun names the one that '
+              'ended first', file=sys.stderr, flush=True)
+        time.sleep(1)  # torchrun must see the process that ended first before this one
+        os._exit(1)
+    sys.__excepthook__(kind, error, traceback)

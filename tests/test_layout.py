@@ -1,0 +1,54 @@
+"""A layout's arithmetic: degrees that fit, batches that divide, and who holds what."""
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kilogpt.layout import SCHEDULES, Layout
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)))
+def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
+    """Every sequence once, micro-batches of batch_size at most, as many as the schedule wants."""
+    layout, seen = Layout(dp * pp, pp=pp, pp_schedule=schedule), []
+    micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
+    for rank in range(dp):  # of the first pipeline rank; the others take the same rows
+        seen += layout.rows(rank, global_batch, micro_batch * micro_steps, 0).tolist()  # a pipeline takes them all at once
+    assert sorted(row for row in seen if row >= 0) == list(range(global_batch))
+    assert 1 <= micro_batch <= batch_size and micro_steps >= layout.n_stages
+    if schedule.startswith('interleaved') and pp > 1:
+        assert micro_steps % pp == 0
+    if pp == 1 and global_batch % dp == 0:
+        assert -1 not in seen
+
+
+@pytest.mark.parametrize('schedule', SCHEDULES)
+def test_every_stage_is_on_one_rank(schedule):
+    layout = Layout(4, pp=4, pp_schedule=schedule)
+    stages = [stage for pp_rank in range(4) for stage in layout.stages_of(pp_rank)]
+    assert sorted(stages) == list(range(layout.n_stages))
+    if layout.is_v_shaped:
+        assert layout.stages_of(0) == [0, 7] and layout.stages_of(3) == [3, 4]
+
+
+def test_ranks_count_with_tp_innermost():
+    layout = Layout(16, pp=2, tp=2, cp=2, zero_stage=3)
+    assert [layout.coordinates(rank) for rank in (0, 1, 2, 4, 8, 15)] == [
+        (0, 0, 0, 0), (0, 0, 0, 1), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0), (1, 1, 1, 1)]
+    assert layout.positions(2, 32) == slice(16, 32) and layout.positions(1, 32) == slice(0, 16)
+
+
+@pytest.mark.parametrize('keys, message', [
+    (dict(world_size=8, tp=3), 'tp=3 × cp=1 × pp=1 is 3, which does not divide the 8 process.*1, 2, 4, 8, or start a multiple of 3'),
+    (dict(world_size=8, zero_stage=2, dp_replicate=3), 'dp_replicate=3 does not divide the data-parallel degree, 8'),
+    (dict(world_size=8, dp_replicate=2), 'zero_stage is 0: set zero_stage to 2 or 3'),
+    (dict(zero_stage=4), 'zero_stage is 4'), (dict(pp=0), 'pp is 0'), (dict(pp_schedule='zb'), "pp_schedule is 'zb'"),
+], ids=str)
+def test_degrees_that_do_not_fit_are_one_sentence(keys, message):
+    with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):
+        Layout(**keys)
+
+
+def test_tensor_and_pipeline_parallelism_run_fsdp():
+    assert Layout(2, tp=2).zero_stage == 2 and 'zero_stage=0 runs as 2' in Layout(2, tp=2).notes[0]
+    assert Layout(2, cp=2).zero_stage == 0 and not Layout(2, cp=2).notes
