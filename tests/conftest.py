@@ -17,6 +17,11 @@ from helpers import ROOT, curve, free_ports, run_script as run, start_script as 
 from helpers import read_tensors as tensors, run_forked as forked, worker_pids as workers  # noqa
 
 
+def pytest_xdist_auto_num_workers(config):
+    """Processes that share the whole suite (pytest-xdist); files or tests that are named run in pytest's own."""
+    return 2 if config.args_source == pytest.Config.ArgsSource.TESTPATHS else 0
+
+
 def pytest_sessionfinish():
     end_servers()
 

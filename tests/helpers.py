@@ -15,7 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from kilogpt import checkpoint
 
@@ -224,6 +223,7 @@ def newest_state(out_dir):
 
 def read_tensors(path):
     """Every tensor of a checkpoint, whole."""
+    import torch.distributed.checkpoint as dcp  # a second that most tests need not wait for
     reader = dcp.FileSystemReader(path)
     tensors = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
                for name, stored in reader.read_metadata().state_dict_metadata.items()}

@@ -95,6 +95,7 @@ def test_bad_arguments_end_in_one_sentence_and_exit_code_1(failures, name):
     assert_one_sentence(failures[name], *BAD_ARGUMENTS[name][1:])
 
 
+@pytest.mark.slow
 def test_alien_token_ends_a_compiled_run_in_one_sentence(train, inputs):
     failure = train(f'--dataset={inputs}/large', '--compile=True', check=False)
     assert_one_sentence(failure, 'token 65', 'vocab_size is 65')
