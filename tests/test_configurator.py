@@ -1,4 +1,5 @@
 """Config files and command lines override a script's globals: typed, in order, errors in one sentence."""
+import functools
 import json
 import re
 import subprocess
@@ -160,13 +161,27 @@ def test_help_whose_reader_stops_shows_no_trace(tmp_path):
     assert process.returncode == 0
 
 
+@functools.cache
+def help_of(script):
+    """The finished process of a script's --help, with every import as a line on stderr."""
+    return run(script, '--help', env=dict(PYTHONPROFILEIMPORTTIME='1'))
+
+
 @pytest.mark.parametrize('script', ['train.py', 'sample.py'])
 def test_help_of_the_scripts_explains_every_key(script):
-    """Every global before configure(), which a regular expression finds in the source, is listed with a comment."""
+    """A regular expression finds every global before configure() in the source; each is listed with a comment."""
     with open(f'{ROOT}/{script}') as file:
         head = re.split(r'^(?:\w+ = )?configure\(globals\(\)\)', file.read(), flags=re.M)[0]
     keys = re.findall(r'^([a-z]\w*)(?:: [^=]+)? = ', head, flags=re.M)
-    listed = dict(re.findall(r'^  --(\w+)=(.*)$', run(script, '--help').stdout, flags=re.M))
+    listed = dict(re.findall(r'^  --(\w+)=(.*)$', help_of(script).stdout, flags=re.M))
     assert list(listed) == keys and len(keys) > 5
     for key, rest in listed.items():
         assert re.search(r' (str|int|float|bool)( or None)? +\S.*', rest), f'--{key}={rest}'
+
+
+@pytest.mark.parametrize('script', ['train.py', 'sample.py'])
+def test_scripts_import_a_library_only_where_they_need_it(script):
+    imported = {line.split('|')[2].strip().partition('.')[0]
+                for line in help_of(script).stderr.splitlines() if line.startswith('import time:')}
+    optional = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'gigatoken', 'transformers', 'torchao'}
+    assert 'torch' in imported and not imported & optional
