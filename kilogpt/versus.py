@@ -142,7 +142,10 @@ def compare_loader(nanogpt, arguments, options, folder):
 
 
 def compare_tokenize(nanogpt, arguments, options, folder):
-    """A text is tokenized by nanoGPT's data/shakespeare, documents (.jsonl) by its data/openwebtext."""
+    """A text is tokenized by nanoGPT's data/shakespeare, documents (.jsonl) by its data/openwebtext.
+
+    Arguments go to our prepare.py alone, such as --tokenizer=gpt2-gigatoken.
+    """
     if not options.input or not os.path.isfile(options.input):
         sys.exit(f'error: there is no file {options.input!r}: '
                  '--part=tokenize takes a text, or a .jsonl file of documents, as --input')
@@ -164,7 +167,7 @@ def compare_tokenize(nanogpt, arguments, options, folder):
         source = read_theirs(nanogpt, 'data', 'shakespeare', 'prepare.py')
     with open(os.path.join(theirs, 'prepare.py'), 'w', encoding='utf-8') as file:
         file.write(source)
-    our_command = [script, f'--input={text}', f'--out={folder}/ours', '--shard_tokens=0']
+    our_command = [script, f'--input={text}', f'--out={folder}/ours', '--shard_tokens=0', *arguments]
 
     def time_with_empty_cache(command, cwd):
         milliseconds, _ = timed(command, cwd, HF_HOME=tempfile.mkdtemp(dir=folder))
@@ -195,7 +198,7 @@ def compare_sample(nanogpt, arguments, options, folder):
     os.mkdir(exported)
     timed(train_command(arguments, run, dataset=folder, max_iters=1, batch_size=1,
                         gradient_accumulation_steps=1, compile=False, keep_checkpoints=1))
-    timed(['-m', 'kilogpt.checkpoint', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
+    timed(['-m', 'kilogpt.convert', 'export', run, f'{exported}/ckpt.pt', '--which=latest'])
     devices = [a for a in arguments if a.startswith('--device=')]
     command = ['sample.py', '--num_samples=1', f'--start={chars[0]}', *devices]
 
