@@ -113,6 +113,8 @@ SLOW_SESSIONS = dict(
         step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 --n_embd=256 '
              '--block_size=256 --random_tokens=256 --batch_size=4 --gradient_accumulation_steps=2 --iters=10 --warmup=3 '
              '--scaling=1,2 --zero_stage=0', BENCH + ' --scaling=1'),
+        step('python -m kilogpt.versus --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
+        step('python -m kilogpt.versus --part=start config/quickstart.py --rounds=5', f'{SHAPE} --rounds=1'),
         step('OMP_NUM_THREADS=1 python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 '
              '--n_embd=256 --block_size=256 --random_tokens=256 --batch_size=2 --gradient_accumulation_steps=4 '
              '--nproc_per_node=2 --iters=4 --layouts="dp1; dp2; dp2 zero2; dp2 zero3; tp2; cp2; pp2 gpipe; pp2 1f1b; '
