@@ -10,14 +10,16 @@ TITLE = '''# Every key
 
 This page is what `--help` prints. `python tests/write_keys.py` writes it.
 
-A value on the command line is read as the type of its key. Integers are accepted where a float is wanted, booleans are
-`true` or `false` in any case, and `--flag` alone means true. In a config file a key is an assignment, `n_layer = 6`.
+A value on the command line is read as the type of its key. Integers are accepted where a float is wanted,
+booleans are `true` or `false` in any case, and `--flag` alone means true. In a config file a key is an
+assignment, `n_layer = 6`.
 '''
-KEY = re.compile(r'  --(?P<key>\w+)=(?P<default>.+?) +(?P<type>(?:int|float|bool|str)(?: or None)?)(?: +(?P<meaning>.+))?')
+KEY = re.compile(r'  --(?P<key>\w+)=(?P<default>.+?) +(?P<type>(int|float|bool|str)( or None)?) +(?P<meaning>.+)')
 
 
 def help_of(script):
-    return subprocess.run([sys.executable, script, '--help'], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    command = [sys.executable, script, '--help']
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def section(script, text):
@@ -30,8 +32,7 @@ def section(script, text):
         if found and not in_table:
             lines += ['', '| key | default | type | meaning |', '| --- | --- | --- | --- |']
         if found:
-            meaning = (found['meaning'] or '').replace('|', r'\|')
-            lines.append(f'| `{found["key"]}` | `{found["default"]}` | {found["type"]} | {meaning} |')
+            lines.append(f'| `{found["key"]}` | `{found["default"]}` | {found["type"]} | {found["meaning"]} |')
         elif line:
             lines += ['', f'**{line}**']
         in_table = bool(found)
