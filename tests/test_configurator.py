@@ -169,7 +169,7 @@ def help_of(script):
 
 @pytest.mark.parametrize('script', ['train.py', 'sample.py'])
 def test_help_of_the_scripts_explains_every_key(script):
-    """A regular expression finds every global before configure() in the source; each is listed with a comment."""
+    """Every global before configure(), which a regular expression finds, has a line and a comment."""
     with open(f'{ROOT}/{script}') as file:
         head = re.split(r'^(?:\w+ = )?configure\(globals\(\)\)', file.read(), flags=re.M)[0]
     keys = re.findall(r'^([a-z]\w*)(?:: [^=]+)? = ', head, flags=re.M)

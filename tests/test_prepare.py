@@ -162,8 +162,9 @@ def test_a_killed_run_is_continued(run_prepare, start_prepare, tmp_path):
     assert same(bytes(train + val), (WORDS * 6).encode()) and meta['tokens']['train_000000.bin'] == 10007
 
 
-@pytest.mark.parametrize('broken_at', [0, 60, 200, 400, 799])
-def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at):
+@pytest.mark.parametrize('broken_at, broken_again_at',
+                         [(0, 0), (60, 300), (200, 500), (400, 799), (799, 799)])
+def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at, broken_again_at):
     documents = [WORDS[i * 20:i * 20 + i % 50] for i in range(800)]  # some are empty
     starts = []
 
@@ -190,8 +191,11 @@ def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at):
     shutil.copytree(tmp_path / 'broken', tmp_path / 'other')
     assert same(write('other', source='others'), unbroken)
     assert starts[-1] == 0  # the files of another source are not used
-    assert same(write('broken'), unbroken)
+    with pytest.raises(KeyboardInterrupt):
+        write('broken', broken_again_at)
     assert (0 < starts[-1] < broken_at) if broken_at > 100 else starts[-1] == 0
+    assert same(write('broken'), unbroken)
+    assert (0 < starts[-1] < broken_again_at) if broken_again_at > 100 else starts[-1] == 0
     shards = [unbroken[f'train_{i:06d}.bin'] for i in range(len(unbroken) - 2)]
     tokens = [i for text in documents for i in gpt2.encode(text) + [50256]]
     assert same(b''.join(shards), np.array(tokens, '<u2').tobytes())
