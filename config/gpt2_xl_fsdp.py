@@ -13,7 +13,7 @@ n_embd = 1600
 zero_stage = 2  # 3 takes 3 GB less on a GPU and gathers every block twice
 
 # 8 sequences * 1024 tokens * 64 = 524,288 tokens an iteration: 8 micro-batches of each of 8 GPUs
-batch_size = 8  # about 31 GB on a GPU (README, "Which layout?")
+batch_size = 8  # about 31 GB on a GPU (docs/layouts.md)
 block_size = 1024
 gradient_accumulation_steps = 8 * 8
 

@@ -22,7 +22,7 @@ dp_replicate = 8  # one replica a node
 zero_stage = 3
 
 # 4 sequences * 4096 tokens * 256 = 4,194,304 tokens an iteration: 8 micro-batches of each of 32 pairs of GPUs.
-# tp pays in bytes where a micro-batch of the pair has fewer than 6 * n_embd = 24,576 tokens (README, "Which layout?"), here
+# tp pays in bytes where a micro-batch of the pair has fewer than 6 * n_embd = 24,576 tokens (docs/layouts.md), here
 # 16,384. Without: --tp=1 --batch_size=2 --gradient_accumulation_steps=512. Short of memory: --activation_checkpoint=selective
 batch_size = 4
 block_size = 4096

@@ -12,7 +12,7 @@ GIGATOKEN_BYTES = 2 ** 28
 
 
 class Tokenizer:
-    """Base class of the tokenizers. Each has a name, a vocab_size, eot (the end-of-text id, or None) and
+    """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), and these methods:
 
     encode(text): a list of ids; what looks like a special token is ordinary text.
     decode_bytes(ids): UTF-8 bytes. Those of successive lists of ids may be joined; one list may end inside a

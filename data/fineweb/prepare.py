@@ -14,7 +14,7 @@ subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', 
 streaming = True  # tokenise while downloading, keeping no text; False = download all first (30 GB)
 val_documents = 10_000  # the first documents are for val
 tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
-shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run has to begin again
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
 num_proc = os.cpu_count() or 1  # processes that tokenise
 configure(globals())
 

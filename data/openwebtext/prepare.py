@@ -14,7 +14,7 @@ input = ''  # .jsonl, .parquet or .txt files to take instead of the hub's: globs
 out = 'openwebtext'  # output folder, in data/ or absolute
 revision = 'main'  # of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
 tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
-shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run has to begin again
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
 num_proc = os.cpu_count() or 1  # processes that download and tokenise
 configure(globals())
 

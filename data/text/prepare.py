@@ -15,7 +15,7 @@ input = ''  # the text files: globs, separated by commas
 out = 'text'  # output folder, in data/ or absolute; train.py's --dataset
 tokenizer = 'gpt2'  # 'char', 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
 val_fraction = 0.1  # of each file, its end
-shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run has to begin again
+shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
 num_proc = os.cpu_count() or 1  # processes that tokenise
 configure(globals())
 
