@@ -199,9 +199,9 @@ def label_ends(axes, curves, labels):
         end = curve.x[-1], curve.y[-1]
         height = max(free, (end[1] - bottom) / (top - bottom))
         free = height + 16 / points
+        leader = dict(arrowstyle='-', linestyle=':', color=curve.color, alpha=0.6, relpos=(0, 0.5))
         axes.annotate(label, end, (1.02, height), textcoords='axes fraction', va='center', color=curve.color,
-                      fontweight='bold',
-                      arrowprops=dict(arrowstyle='-', linestyle=':', color=curve.color, alpha=0.6))
+                      fontweight='bold', arrowprops=leader)
 
 
 def main():

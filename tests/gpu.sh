@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What one GPU has to show, the most important first, in one call of under 9 minutes (what does not fit is left out, and said):
+# Figures of one GPU, the most important first, in one call of under 9 minutes (a part left out says so):
 #   bash tests/gpu.sh ../nanoGPT 2>&1 | tee gpu.log
-# fp8 wants torchao. To try the script itself on a CPU, with small shapes:
-#   SMALL="--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --gradient_accumulation_steps=2 --compile=False --device=cpu" bash tests/gpu.sh ../nanoGPT
+# fp8 needs torchao. To try the script itself on a CPU, with small shapes:
+#   SMALL="--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --gradient_accumulation_steps=2 \
+#   --compile=False --device=cpu" bash tests/gpu.sh ../nanoGPT
 set -uo pipefail
 cd "$(dirname "$0")/.."
 nanogpt=$(cd "${1:?give the folder of a nanoGPT checkout}" && pwd)
@@ -24,26 +25,34 @@ one="--gradient_accumulation_steps=4 ${SMALL:-}"
 few="--iters=8 --warmup=3"
 
 part "124M at nanoGPT's defaults: an iteration of both, and the peak of memory" \
-    python bench.py --versus="$nanogpt" --rounds=1 $few $data $many
+    python -m kilogpt.versus "$nanogpt" --rounds=1 $few $data $many
 part "1.5B, bfloat16 and float8: tokens/s and MFU (of bfloat16's peak; float8's is twice that)" \
-    python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --batch_size=16 $few $data $one --layouts="dp1; dp1 fp8=True"
+    python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --batch_size=16 $few $data $one \
+    --layouts="dp1; dp1 fp8=True"
 part "124M, larger micro-batches, bfloat16 and float8" \
     python bench.py --batch_size=48 $few $data $one --layouts="dp1; dp1 fp8=True"
-tiny="config/quickstart.py $data --compile=False --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 --log_interval=1 --dropout=0.1 ${SMALL:-}"
+tiny="config/quickstart.py $data --compile=False --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 \
+--log_interval=1 --dropout=0.1 ${SMALL:-}"
 part "exact resume: 20 iterations, and 10 + 10" bash -c "
     python train.py $tiny --max_iters=20 --out_dir=$work/straight > /dev/null
     python train.py $tiny --max_iters=10 --out_dir=$work/resumed > /dev/null
     python train.py $tiny --max_iters=20 --out_dir=$work/resumed --init_from=resume > /dev/null
-    cmp <(grep grad_norm $work/straight/metrics.jsonl | cut -d, -f1-3) <(grep grad_norm $work/resumed/metrics.jsonl | cut -d, -f1-3) && echo identical"
-part "sampling, 124M, 200 tokens" python bench.py --versus="$nanogpt" --part=sample --rounds=1 ${SMALL:-}
+    curve() { grep grad_norm $work/\$1/metrics.jsonl | cut -d, -f1-3; }
+    cmp <(curve straight) <(curve resumed) && echo identical"
+part "sampling, 124M, 200 tokens" \
+    python -m kilogpt.versus "$nanogpt" --part=sample --rounds=1 ${SMALL:-}
 part "an experiment: the same 124M with cuDNN's attention before the flash kernel" bash -c "
-    python - $data --batch_size=48 $one --out_dir=$work/cudnn --max_iters=12 --eval_iters=0 --keep_checkpoints=0 <<'PYTHON' | tail -3
+    python - $data --batch_size=48 $one --out_dir=$work/cudnn --max_iters=12 --eval_iters=0 --keep_checkpoints=0 \
+    <<'PYTHON' | tail -3
 import runpy
 from torch.nn.attention import SDPBackend, sdpa_kernel
-with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], set_priority=True):
+order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+with sdpa_kernel(order, set_priority=True):
     runpy.run_path('train.py', run_name='__main__')
 PYTHON"
 part "loss by parts: the first losses of bfloat16 with one micro-batch of 96, and with two of 48" bash -c "
-    for batch in 96 48; do python train.py $data --out_dir=$work/parts --max_iters=2 --eval_iters=0 --keep_checkpoints=0 ${SMALL:-} \
-        --batch_size=\$batch --gradient_accumulation_steps=\$((96 / batch)) | grep '^iter'; done"
+    for batch in 96 48; do
+        python train.py $data --out_dir=$work/parts --max_iters=2 --eval_iters=0 --keep_checkpoints=0 ${SMALL:-} \
+            --batch_size=\$batch --gradient_accumulation_steps=\$((96 / batch)) | grep '^iter'
+    done"
 echo "== done after $SECONDS s"

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Layouts on one GPU, a world of 1: run with a machine that has one, in one call of some minutes. Figures go to LOG.md.
+# Layouts on one GPU, a world of 1, in one call of some minutes. Figures go to LOG.md.
 #   bash tests/gpu_layouts.sh
-# On a CPU, to try the script itself:
-#   SHAPE="--n_layer=2 --n_embd=64 --n_head=4 --block_size=64 --batch_size=2" XL="$SHAPE" QUICK="--iters=2" SAVES=3 bash tests/gpu_layouts.sh
+# To try the script itself on a CPU:
+#   export SHAPE="--n_layer=2 --n_embd=64 --n_head=4 --block_size=64 --batch_size=2"
+#   XL="$SHAPE" QUICK="--iters=2" SAVES=3 bash tests/gpu_layouts.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
 BENCH="python bench.py --random_tokens=50257 ${QUICK:---iters=10}"
@@ -21,7 +22,9 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python -c "import sys; from data.prepare import write_random_tokens; write_random_tokens(sys.argv[1], 50257)" "$work"
 echo "== the same curve from each: the losses of 5 iterations"
-for layout in "--zero_stage=0" "--zero_stage=2" "--zero_stage=3 --activation_checkpoint=selective" "--zero_stage=3 --cpu_offload"; do
+for layout in "--zero_stage=0" "--zero_stage=2" "--zero_stage=3 --activation_checkpoint=selective" \
+        "--zero_stage=3 --cpu_offload"; do
     python train.py $SHAPE --dataset="$work" --gradient_accumulation_steps=1 --eval_iters=0 --keep_checkpoints=0 \
-        --dtype=float32 --max_iters=5 --out_dir="$work/run" $layout > /dev/null && echo "$layout" $(grep -o '"loss": [0-9.]*' "$work/run/metrics.jsonl")
+        --dtype=float32 --max_iters=5 --out_dir="$work/run" $layout > /dev/null &&
+        echo "$layout" $(grep -o '"loss": [0-9.]*' "$work/run/metrics.jsonl")
 done
