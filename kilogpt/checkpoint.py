@@ -80,7 +80,9 @@ class Saver:
         self.folder = os.path.join(out_dir, 'ckpt')
         self.keep = keep
         self.problem = None
-        self.rank, self.world_size, self.group = 0, 1, None
+        self.rank = 0
+        self.world_size = 1
+        self.group = None
         if dist.is_initialized():
             self.rank = dist.get_rank()
             self.world_size = dist.get_world_size()
@@ -258,7 +260,8 @@ def load(path, parameters, optimizer=None):
                              f'{name} {tuple(parameter.shape)}')
     if optimizer is not None:
         _allocate_state(optimizer, stored)
-    tensors, copies = {}, []
+    tensors = {}
+    copies = []
     for key, tensor in _named_tensors(parameters, optimizer):
         if key in tensors:
             copies.append((tensor, tensors[key]))
@@ -383,7 +386,8 @@ def _checksums(folder, pattern):
     """{file name: [bytes, CRC-32]} of the files of a folder that match a pattern."""
     checksums = {}
     for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
-        size, crc = 0, 0
+        size = 0
+        crc = 0
         with open(path, 'rb') as file:
             while chunk := file.read(2 ** 24):
                 size += len(chunk)

@@ -2,8 +2,8 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=32 --compile=false
 
-Arguments apply in order, the last one wins. A config file is Python and is executed as such: run only those you trust.
-A `.json` file, such as the `config.json` a run leaves in its out_dir, works as well.
+Arguments apply in order, the last one wins. A config file is Python and is executed as such: run only those
+you trust. A `.json` file, such as the `config.json` that a run leaves in its out_dir, works as well.
 """
 import ast
 import contextlib
@@ -15,12 +15,12 @@ import tokenize
 import types
 import typing
 
-_TYPES = (bool, int, float, str, type(None))
+_CONFIG_TYPES = (bool, int, float, str, type(None))
 
 
 @contextlib.contextmanager
 def exit_on_error():
-    """Bad input raised inside (ValueError, OSError, ImportError) ends the script with its message alone, exit code 1."""
+    """End the script with exit code 1 and only the message of a ValueError, OSError or ImportError inside."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -28,44 +28,67 @@ def exit_on_error():
 
 
 def configure(script, argv=None):
-    """Override the config globals of a script from the command line, in place; returns them as a dict.
+    """Override the config globals of a script from the command line, in place, and return them as a dict.
 
-    script: the caller's globals(); its keys are the public globals of plain type defined so far.
+    script: the caller's globals(). The keys are the public globals of plain type that are defined so far, so
+        a helper variable above the call has to start with _.
     argv: config files and `--key=value`, `--key value` or `--flag` arguments (default: sys.argv[1:]).
-    An annotation (`top_k: int | None = 200`) says what a key takes where its default alone would not.
+    An annotation (`top_k: int | None = 200`) says which types a key takes, if not only that of its default.
     Exits with one sentence at an unknown key or a value of the wrong type.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
-    config = {k: v for k, v in script.items() if not k.startswith('_') and isinstance(v, _TYPES)}
-    annotations = script.get('__annotations__', {})
-    kinds = {k: typing.get_args(annotations[k]) or (annotations[k],) if k in annotations else (type(v),)
-             for k, v in config.items()}
+    config = {key: value for key, value in script.items()
+              if not key.startswith('_') and isinstance(value, _CONFIG_TYPES)}
+    key_types = _types_of_keys(config, script.get('__annotations__', {}))
     if '--help' in argv or '-h' in argv:
-        print(_help(script['__file__'], config, kinds))
+        _print_to_end(_help(script['__file__'], config, key_types))
         sys.exit(0)
     with exit_on_error():
         while argv:
             argument = argv.pop(0)
-            if not argument.startswith('--'):
-                for key, value in _read(argument, config).items():
-                    config[key] = _check(key, value, config, kinds, argument)
-                continue
-            key, equals, text = argument[2:].partition('=')
-            if not equals:
-                is_flag = kinds.get(key) == (bool,)
-                if argv and not argv[0].startswith('--') and (not is_flag or argv[0].lower() in ('true', 'false')):
-                    text = argv.pop(0)
-                elif is_flag:
-                    text = 'true'
-                elif key in config:
-                    raise ValueError(f'--{key} needs a value: --{key}={config[key]!r}, say')
-            config[key] = _check(key, _parse(text, kinds.get(key, ())), config, kinds, 'the command line')
+            if argument.startswith('--'):
+                key, text = _read_argument(argument, argv, config, key_types)
+                value = _parse(text, key_types.get(key, ()))
+                config[key] = _check(key, value, config, key_types, 'the command line')
+            else:
+                for key, value in _read_file(argument, config).items():
+                    config[key] = _check(key, value, config, key_types, argument)
     script.update(config)
     return config
 
 
-def _read(path, config):
-    """The keys that a config file sets: {key: value}. A .py file sees the values so far, as in nanoGPT."""
+def _types_of_keys(config, annotations):
+    """Return {key: tuple of the types it takes}."""
+    key_types = {}
+    for key, value in config.items():
+        if key in annotations:
+            # the parts of a union such as int | None, or the annotation itself
+            key_types[key] = typing.get_args(annotations[key]) or (annotations[key],)
+        else:
+            key_types[key] = (type(value),)
+    return key_types
+
+
+def _read_argument(argument, argv, config, key_types):
+    """Return (key, text of its value) of a `--` argument, whose value may be the next of argv."""
+    key, equals, text = argument[2:].partition('=')
+    if equals:
+        return key, text
+    is_flag = key_types.get(key) == (bool,)
+    next_is_value = bool(argv) and not argv[0].startswith('--')
+    if is_flag:
+        next_is_value = next_is_value and argv[0].lower() in ('true', 'false')
+    if next_is_value:
+        return key, argv.pop(0)
+    if is_flag:
+        return key, 'true'
+    if key in config:
+        raise ValueError(f'--{key} needs a value: --{key}={config[key]!r}, for example')
+    return key, ''
+
+
+def _read_file(path, config):
+    """Return {key: value} of the keys that a config file sets. A .py file sees the values so far."""
     if not os.path.isfile(path):
         raise ValueError(f'there is no config file {path!r} (a key is set as --key=value)')
     is_json = path.endswith('.json')
@@ -76,64 +99,84 @@ def _read(path, config):
         raise ValueError(f'{path} cannot be read: {error}') from None
     if is_json:
         if not isinstance(source, dict):
-            raise ValueError(f'{path} holds no JSON object of keys and values')
+            raise ValueError(f'{path} does not hold a JSON object of keys and values')
         return source
     namespace = dict(config, __file__=path)
     exec(source, namespace)
-    return {k: v for k, v in namespace.items() if not k.startswith('_') and not isinstance(v, types.ModuleType)
-            and not callable(v) and (k not in config or (type(v), v) != (type(config[k]), config[k]))}
+    changed = {}
+    for key, value in namespace.items():
+        is_helper = key.startswith('_') or isinstance(value, types.ModuleType) or callable(value)
+        is_unchanged = key in config and type(value) is type(config[key]) and value == config[key]
+        if not is_helper and not is_unchanged:
+            changed[key] = value
+    return changed
 
 
-def _parse(text, kinds):
-    """The value a command-line text stands for, given the types its key takes; the text itself where none fits."""
-    if bool in kinds and text.lower() in ('true', 'false'):
+def _parse(text, accepted_types):
+    """Return the value that a command-line text stands for as one of these types; else the text itself."""
+    if bool in accepted_types and text.lower() in ('true', 'false'):
         return text.lower() == 'true'
     with contextlib.suppress(ValueError, SyntaxError):
         value = ast.literal_eval(text)
-        if type(value) in kinds or (float in kinds and type(value) is int):
+        if type(value) in accepted_types or (float in accepted_types and type(value) is int):
             return value
-    if float in kinds:
+    if float in accepted_types:
         with contextlib.suppress(ValueError):
-            return float(text)  # 'inf', which is no literal
+            return float(text)  # 'inf', which is not a literal
     return text
 
 
-def _check(key, value, config, kinds, where):
-    """The value, widened from int to float where its key wants one; ValueError if the key or the type is wrong."""
+def _check(key, value, config, key_types, where):
+    """Return the value, an int as a float if its key takes that. ValueError if key or type is wrong."""
     if key not in config:
-        near = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
-        hint = f'; did you mean {near[0]}?' if near else '; --help lists them all'
-        file_hint = '' if where == 'the command line' else ' (a helper variable in a config file starts with _)'
-        raise ValueError(f'unknown key {key!r} in {where}{hint}{file_hint}')
-    if type(value) is int and float in kinds[key]:
+        similar = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
+        hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
+        if where != 'the command line':
+            hint += ' (a helper variable in a config file starts with _)'
+        raise ValueError(f'unknown key {key!r} in {where}{hint}')
+    if type(value) is int and float in key_types[key]:
         return float(value)
-    if type(value) not in kinds[key]:
-        wanted = ' or '.join(kind.__name__ for kind in kinds[key])
-        raise ValueError(f'{key} takes {wanted}, but {where} gives {value!r}')
+    if type(value) not in key_types[key]:
+        expected = ' or '.join(key_type.__name__ for key_type in key_types[key])
+        raise ValueError(f'{key} takes {expected}, but {where} gives {value!r}')
     return value
 
 
-def _help(path, config, kinds):
-    """Every key with its default, type and comment, under the comment lines that group them in the script."""
-    lines, comments = [], {}
+def _help(path, config, key_types):
+    """Return every key with its default, type and comment, grouped as in the script."""
+    comments = {}  # {line number: token}
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:
                 comments[token.start[0]] = token
-    module = ast.parse(open(path, encoding='utf-8').read())
-    doc = ast.get_docstring(module)
-    defined = {}
+    with tokenize.open(path) as file:
+        module = ast.parse(file.read())
+    definitions = {}  # {key: (first line, last line)}
     for node in module.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
         if isinstance(target, ast.Name) and target.id in config:
-            defined.setdefault(target.id, (node.lineno, node.end_lineno))
-    previous = min((first for first, _ in defined.values()), default=1) - 1
-    for key, (first, last) in defined.items():
-        for number in range(previous, first):  # a comment on a line of its own opens a group
+            definitions.setdefault(target.id, (node.lineno, node.end_lineno))
+
+    lines = [ast.get_docstring(module) or '', '',
+             f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]']
+    previous = min((first for first, _ in definitions.values()), default=1) - 1
+    for key, (first, last) in definitions.items():
+        for number in range(previous, first):
+            # a comment on a line of its own opens a group, unless it only draws a line
             if number in comments and comments[number].start[1] == 0 and comments[number].string.strip('# -'):
                 lines.append('\n' + comments[number].string.lstrip('# '))
         previous = last + 1
-        kind = ' or '.join(k.__name__ for k in kinds[key]).replace('NoneType', 'None')
+        type_names = ' or '.join(key_type.__name__ for key_type in key_types[key]).replace('NoneType', 'None')
         comment = comments[last].string.lstrip('# ') if last in comments else ''
-        lines.append(f'  --{key}={config[key]!r:<{max(1, 30 - len(key))}} {kind:<8} {comment}'.rstrip())
-    return f'{doc or ""}\n\nusage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]\n' + '\n'.join(lines)
+        setting = f'  --{key}={config[key]!r}'
+        lines.append(f'{setting:<35} {type_names:<8} {comment}'.rstrip())
+    return '\n'.join(lines)
+
+
+def _print_to_end(text):
+    """Print a text, unless the reader of a pipe (`head`, for example) has closed it."""
+    try:
+        print(text, flush=True)
+    except OSError:  # BrokenPipeError, or on Windows EINVAL
+        # Python flushes stdout again at exit, and would print a trace there
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

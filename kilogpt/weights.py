@@ -398,7 +398,8 @@ def write_hugging_face(target, path, config, state, dtype):
         for name, content in tokenizer.hugging_face(config.block_size).items():
             checkpoint.write_json(os.path.join(target, name), content)
     checkpoint.write_json(os.path.join(target, 'generation_config.json'), ends)
-    tensor_file, config_file = os.path.join(target, 'model.safetensors'), os.path.join(target, 'config.json')
+    tensor_file = os.path.join(target, 'model.safetensors')
+    config_file = os.path.join(target, 'config.json')
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, tensor_file, metadata=dict(format='pt'))
     checkpoint.write_json(config_file, theirs)

@@ -1,9 +1,9 @@
-"""Runs train.py again and again, killed each time with SIGKILL, until it has been killed so often and then ends by itself.
+"""Run train.py again and again, each time ended by SIGKILL, until it has been killed often enough and may end by itself.
 
     python tests/kills.py SEED COUNT RUN.log [train.py's arguments]
 
-Half of the kills come some time after the start, half are planted: before or after the n-th call of a function by which a save
-makes its files. Each run is forked from this process, which has imported everything. Prints {how it was killed: how often}.
+Half of the kills come at any moment, half are planted: before or after the n-th call of a function by which a save makes its
+files. Each run is forked from this process, which has imported torch. Prints {how a run was killed: how often}.
 """
 import collections
 import json
@@ -20,25 +20,24 @@ import torch
 import torch.distributed.checkpoint
 import torch.distributed.checkpoint.staging
 
-torch.set_num_threads(1)  # before the fork: a pool of threads would not survive it
-root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[0] = root
-seed, count, log, *arguments = sys.argv[1:]
-random.seed(int(seed))
-metrics = os.path.join(next(a for a in arguments if a.startswith('--out_dir=')).split('=')[1], 'metrics.jsonl')
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# a save syncs four files and a folder, renames the folder and syncs again; old checkpoints are renamed and removed
+PLACES = [(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)]  # (module, function, number of its last call)
 
 
-def lines():
-    return open(metrics).read().count('\n') if os.path.exists(metrics) else 0
+def count_lines(path):
+    return open(path).read().count('\n') if os.path.exists(path) else 0
 
 
-def plant(module, name, call, after):
-    """Kill this process at a call of a function."""
-    function, calls = getattr(module, name), [0]
+def plant_kill(module, name, call, after):
+    """Kill this process before or after a call of a function, the call-th."""
+    function = getattr(module, name)
+    calls = 0
 
     def killing(*args, **options):
-        calls[0] += 1
-        if calls[0] != call:
+        nonlocal calls
+        calls += 1
+        if calls != call:
             return function(*args, **options)
         if after:
             function(*args, **options)
@@ -47,33 +46,55 @@ def plant(module, name, call, after):
     setattr(module, name, killing)
 
 
-kills = collections.Counter()
-while True:
-    fault = None
-    if sum(kills.values()) < int(count) and random.random() < 0.5:
-        # a save syncs four files and a folder, renames the folder and syncs again; old ones are renamed and removed
-        module, name, last = random.choice([(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)])
-        fault = module, name, random.randint(1, last), random.random() < 0.5
-    child = os.fork()
-    if child == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        if fault:
-            plant(*fault)
-        sys.argv = ['train.py', *arguments]
-        runpy.run_path(os.path.join(root, 'train.py'), run_name='__main__')
-        threading._shutdown()
-        os._exit(0)
-    if not fault and sum(kills.values()) < int(count):
-        wanted, latest = lines() + random.randint(0, 12), time.monotonic() + 20
-        while lines() < wanted and time.monotonic() < latest:
-            time.sleep(0.005)
-        time.sleep(random.uniform(0, 0.1))
-        os.kill(child, signal.SIGKILL)
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if code != -signal.SIGKILL:
-        break
-    kills['at any moment' if not fault else f'{fault[1]}, {"after" if fault[3] else "before"}'] += 1
-print(json.dumps(kills))
-sys.exit(code)
+def fork_run(arguments, log, planted):
+    """Start train.py with its output appended to a log; the pid. planted: arguments of plant_kill, or None."""
+    pid = os.fork()
+    if pid:
+        return pid
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if planted:
+        plant_kill(*planted)
+    sys.argv = ['train.py', *arguments]
+    runpy.run_path(os.path.join(ROOT, 'train.py'), run_name='__main__')
+    threading._shutdown()
+    os._exit(0)
+
+
+def kill_at_any_moment(pid, metrics):
+    """Kill a run after up to 12 more lines of metrics.jsonl, or after 20 seconds."""
+    wanted = count_lines(metrics) + random.randint(0, 12)
+    deadline = time.monotonic() + 20
+    while count_lines(metrics) < wanted and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.1))
+    os.kill(pid, signal.SIGKILL)
+
+
+def main(seed, count, log, *arguments):
+    """The exit code of the run that ends by itself."""
+    random.seed(int(seed))
+    out_dir = next(a for a in arguments if a.startswith('--out_dir=')).partition('=')[2]
+    kills = collections.Counter()
+    while True:
+        wants_kill, planted = sum(kills.values()) < int(count), None
+        if wants_kill and random.random() < 0.5:
+            module, name, last = random.choice(PLACES)
+            planted = module, name, random.randint(1, last), random.random() < 0.5
+        pid = fork_run(arguments, log, planted)
+        if wants_kill and not planted:
+            kill_at_any_moment(pid, os.path.join(out_dir, 'metrics.jsonl'))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code != -signal.SIGKILL:
+            print(json.dumps(kills))
+            return code
+        if planted:
+            kills[f'{planted[1]}, {"after" if planted[3] else "before"}'] += 1
+        else:
+            kills['at any moment'] += 1
+
+
+torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
+sys.path[0] = ROOT
+sys.exit(main(*sys.argv[1:]))

@@ -6,69 +6,73 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from helpers import ROOT
 from kilogpt.configurator import configure
 from kilogpt.layout import Layout
 from kilogpt.parallel import Parallel
 from kilogpt.processes import Processes
 from model import GPT, GPTConfig
 
-COMMANDS = []  # (world size, arguments of train.py), from the comments of the files
-for name in ('gpt2_xl_fsdp', 'llama_7b_tp_fsdp', 'gpt_70b_3d'):
+
+def commands_of(name):
+    """[(world size, arguments of train.py)] of the torchrun commands in a config file's comments."""
     with open(os.path.join(ROOT, 'config', f'{name}.py')) as file:
-        found = re.findall(r'^# torchrun (?:--standalone|--nnodes=(\d+)) --nproc_per_node=(\d+) .*train.py (.+)$', file.read(), re.M)
+        command = r'^# torchrun (?:--standalone|--nnodes=(\d+)) --nproc_per_node=(\d+) .*train.py (.+)$'
+        found = re.findall(command, file.read(), re.M)
     assert found, f'{name}.py names no command'
-    COMMANDS += [(int(nodes or 1) * int(gpus), rest) for nodes, gpus, rest in found]
+    return [(int(nodes or 1) * int(gpus), arguments) for nodes, gpus, arguments in found]
 
 
 def settings(arguments):
     """Every key of train.py, as these arguments leave it."""
     namespace = dict(__file__=os.path.join(ROOT, 'train.py'), __name__='train')
     with open(namespace['__file__']) as file:
-        exec(file.read().split('config = configure(globals())')[0], namespace)
+        defaults = file.read().partition('config = configure(globals())')[0]
+    exec(defaults, namespace)
     return configure(namespace, [a if a.startswith('--') else os.path.join(ROOT, a) for a in arguments.split()])
 
 
 def lay_out(monkeypatch, world_size, rank, arguments):
     """What train.py does up to the weights, on the meta device: (Parallel, number of parameters, micro_batch, micro_steps, config)."""
-    c = SimpleNamespace(**settings(arguments))
+    config = SimpleNamespace(**settings(arguments))
     for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
         monkeypatch.setenv(key, str(value))
-    layout = Layout(world_size, c.zero_stage, c.dp_replicate, c.tp, c.cp, c.pp, c.pp_schedule)
+    layout = Layout(world_size, config.zero_stage, config.dp_replicate, config.tp, config.cp, config.pp, config.pp_schedule)
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=world_size)
     try:
         processes = Processes('cpu')
         processes.build_meshes(layout)
         processes.device = torch.device('meta')
         parallel = Parallel(processes, layout)
+        shape = {key: value for key, value in vars(config).items() if key in GPTConfig.__dataclass_fields__}
         with processes.device:
-            shape = {key: value for key, value in vars(c).items() if key in GPTConfig.__dataclass_fields__}
             model = GPT(GPTConfig(vocab_size=50257, **shape), seed=None)
         n_parameters = model.num_params()
-        micro_batch, micro_steps = layout.split_batch(c.batch_size * c.gradient_accumulation_steps, c.batch_size)
-        parallel.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps, block_size=c.block_size,
-                         dtype='bfloat16', activation_checkpoint=c.activation_checkpoint)
+        micro_batch, micro_steps = layout.split_batch(config.batch_size * config.gradient_accumulation_steps, config.batch_size)
+        parallel.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps, block_size=config.block_size,
+                         dtype='bfloat16', activation_checkpoint=config.activation_checkpoint)
     finally:
         dist.destroy_process_group()
-    return parallel, n_parameters, micro_batch, micro_steps, c
+    return parallel, n_parameters, micro_batch, micro_steps, config
 
 
-NO_OPTIMIZER = SimpleNamespace(param_groups=[])
-
-
-@pytest.mark.parametrize('world_size, arguments', COMMANDS)
-def test_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
+@pytest.mark.parametrize('world_size, arguments', [
+    *commands_of('gpt2_xl_fsdp'), *commands_of('llama_7b_tp_fsdp'),
+    *(pytest.param(*command, marks=pytest.mark.slow) for command in commands_of('gpt_70b_3d'))])
+def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
+    no_optimizer = SimpleNamespace(param_groups=[])
     total, pp = 0, settings(arguments)['pp']
     for rank in range(0, world_size, world_size // pp):  # one of each pipeline rank
-        parallel, n_parameters, micro_batch, micro_steps, c = lay_out(monkeypatch, world_size, rank, arguments)
+        parallel, n_parameters, micro_batch, micro_steps, config = lay_out(monkeypatch, world_size, rank, arguments)
         layout = parallel.layout
         share = layout.tp * layout.dp_shard * layout.cp  # ranks that divide the parameters of this pipeline rank
-        total += parallel.bytes_held(NO_OPTIMIZER)[0] * share
-        assert parallel.bytes_held(NO_OPTIMIZER)[0] == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
+        held = parallel.bytes_held(no_optimizer)[0]
+        assert held == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
+        total += held * share
         assert layout.notes + parallel.notes == []  # nothing but what the file says
-        assert micro_batch == c.batch_size and micro_steps * layout.dp == c.gradient_accumulation_steps
+        assert micro_batch == config.batch_size and micro_steps * layout.dp == config.gradient_accumulation_steps
         assert pp == 1 or micro_steps >= layout.n_stages and micro_steps % pp == 0
     assert total == pytest.approx(4 * n_parameters, rel=0.01)  # each parameter somewhere, none twice
 
@@ -80,6 +84,6 @@ def test_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
     (1024, 'config/gpt_70b_3d.py --tp=16', 'n_kv_head=8 cannot be split over tp=16'),
     (1024, 'config/gpt_70b_3d.py --pp=64', 'makes 128 stages, but n_layer=80'),
 ])
-def test_refuses_what_cannot_be(monkeypatch, world_size, arguments, message):
+def test_config_with_an_impossible_layout_is_refused(monkeypatch, world_size, arguments, message):
     with pytest.raises(ValueError, match=message):
         lay_out(monkeypatch, world_size, 0, arguments)

@@ -1,6 +1,9 @@
-"""Config files and command lines override a script's globals: typed, in order, and refused in one sentence."""
+"""Config files and command lines override a script's globals: typed, in order, errors in one sentence."""
+import functools
 import json
 import re
+import subprocess
+import sys
 
 import pytest
 from conftest import ROOT, run
@@ -42,14 +45,18 @@ def test_defaults_are_kept_and_only_plain_globals_are_keys():
 
 
 @pytest.mark.parametrize('arguments, key, value', [
-    ('--steps=3', 'steps', 3), ('--steps 3', 'steps', 3), ('--steps=1_000', 'steps', 1000), ('--steps -3', 'steps', -3),
-    ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0), ('--rate -1', 'rate', -1.0), ('--rate=inf', 'rate', float('inf')),
-    ('--flag', 'flag', True), ('--flag=TRUE', 'flag', True), ('--flag=true', 'flag', True), ('--flag True', 'flag', True),
-    ('--flag --flag=False', 'flag', False), ('--flag --flag false', 'flag', False), ('--flag --steps=3', 'flag', True),
-    ('--out_dir=a=b=c', 'out_dir', 'a=b=c'), ('--out_dir=5', 'out_dir', '5'), ('--out_dir=None', 'out_dir', 'None'),
-    ('--out_dir=true', 'out_dir', 'true'), ('--out_dir=', 'out_dir', ''), ('--out_dir=a-b/c.d', 'out_dir', 'a-b/c.d'),
-    ('--steps=1 --steps=2', 'steps', 2),
-    ('--top_k=None', 'top_k', None), ('--top_k=5', 'top_k', 5), ('--top_p=1', 'top_p', 1.0), ('--top_p 0.5', 'top_p', 0.5),
+    ('--steps=3', 'steps', 3), ('--steps 3', 'steps', 3),
+    ('--steps=1_000', 'steps', 1000), ('--steps -3', 'steps', -3), ('--steps=1 --steps=2', 'steps', 2),
+    ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0),
+    ('--rate -1', 'rate', -1.0), ('--rate=inf', 'rate', float('inf')),
+    ('--flag', 'flag', True), ('--flag=TRUE', 'flag', True), ('--flag=true', 'flag', True),
+    ('--flag True', 'flag', True), ('--flag --steps=3', 'flag', True),
+    ('--flag --flag=False', 'flag', False), ('--flag --flag false', 'flag', False),
+    ('--out_dir=a=b=c', 'out_dir', 'a=b=c'), ('--out_dir=a-b/c.d', 'out_dir', 'a-b/c.d'),
+    ('--out_dir=5', 'out_dir', '5'), ('--out_dir=None', 'out_dir', 'None'),
+    ('--out_dir=true', 'out_dir', 'true'), ('--out_dir=', 'out_dir', ''),
+    ('--top_k=None', 'top_k', None), ('--top_k=5', 'top_k', 5),
+    ('--top_p=1', 'top_p', 1.0), ('--top_p 0.5', 'top_p', 0.5),
 ])
 def test_command_line(arguments, key, value):
     got = result(*arguments.split())[key]
@@ -62,13 +69,16 @@ def test_command_line(arguments, key, value):
     ('--qqq=1', "unknown key 'qqq' .*--help lists them all"),
     ('--later=2', "unknown key 'later'"), ('--os=2', "unknown key 'os'"),
     ('--steps=3.5', "steps takes int, but the command line gives '3.5'"),
-    ('--steps=many', "steps takes int, .*'many'"), ('--steps=true', 'steps takes int'), ('--steps=', 'steps takes int'),
-    ('--rate=fast', "rate takes float, .*'fast'"), ('--flag=1', 'flag takes bool'), ('--flag=yes', "flag takes bool.*'yes'"),
+    ('--steps=many', "steps takes int, .*'many'"),
+    ('--steps=true', 'steps takes int'), ('--steps=', 'steps takes int'),
+    ('--rate=fast', "rate takes float, .*'fast'"),
+    ('--flag=1', 'flag takes bool'), ('--flag=yes', "flag takes bool.*'yes'"),
     ('--steps', '--steps needs a value'), ('--steps --flag', '--steps needs a value'),
     ('--top_k=1.5', "top_k takes int or None.*'1.5'"),
-    ('no/such/file.py', "no config file 'no/such/file.py'"), ('steps=3', "no config file 'steps=3' .*--key=value"),
+    ('no/such/file.py', "no config file 'no/such/file.py'"),
+    ('steps=3', "no config file 'steps=3' .*--key=value"),
 ])
-def test_bad_arguments_are_exit_on_error(arguments, message):
+def test_bad_arguments_end_in_one_sentence(arguments, message):
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
         result(*arguments.split())
 
@@ -87,14 +97,16 @@ def test_nanogpts_kind_of_config_file(tmp_path):
     path = tmp_path / 'config.py'
     path.write_text("import time\nimport os.path as p\nfrom math import sqrt\n_half = 2\n"
                     "def name():\n    return 'ft-' + str(time.time())\n"
-                    "out_dir = name()  # a comment\nsteps = 5 * 8 // _half\nrate = sqrt(4)\nflag = True\ntop_p = None\n")
+                    "out_dir = name()  # a comment\nsteps = 5 * 8 // _half\nrate = sqrt(4)\n"
+                    "flag = True\ntop_p = None\n")
     config = result(path)
     assert re.fullmatch(r'ft-\d+\.\d+', config['out_dir'])
     assert config == result() | dict(out_dir=config['out_dir'], steps=20, rate=2.0, flag=True)
 
 
 @pytest.mark.parametrize('name, text, message', [
-    ('a.py', 'stepz = 3', r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* starts with _\)"),
+    ('a.py', 'stepz = 3',
+     r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* starts with _\)"),
     ('a.py', 'helper = 3', "unknown key 'helper' in .*a.py"),
     ('a.py', 'steps = "3"', "steps takes int, but .*a.py gives '3'"),
     ('a.py', 'steps = 2.0', 'steps takes int, but .*a.py gives 2.0'),
@@ -106,7 +118,7 @@ def test_nanogpts_kind_of_config_file(tmp_path):
     ('a.json', '{"steps": null}', 'steps takes int'),
     ('a.json', '{"steps": 3', 'a.json'), ('a.json', '[1]', 'a.json'), ('a.py', 'steps = = 3', 'a.py'),
 ])
-def test_bad_files_are_exit_on_error(tmp_path, name, text, message):
+def test_bad_files_end_in_one_sentence(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
         result(tmp_path / name)
@@ -131,17 +143,45 @@ def test_help_has_every_key_with_default_type_comment_and_group(tmp_path, capsys
     assert lines[lines.index('I/O'):] == [
         'I/O', "--out_dir='out' str where it goes", '--steps=40 int how many', '',
         'numbers', '--rate=0.0006 float a # in a comment', '--flag=False bool', "--prompt='# no comment' str",
-        "--long='a string that goes on' str the comment of its last line", '--top_k=200 int or None 0 or None = all',
+        "--long='a string that goes on' str the comment of its last line",
+        '--top_k=200 int or None 0 or None = all',
         '--top_p=None float or None']
+
+
+def test_help_whose_reader_stops_shows_no_trace(tmp_path):
+    path = tmp_path / 'script.py'
+    keys = ''.join(f'key_{i} = {i}  # a help of several pipe buffers\n' for i in range(5000))
+    path.write_text(f'import sys\nsys.path.insert(0, {ROOT!r})\n{keys}'
+                    'from kilogpt.configurator import configure\nconfigure(globals())\n')
+    with subprocess.Popen([sys.executable, str(path), '--help'], text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout.readline() == '\n'  # the script has no docstring
+        process.stdout.close()  # as `head` does
+        assert process.stderr.read() == ''
+    assert process.returncode == 0
+
+
+@functools.cache
+def help_of(script):
+    """The finished process of a script's --help, with every import as a line on stderr."""
+    return run(script, '--help', env=dict(PYTHONPROFILEIMPORTTIME='1'))
 
 
 @pytest.mark.parametrize('script', ['train.py', 'sample.py'])
 def test_help_of_the_scripts_explains_every_key(script):
-    """Read from the source by a regular expression here: every global before configure() is listed, and has a comment."""
+    """Every global before configure(), which a regular expression finds, has a line and a comment."""
     with open(f'{ROOT}/{script}') as file:
         head = re.split(r'^(?:\w+ = )?configure\(globals\(\)\)', file.read(), flags=re.M)[0]
     keys = re.findall(r'^([a-z]\w*)(?:: [^=]+)? = ', head, flags=re.M)
-    listed = dict(re.findall(r'^  --(\w+)=(.*)$', run(script, '--help').stdout, flags=re.M))
+    listed = dict(re.findall(r'^  --(\w+)=(.*)$', help_of(script).stdout, flags=re.M))
     assert list(listed) == keys and len(keys) > 5
     for key, rest in listed.items():
         assert re.search(r' (str|int|float|bool)( or None)? +\S.*', rest), f'--{key}={rest}'
+
+
+@pytest.mark.parametrize('script', ['train.py', 'sample.py'])
+def test_scripts_import_a_library_only_where_they_need_it(script):
+    imported = {line.split('|')[2].strip().partition('.')[0]
+                for line in help_of(script).stderr.splitlines() if line.startswith('import time:')}
+    optional = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'gigatoken', 'transformers', 'torchao'}
+    assert 'torch' in imported and not imported & optional

@@ -1,14 +1,18 @@
 """Bad input ends a run with one clear sentence and exit code 1; a damaged checkpoint sends it back to the one before."""
+import functools
 import json
 import shutil
 
 import numpy as np
 import pytest
 
-from conftest import TINY, curve, forked, run, side_by_side
 from data.loader import SCAN_TOKENS
+from helpers import curve, first_iterations, run_script, saved_iterations, side_by_side
 
-# arguments on top of TINY, and words that the sentence must hold
+
+# --- bad arguments ------------------------------------------------------------------------------------------------------
+
+# arguments on top of TINY ({tmp} is the folder `inputs`), and words that the sentence must hold
 BAD_ARGUMENTS = {
     'unknown key': (['--n_layers=2'], 'n_layers', 'did you mean n_layer?'),
     'unknown key in a file': (['{tmp}/unknown.py'], 'learning_rat', 'unknown.py', 'did you mean learning_rate?'),
@@ -28,7 +32,6 @@ BAD_ARGUMENTS = {
     'openwebtext not prepared': (['--dataset=openwebtext'], 'python data/openwebtext/prepare.py'),
     'alien token': (['--dataset={tmp}/alien'], 'token 65', 'vocab_size is 65', 'train.bin'),
     'alien token in a large file': (['--dataset={tmp}/large'], 'token 65', 'vocab_size is 65'),
-    'alien token, compiled': (['--dataset={tmp}/large', '--compile=True'], 'token 65', 'vocab_size is 65'),
     'half a token': (['--dataset={tmp}/half'], 'train.bin', 'truncated'),
     'fewer tokens than written': (['--dataset={tmp}/fewer'], 'val.bin', '3000', 'truncated'),
     'block size': (['--block_size=3000'], 'block_size=3000', '3000 tokens', 'val', '2999'),
@@ -63,35 +66,51 @@ def inputs(dataset, tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def failures(dataset, inputs, tmp_path_factory):
-    """{name: finished process} of BAD_ARGUMENTS, run side by side."""
-    offline = dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'), NETRC=str(inputs / 'none'), WANDB_API_KEY='', WANDB_MODE='online')
-
-    def fail(arguments):
-        launcher = run if '--compile=True' in arguments else forked
-        return launcher('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path_factory.mktemp("out")}',
-                        *(argument.format(tmp=inputs) for argument in arguments), check=False, env=offline)
-    return dict(zip(BAD_ARGUMENTS, side_by_side(*(lambda a=a: fail(a) for a, *_ in BAD_ARGUMENTS.values()))))
+def offline(inputs):
+    """Environment without a network, an account or a cache."""
+    return dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'), NETRC=str(inputs / 'none'), WANDB_API_KEY='',
+                WANDB_MODE='online')
 
 
-@pytest.mark.parametrize('name', BAD_ARGUMENTS)
-def test_exit_on_error_and_exit_code_1(failures, name):
-    failure = failures[name]
-    if name == 'no GPU' and failure.returncode == 0:
-        pytest.skip('there is one')
+@pytest.fixture(scope='module')
+def failures(train_all, inputs, offline):
+    """{name: run} of BAD_ARGUMENTS."""
+    variants = {name: [argument.format(tmp=inputs) for argument in arguments] for name, (arguments, *_) in BAD_ARGUMENTS.items()}
+    return train_all(variants, check=False, env=offline)
+
+
+def assert_one_sentence(failure, *words):
+    """A run ended before its first iteration, with exit code 1 and an error of one line that holds the words."""
     assert failure.returncode == 1
     assert failure.stderr.startswith('error: ') and failure.stderr.count('\n') == 1, failure.stderr
-    assert not [word for word in BAD_ARGUMENTS[name][1:] if word not in failure.stderr], failure.stderr
-    assert 'iter 1:' not in failure.stdout and 'torch.compile does not work' not in failure.stdout
+    assert [word for word in words if word not in failure.stderr] == [], failure.stderr
+    assert failure.lines == {}
 
 
-def test_the_sentence_is_there_under_torchrun(dataset, tmp_path):
-    failure = run('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}', '--backend=nccl', nproc=2, check=False)
-    assert failure.returncode == 1 and 'train.py", line' not in failure.stderr  # torchrun has a traceback of its own
-    assert 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo' in failure.stderr.splitlines()
+@pytest.mark.quick
+@pytest.mark.parametrize('name', BAD_ARGUMENTS)
+def test_bad_arguments_end_in_one_sentence_and_exit_code_1(failures, name):
+    if name == 'no GPU' and failures[name].returncode == 0:
+        pytest.skip('this machine has a GPU')
+    assert_one_sentence(failures[name], *BAD_ARGUMENTS[name][1:])
 
 
-# damaged checkpoints
+@pytest.mark.slow
+def test_alien_token_ends_a_compiled_run_in_one_sentence(train, inputs):
+    failure = train(f'--dataset={inputs}/large', '--compile=True', check=False)
+    assert_one_sentence(failure, 'token 65', 'vocab_size is 65')
+    assert 'torch.compile does not work' not in failure.stdout
+
+
+@pytest.mark.slow  # two processes that end in a sentence are in test_parallel.py; here torchrun has a traceback of its own
+def test_sentence_is_there_under_torchrun(train):
+    failure = train('--backend=nccl', nproc=2, runner=run_script, check=False)
+    assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
+    sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
+    assert sentence in failure.stderr.splitlines()
+
+
+# --- damaged checkpoints ------------------------------------------------------------------------------------------------
 
 def truncate(checkpoint):
     path = next(checkpoint.glob('*.distcp'))
@@ -128,63 +147,76 @@ def never_completed(checkpoint):
 @pytest.fixture(scope='module')
 def whole(train):
     """A run that left checkpoints at 3, 6, 9 and 12."""
-    return train('--save_interval=3', '--keep_checkpoints=9')
+    run = train('--save_interval=3', '--keep_checkpoints=9')
+    assert saved_iterations(run.out_dir) == [3, 6, 9, 12]
+    return run
 
 
 def damaged(whole, folder, *damages):
     """A copy of the run, its newest checkpoint damaged by the first function, the one before it by the second, ..."""
     out_dir = shutil.copytree(whole.out_dir, folder)
     checkpoints = sorted((out_dir / 'ckpt').iterdir(), reverse=True)
-    assert len(checkpoints) == 4
     for damage, checkpoint in zip(damages, checkpoints):
         damage(checkpoint)
     return out_dir
 
 
 def test_damaged_checkpoints_are_passed_over(train, whole, tmp_path):
-    first, second = side_by_side(
-        lambda: train('--init_from=resume', '--save_interval=3', '--keep_checkpoints=9',
-                      out_dir=damaged(whole, tmp_path / 'a', truncate, flip_a_byte, garble_metadata)),
-        lambda: train('--init_from=auto', out_dir=damaged(whole, tmp_path / 'b', delete_a_file, cut_state, delete_checksums)))
-    for again in (first, second):
-        assert again.stdout.count('is damaged') == 3 and 'at iteration 3' in again.stdout
-        assert 'iter 4: loss' in again.stdout and 'iter 3: loss' not in again.stdout
-        assert curve(again) == curve(whole) and again.evals == whole.evals
-    healed = train('--init_from=resume', '--max_iters=13', out_dir=first.out_dir)
+    resumed, auto = side_by_side(
+        functools.partial(train, '--init_from=resume', '--save_interval=3', '--keep_checkpoints=9',
+                          out_dir=damaged(whole, tmp_path / 'a', truncate, flip_a_byte, garble_metadata)),
+        functools.partial(train, '--init_from=auto',
+                          out_dir=damaged(whole, tmp_path / 'b', delete_a_file, cut_state, delete_checksums)))
+    for run in (resumed, auto):
+        assert run.stdout.count('is damaged') == 3 and 'at iteration 3' in run.stdout
+        assert 'iter 4: loss' in run.stdout and 'iter 3: loss' not in run.stdout
+        assert curve(run) == curve(whole) and run.evals == whole.evals
+    # new checkpoints take the places of the damaged ones
+    healed = train('--init_from=resume', '--max_iters=13', out_dir=resumed.out_dir)
     assert 'is damaged' not in healed.stdout and 'at iteration 12' in healed.stdout
 
 
-def test_damage_that_one_process_of_two_sees(train, whole, tmp_path):
-    again = train('--init_from=resume', out_dir=damaged(whole, tmp_path / 'a', never_completed, flip_a_byte), nproc=2)
-    assert again.stdout.count('is damaged') == 1 and 'at iteration 6' in again.stdout
-    assert curve(again)[12] == pytest.approx(curve(whole)[12], abs=1e-3)
+def test_damage_that_one_process_of_two_sees_is_passed_over_by_both(train, whole, tmp_path):
+    run = train('--init_from=resume', out_dir=damaged(whole, tmp_path / 'a', never_completed, flip_a_byte), nproc=2)
+    assert run.stdout.count('is damaged') == 1 and 'at iteration 6' in run.stdout
+    assert curve(run)[12] == pytest.approx(curve(whole)[12], abs=1e-3)
 
 
-def test_all_checkpoints_damaged(train, whole, dataset, tmp_path):
-    every = [truncate, flip_a_byte, delete_a_file, garble_metadata]
-    folders = [damaged(whole, tmp_path / name, *every) for name in ('a', 'b')]
-    other = damaged(whole, tmp_path / 'c', *[flip_a_byte] * 4)
-    resumed, fresh, weights = side_by_side(
-        lambda: forked('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={folders[0]}', '--init_from=resume', check=False),
-        lambda: train('--init_from=auto', '--max_iters=3', out_dir=folders[1]),
-        lambda: forked('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}/d', f'--init_from={other}', check=False))
+ALL_FOUR = truncate, flip_a_byte, delete_a_file, garble_metadata
+
+
+def test_resume_without_a_sound_checkpoint_is_refused(train, whole, tmp_path):
+    resumed = train('--init_from=resume', out_dir=damaged(whole, tmp_path / 'a', *ALL_FOUR), check=False)
     assert resumed.returncode == 1 and 'Traceback' not in resumed.stderr and resumed.stdout.count('is damaged') == 4
     assert resumed.stderr.startswith('error: ') and 'init_from=scratch' in resumed.stderr
-    assert curve(fresh) == {i: curve(whole)[i] for i in (1, 2, 3)}  # auto begins anew, and throws nothing away
+
+
+def test_auto_without_a_sound_checkpoint_begins_again_and_keeps_the_damaged(train, whole, tmp_path):
+    fresh = train('--init_from=auto', '--max_iters=3', out_dir=damaged(whole, tmp_path / 'a', *ALL_FOUR))
+    assert curve(fresh) == curve(first_iterations(whole, 3))
     (earlier,) = fresh.out_dir.glob('earlier-*')
     assert len(list((earlier / 'ckpt').iterdir())) == 4
-    assert weights.returncode == 1 and weights.stderr.startswith('error: ') and 'is damaged' in weights.stderr
 
 
-def test_resuming_with_another_model_size_says_that_the_checkpoint_decides(train, whole, tmp_path):
-    again = train('--init_from=resume', '--n_layer=3', '--learning_rate=0.02', '--max_iters=13',
-                  out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'))
-    assert 'resuming with another n_layer: 2 -> 3 (the checkpoint decides)\n' in again.stdout
-    assert 'resuming with another learning_rate: 0.01 -> 0.02\n' in again.stdout
-    assert '29,856 parameters' in again.stdout and list(again.lines) == list(range(1, 14))
+def test_damaged_weights_of_another_run_are_refused(train, whole, tmp_path):
+    other = damaged(whole, tmp_path / 'a', *[flip_a_byte] * 4)
+    refused = train(f'--init_from={other}', check=False)
+    assert refused.returncode == 1 and refused.stderr.startswith('error: ') and 'is damaged' in refused.stderr
 
 
-def test_another_optimizers_state_is_refused(train, dataset):
+# --- what a checkpoint decides ------------------------------------------------------------------------------------------
+
+@pytest.mark.quick
+def test_checkpoint_decides_the_model_that_is_resumed_and_the_run_says_so(train, whole, tmp_path):
+    resumed = train('--init_from=resume', '--n_layer=3', '--learning_rate=0.02', '--max_iters=13',
+                    out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'))
+    assert 'resuming with another n_layer: 2 -> 3 (the checkpoint decides)\n' in resumed.stdout
+    assert 'resuming with another learning_rate: 0.01 -> 0.02\n' in resumed.stdout
+    assert '29,856 parameters' in resumed.stdout and list(resumed.lines) == list(range(1, 14))
+
+
+def test_state_of_another_optimizer_is_refused(train):
     first = train('--max_iters=1', '--eval_iters=1')
-    done = forked('train.py', *TINY, f'--dataset={dataset}', f'--out_dir={first.out_dir}', '--init_from=resume', '--optimizer=muon', check=False)
-    assert done.returncode == 1 and done.stderr.startswith("error: optimizer is 'muon', but") and "'adamw'" in done.stderr, done.stderr
+    refused = train('--init_from=resume', '--optimizer=muon', out_dir=first.out_dir, check=False)
+    assert refused.returncode == 1, refused.stderr
+    assert refused.stderr.startswith("error: optimizer is 'muon', but") and "'adamw'" in refused.stderr

@@ -1,266 +1,357 @@
 """Every layout equals one process: run by processes over gloo, compared through metrics.jsonl and checkpoints.
 
-Tolerances: float32 sums in another order differ by some 1e-7 in a loss of 4; AdamW's normalised updates raise that over eight
+Tolerances: float32 sums in another order differ by about 1e-7 in a loss of 4; AdamW's normalised updates raise that over the
 iterations, most in weights whose gradients nearly cancel. 1e-4 (1e-3 relative of a norm) is far above that, and far below what
 a wrong factor, a lost token, head, layer or a double-counted gradient would do.
 """
 import functools
-import hashlib
 import itertools
 import json
-import os
-import re
 import shutil
-import signal
-import warnings
 
 import numpy as np
 import pytest
-import torch
 
-from kilogpt import checkpoint
-from conftest import forked, read_metrics, side_by_side, tensors, workers
-from conftest import launch as launch_torchrun
 from data.loader import TokenLoader, read_meta
+from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights, run_forked,
+                     saved_iterations, side_by_side)
 
-pytestmark = pytest.mark.filterwarnings('ignore:torch.distributed is disabled')
+ITERATIONS = 4
 BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 --batch_size=8 '
-        '--gradient_accumulation_steps=3 --eval_iters=3 --eval_interval=8 --log_interval=1 --max_iters=8 --lr_decay_iters=12 '
-        '--warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60').split()
-MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern='--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15')
-MODELS['muon'] = f'{MODELS["modern"]} --optimizer=muon'
+        f'--gradient_accumulation_steps=3 --eval_iters=2 --eval_interval={ITERATIONS} --max_iters={ITERATIONS} --log_interval=1 '
+        '--lr_decay_iters=12 --warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60').split()
+MODERN = '--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15'
+MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN, muon=f'{MODERN} --optimizer=muon')
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
 
+# --- the layouts --------------------------------------------------------------------------------------------------------
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
+
+# each proves something of its own: a mechanism, an uneven split, a composition of two mechanisms
 LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
-    2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
-        **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
-        'modern tp2': '--tp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'offload': '--zero_stage=2 --cpu_offload',
-        'selective': '--tp=2 --activation_checkpoint=selective', 'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
-        'zero2 compiled': '--zero_stage=2 --compile=True',
-        'modern tp2 compiled': '--tp=2 --compile=True', 'muon ddp': '', 'muon zero1': '--zero_stage=1', 'muon tp2': '--tp=2'},
-    3: {'zero1': '--zero_stage=1', 'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3', 'muon zero3': '--zero_stage=3'},
-    4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
-        'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4', 'modern cp4': '--cp=4',
+    2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3',
+        'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'modern offload': '--zero_stage=3 --cpu_offload',
+        'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
+        'tp2': '--tp=2', 'cp2': '--cp=2', **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
+        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'muon ddp': '', 'muon zero1': '--zero_stage=1'},
+    3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3'},  # rows that three processes do not divide
+    4: {'muon hsdp': '--zero_stage=2 --dp_replicate=2',
+        'modern cp4': '--cp=4',  # more ranks than key/value heads
         'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
-        **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES},
-        'tp2 dp2': '--tp=2 --zero_stage=3', 'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'modern tp2 cp2': '--tp=2 --cp=2',
-        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'muon tp2 dp2': '--tp=2 --zero_stage=3', 'muon hsdp': '--zero_stage=2 --dp_replicate=2',
-        'muon tp2 pp2': '--tp=2 --pp=2'},
+        'deep pp4 interleavedzb': '--pp=4 --pp_schedule=interleavedzb',
+        'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
+        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
+}
+# the same mechanisms with other models, at other degrees, in larger compositions; and what takes a compiler
+SLOW_LAYOUTS = {
+    2: {'offload': '--zero_stage=2 --cpu_offload', 'modern tp2': '--tp=2', 'muon tp2': '--tp=2',
+        'selective': '--tp=2 --activation_checkpoint=selective',
+        'zero2 compiled': '--zero_stage=2 --compile=True', 'modern tp2 compiled': '--tp=2 --compile=True'},
+    3: {'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3'},
+    4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
+        'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4',
+        **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES if schedule != 'interleavedzb'},
+        'tp2 dp2': '--tp=2 --zero_stage=3', 'modern tp2 cp2': '--tp=2 --cp=2', 'muon tp2 pp2': '--tp=2 --pp=2'},
     8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
-MORE = {
+# one product of degrees more than the matrix has
+MORE_LAYOUTS = {
     2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2', 'full pp2': '--pp=2 --activation_checkpoint=full'},
     4: {'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'cp4 zero3': '--cp=4 --zero_stage=3'},
 }
 
 
+def by_name(layouts):
+    """{(processes, layout): arguments} of a dict like LAYOUTS."""
+    return {(nproc, name): text for nproc, named in layouts.items() for name, text in named.items()}
+
+
 def matrix():
     """The larger matrix: every product of degrees on 4 and 8 processes, with every stage and mode that it allows."""
-    yield from ((nproc, name, text) for nproc, layouts in MORE.items() for name, text in layouts.items())
-    for nproc, tp, cp, pp, stage, mode in itertools.product((4, 8), (1, 2, 4), (1, 2, 4), (1, 2, 4), (2, 3),
-                                                            ('none', 'selective', 'full')):
-        for model in ('deep', 'modern'):
-            if nproc % (tp * cp * pp) == 0 and tp * cp <= 4 and not (model == 'modern' and tp == 4):
-                for schedule in SCHEDULES if pp > 1 and mode == 'none' else ['1f1b']:
-                    yield nproc, f'{model} tp{tp} cp{cp} pp{pp} zero{stage} {mode} {schedule}', (
-                        f'--tp={tp} --cp={cp} --pp={pp} --zero_stage={stage} --activation_checkpoint={mode} --pp_schedule={schedule}')
+    found = by_name(MORE_LAYOUTS)
+    degrees = 1, 2, 4
+    for nproc, tp, cp, pp in itertools.product((4, 8), degrees, degrees, degrees):
+        if nproc % (tp * cp * pp) or tp * cp > 4:
+            continue
+        for stage, mode, model in itertools.product((2, 3), ('none', 'selective', 'full'), ('deep', 'modern')):
+            if model == 'modern' and tp == 4:  # it has two key/value heads
+                continue
+            for schedule in SCHEDULES if pp > 1 and mode == 'none' else ['1f1b']:
+                found[nproc, f'{model} tp{tp} cp{cp} pp{pp} zero{stage} {mode} {schedule}'] = (
+                    f'--tp={tp} --cp={cp} --pp={pp} --zero_stage={stage} --activation_checkpoint={mode} --pp_schedule={schedule}')
+    return found
 
 
-def launch(nproc, runs, abreast=False):
-    """Make runs [(name, arguments, files to execute before ...)]; {name: {rank: what it said, and its exit code}}.
-
-    abreast: two at a time, for runs that do not need each other.
-    """
-    def make(name, arguments, *before, again=True):
-        done = forked('train.py', *arguments, nproc=nproc, before=before, check=False)
-        said = {rank: f'{stdout}{stderr}\nexit code {code}\n'
-                for rank, (stdout, stderr, code) in enumerate(zip(done.stdouts, done.stderrs, done.codes))}
-        if min(done.codes) < 0 and again:
-            # one process of some hundreds has been seen to die in malloc, in torch or gloo (LOG.md): such a run is made once more
-            warnings.warn(f'ended by a signal, and made again: {name}, {said}')
-            return make(name, arguments, *before, again=False)
-        return said
-    calls = [functools.partial(make, *run) for run in runs]
-    return dict(zip([name for name, *_ in runs], side_by_side(*calls) if abreast else [call() for call in calls]))
+MATRIX = matrix()
+ARGUMENTS = by_name(LAYOUTS) | by_name(SLOW_LAYOUTS) | MATRIX | {(1, model): '' for model in MODELS}
 
 
-def weights(out_dir):
-    """The newest checkpoint's weights, whole."""
-    return {name: tensor for name, tensor in tensors(checkpoint.find(out_dir)[0]).items() if name.startswith('model.')}
+def model_of(layout):
+    return layout.split()[0] if layout.split()[0] in MODELS else 'gpt2'
 
 
-def model_of(name):
-    return name.split()[0] if name.split()[0] in MODELS else 'gpt2'
+def arguments_of(nproc, layout):
+    """The arguments of a layout on top of BASE, its model's too."""
+    return [*MODELS[model_of(layout)].split(), *ARGUMENTS[nproc, layout].split()]
+
+
+def layout_params():
+    """Parameters (nproc, layout) of the tests of all layouts, marked by where they belong."""
+    marks = {'slow': by_name(SLOW_LAYOUTS), 'matrix': MATRIX}
+    params = [pytest.param(*key) for key in by_name(LAYOUTS)]
+    for mark, layouts in marks.items():
+        params += [pytest.param(*key, marks=getattr(pytest.mark, mark)) for key in layouts]
+    return params
 
 
 @pytest.fixture(scope='session')
-def runs(dataset, tmp_path_factory):
-    """Function (processes, layout name) -> (out_dir, what its ranks said); at its first use all layouts of so many are run."""
-    folder, said = tmp_path_factory.mktemp('layouts'), {}
+def layout_run(request, train_all):
+    """Function (processes, layout) -> its run; one process has the models' names for layouts.
 
-    def run_all(nproc, layouts):
-        wanted = {**(MODELS if nproc == 1 else {}), **layouts.get(nproc, {})}
-        said[nproc] = launch(nproc, [(name, arguments(dataset, folder / str(nproc) / name, f'{MODELS[model_of(name)]} {text}'))
-                                     for name, text in wanted.items()], abreast=True)
+    The first call makes the runs of all layouts of that many processes that this session's tests compare, two at a time.
+    """
+    params = [item.callspec.params for item in request.session.items if hasattr(item, 'callspec')]
+    selected = [(found['nproc'], found['layout']) for found in params if {'nproc', 'layout'} <= found.keys()]
+    selected += [(1, model_of(layout)) for _, layout in selected]
+    done = {}
 
-    def get(nproc, name, layouts=LAYOUTS):
-        if nproc not in said:
-            run_all(nproc, layouts)
-        return folder / str(nproc) / name, said[nproc][name]
+    def get(nproc, layout):
+        if (nproc, layout) not in done:
+            wanted = {layout: None} | {name: None for processes, name in selected if processes == nproc}
+            missing = {name: arguments_of(nproc, name) for name in wanted if (nproc, name) not in done}
+            runs = train_all(missing, base=BASE, nproc=nproc, check=False)
+            done.update({(nproc, name): run for name, run in runs.items()})
+        run = done[nproc, layout]
+        assert run.returncode == 0, '\n'.join(run.outputs)
+        return run
 
     return get
 
 
-def assert_equal_to_one_process(runs, nproc, name, **options):
-    out_dir, said = runs(nproc, name, **options)
-    one_dir, _ = runs(1, model_of(name), **options)
-    assert said[0].endswith('exit code 0\n'), '\n'.join(said.values())
-    (lines, evals), (expected_lines, expected_evals) = read_metrics(out_dir), read_metrics(one_dir)
-    assert list(lines) == list(expected_lines) == list(range(1, 9)) and list(evals) == list(expected_evals) == [0, 8]
-    for i, expected in expected_lines.items():
-        assert lines[i]['loss'] == pytest.approx(expected['loss'], abs=1e-4), f'loss of iteration {i}'
-        assert lines[i]['grad_norm'] == pytest.approx(expected['grad_norm'], rel=1e-3), f'gradient norm of iteration {i}'
-        assert expected['grad_norm'] > 0.5  # clipping is at work
-    for i, expected in expected_evals.items():
-        for key in ('train_loss', 'val_loss'):
-            assert evals[i][key] == pytest.approx(expected[key], abs=1e-4), f'{key} at iteration {i}'
-    ours, theirs = weights(out_dir), weights(one_dir)
-    assert ours.keys() == theirs.keys()
-    for key in theirs:
+def assert_equal_to_one_process(run, one, layout):
+    assert list(one.lines) == list(range(1, ITERATIONS + 1)) and list(one.evals) == [0, ITERATIONS]
+    assert all(line['grad_norm'] > 0.5 for line in one.lines.values())  # clipping is at work
+    assert_near(run, one)
+    found, expected = newest_weights(run.out_dir), newest_weights(one.out_dir)
+    assert found.keys() == expected.keys()
+    for name in expected:
         # a key's bias shifts all scores of a query alike: its gradient is zero but for rounding, which AdamW makes steps of
-        if not key.endswith('c_k.bias') or name.startswith('modern'):
-            assert (ours[key] - theirs[key]).abs().max() < 1e-4, key
+        if not name.endswith('c_k.bias') or layout.startswith('modern'):
+            assert (found[name] - expected[name]).abs().max() < 1e-4, name
 
 
-@pytest.mark.parametrize('nproc, name', [(nproc, name) for nproc, layouts in LAYOUTS.items() for name in layouts])
-def test_layout_equals_one_process(runs, nproc, name):
-    assert_equal_to_one_process(runs, nproc, name)
+@pytest.mark.parametrize('nproc, layout', layout_params())
+def test_layout_equals_one_process(layout_run, nproc, layout):
+    assert_equal_to_one_process(layout_run(nproc, layout), layout_run(1, model_of(layout)), layout)
 
 
-@pytest.mark.matrix
-@pytest.mark.parametrize('nproc, name', [(nproc, name) for nproc, name, _ in matrix()])
-def test_matrix(runs, nproc, name):
-    layouts = {}
-    for processes, key, arguments in matrix():
-        layouts.setdefault(processes, {})[key] = arguments
-    assert_equal_to_one_process(runs, nproc, name, layouts=layouts)
+@pytest.mark.parametrize('nproc, layout', [(2, 'zero2'), (2, 'pp2 zbv'), pytest.param(2, 'pp2 1f1b', marks=pytest.mark.slow)])
+def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, nproc, layout):
+    run = train(*arguments_of(nproc, layout), base=BASE, nproc=nproc, faults=[FAULTS / 'loss_in_parts.py'])
+    assert_equal_to_one_process(run, layout_run(1, model_of(layout)), layout)
 
 
-def arguments(dataset, out_dir, text=''):
-    return [*BASE, *text.split(), f'--dataset={dataset}', f'--out_dir={out_dir}']
+@pytest.mark.parametrize('nproc, texts', [
+    (2, ['--zero_stage=1', '--zero_stage=3', '--tp=2', '--pp=2 --pp_schedule=zbv']),
+    pytest.param(4, ['--zero_stage=1', '--zero_stage=3 --dp_replicate=2', '--tp=4', '--pp=2 --pp_schedule=zbv', '--tp=2 --pp=2'],
+                 marks=pytest.mark.slow)])
+def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, texts):
+    """To the bit, as saved after an update of no size."""
+    still = '--bias --learning_rate=0 --min_lr=0 --max_iters=1 --eval_iters=0'.split()
+    expected = newest_weights(train(*still, base=BASE).out_dir)
+    assert len({tensor.numpy().tobytes() for tensor in expected.values()}) > 7
+    for run in train_all({text: [*still, *text.split()] for text in texts}, base=BASE, nproc=nproc).values():
+        assert_same_tensors(newest_weights(run.out_dir), expected)
 
 
-def test_initial_weights_are_the_same_in_every_layout(dataset, tmp_path):
-    """A hash of each parameter, gathered; saved after an update of no size."""
-    still = '--learning_rate=0 --min_lr=0 --max_iters=1 --eval_iters=0 '
-    layouts = {1: [''], 4: ['--zero_stage=1', '--zero_stage=3 --dp_replicate=2', '--tp=4', '--pp=2 --pp_schedule=zbv', '--tp=2 --pp=2']}
-    hashes = []
-    for nproc, texts in layouts.items():
-        said = launch(nproc, [(f'{i}', arguments(dataset, tmp_path / f'{nproc}-{i}', still + '--bias ' + text))
-                              for i, text in enumerate(texts)], abreast=True)
-        for i in range(len(texts)):
-            assert said[f'{i}'][0].endswith('exit code 0\n'), said[f'{i}'][0]
-            hashes.append({name: hashlib.sha256(value.numpy().tobytes()).hexdigest()
-                           for name, value in weights(tmp_path / f'{nproc}-{i}').items()})
-    assert all(found == hashes[0] for found in hashes) and len(set(hashes[0].values())) > 7
+# --- other arithmetic: exact or near ------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('offloaded, kept', [
+    ('modern offload', 'modern zero3'),
+    pytest.param('offload', 'zero2', marks=pytest.mark.slow)])
+def test_offload_moves_tensors_and_changes_none(layout_run, offloaded, kept):
+    assert curve(layout_run(2, offloaded)) == curve(layout_run(2, kept))
 
 
-# counts what tensors hold: at an optimizer step, and where the backward pass begins
-PROBE = '''
-import gc, json, os, sys, torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-path = next(a for a in sys.argv if a.startswith('--out_dir='))[10:] + '.bytes.' + os.environ.get('RANK', '0')
-def count(moment):
-    storages = {}
-    for tensor in [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]:
-        for t in (tensor, tensor.grad if tensor.is_leaf else None):
-            if t is not None and not t.is_meta:
-                t = t.to_local() if hasattr(t, 'to_local') else t
-                storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-    with open(path, 'a') as file:
-        print(json.dumps([moment, sum(storages.values())]), file=file)
-register_optimizer_step_pre_hook(lambda *_: count('step'))
-backward = torch.Tensor.backward
-def counted(self, *args, **options):
-    count('backward')
-    backward(self, *args, **options)
-torch.Tensor.backward = counted
-'''
+@pytest.mark.parametrize('arguments', [
+    '--dtype=float16', '--dtype=bfloat16 --zero_stage=3', '--dtype=bfloat16 --pp=2',
+    pytest.param('--dtype=bfloat16 --tp=2', marks=pytest.mark.slow),
+    pytest.param('--dtype=bfloat16 --zero_stage=2 --fp8=True', marks=pytest.mark.slow)])
+def test_half_precision_is_near(train, layout_run, arguments):
+    """bf16 parameters round each product to 8 bits, fp8 to 4 or 3: a loss of 4 within 0.03."""
+    run, expected = train('--bias', *arguments.split(), base=BASE, nproc=2), layout_run(1, 'gpt2')
+    assert list(run.lines) == list(expected.lines)
+    errors = [abs(run.lines[i]['loss'] - expected.lines[i]['loss']) for i in expected.lines]
+    assert 1e-6 < max(errors) < 0.03  # float32 in another order errs by 5e-7
 
 
-def test_memory_falls_as_zero_says(dataset, tmp_path):
-    """Bytes that the tensors of a rank hold, of 4, against 4 Ψ + 4 Ψ + 8 Ψ with N for what a stage shards (float32)."""
-    (tmp_path / 'probe.py').write_text(PROBE)
-    model = '--n_layer=4 --n_embd=256 --max_iters=3 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=4'
-    launch(4, [(f'zero{stage}', arguments(dataset, tmp_path / f'zero{stage}', f'{model} --zero_stage={stage}'),
-                tmp_path / 'probe.py') for stage in range(4)], abreast=True)
+def test_compressed_gradients_follow_the_curve(train_all):
+    """bf16 keeps 8 bits of a gradient, rank 4 of 32 its largest directions and makes up for the rest later: 2% and 5%."""
+    longer = '--bias --max_iters=16 --lr_decay_iters=24'.split()  # PowerSGD begins at the tenth iteration
+    variants = {kind: [*longer, f'--grad_compress={kind}'] for kind in ('none', 'bf16', 'powersgd')}
+    runs = train_all(variants, base=BASE, nproc=2)
+    expected = runs['none'].lines
+    for kind, bound in dict(bf16=0.02, powersgd=0.05).items():
+        lines = runs[kind].lines
+        assert list(lines) == list(expected) == list(range(1, 17))
+        assert 0 < max(abs(lines[i]['loss'] / expected[i]['loss'] - 1) for i in expected) < bound, kind
+
+
+# --- memory -------------------------------------------------------------------------------------------------------------
+
+def counted_bytes(run, rank=0):
+    """{moment: bytes that tensors of a rank held at its last time} of a run with count_bytes.py."""
+    return dict(json.loads(line) for line in open(f'{run.out_dir}.bytes.{rank}'))
+
+
+@pytest.mark.parametrize('nproc', [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_memory_falls_as_zero_says(train_all, nproc):
+    """Bytes that the tensors of a rank hold against 4 Ψ + 4 Ψ + 8 Ψ, with N for what a stage shards (float32)."""
+    shape = '--n_layer=4 --n_embd=256 --max_iters=2 --eval_iters=0 --keep_checkpoints=0'.split()
+    one_micro_step = f'--gradient_accumulation_steps={nproc}'
+    stages = {stage: [*shape, one_micro_step, f'--zero_stage={stage}'] for stage in range(4)}
+    runs = train_all(stages, base=BASE, nproc=nproc, faults=[FAULTS / 'count_bytes.py'])
     psi = 4 * 12 * 256 ** 2 + (128 + 32) * 256 + 9 * 256
     rest = (128 + 32) * 256 + 256  # embeddings and the last norm stay whole in forward and backward, blocks do not with stage 3
-    at_step = {0: 16 * psi, 1: 8 * psi + 8 * psi / 4, 2: 16 * psi / 4, 3: 16 * psi / 4}
+    at_step = {0: 16 * psi, 1: 8 * psi + 8 * psi / nproc, 2: 16 * psi / nproc, 3: 16 * psi / nproc}
     # where backward begins: shards of parameters and moments, and on top the parameters that stay gathered
-    at_backward = {2: 12 * psi / 4 + 4 * psi, 3: 12 * psi / 4 + 4 * rest}
-    found = {(stage, rank): dict(json.loads(line) for line in (tmp_path / f'zero{stage}.bytes.{rank}').read_text().splitlines())
-             for stage in range(4) for rank in range(4)}
-    activations = found[0, 0]['backward'] - 16 * psi  # the same for all stages
-    for (stage, rank), bytes_at in found.items():
-        assert bytes_at['step'] == pytest.approx(at_step[stage], rel=0.1), f'stage {stage}, rank {rank}, at the step'
+    at_backward = {2: 12 * psi / nproc + 4 * psi, 3: 12 * psi / nproc + 4 * rest}
+    activations = counted_bytes(runs[0])['backward'] - 16 * psi  # the same for all stages
+    for stage, rank in itertools.product(range(4), range(nproc)):
+        found = counted_bytes(runs[stage], rank)
+        assert found['step'] == pytest.approx(at_step[stage], rel=0.1), f'stage {stage}, rank {rank}, at the step'
         if stage in at_backward:
-            assert bytes_at['backward'] - activations == pytest.approx(at_backward[stage], rel=0.1), f'stage {stage}, rank {rank}'
+            assert found['backward'] - activations == pytest.approx(at_backward[stage], rel=0.1), f'stage {stage}, rank {rank}'
 
 
-FAULT = '''
-import os, torch
-from torch.nn import functional as F
-calls, cross_entropy = 0, F.cross_entropy
-def faulty(*args, **options):
-    global calls
-    calls += torch.is_grad_enabled()
-    loss = cross_entropy(*args, **options)
-    return loss * float('nan') if calls == {call} and os.environ['RANK'] == '{rank}' and torch.is_grad_enabled() else loss
-F.cross_entropy = faulty
-'''
+def test_activation_checkpointing_saves_memory(train_all):
+    """What a block keeps for its backward pass, in B·T·C floats: the difference of nine blocks and one."""
+    shape = '--n_embd=128 --max_iters=1 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=1'.split()
+    variants = {(mode, layers): [*shape, f'--n_layer={layers}', f'--activation_checkpoint={mode}']
+                for mode in ('none', 'selective', 'full') for layers in (1, 9)}
+    runs = train_all(variants, base=BASE, faults=[FAULTS / 'count_bytes.py'])
+
+    def kept_per_block(mode):
+        eight_blocks = counted_bytes(runs[mode, 9])['backward'] - counted_bytes(runs[mode, 1])['backward']
+        parameters = 8 * 4 * (12 * 128 ** 2 + 2 * 128)
+        return (eight_blocks - parameters) / (8 * 4 * 8 * 32 * 128)
+
+    assert kept_per_block('full') == pytest.approx(1, rel=0.1)  # its input
+    # its input and the outputs of q, k, v, attention, both projections (6) and the hidden layer (4)
+    assert kept_per_block('selective') == pytest.approx(11, rel=0.1)
+    # inputs of: two norms, q k v at once, attention (3) and its output, both projections (1 + 4), GELU (4)
+    assert kept_per_block('none') == pytest.approx(16, rel=0.1)
 
 
-@pytest.mark.parametrize('layout, rank', [('--optimizer=muon --log_interval=3', 1), ('--dtype=float16', 0), ('--zero_stage=3 --log_interval=3', 0),
-                                          ('--pp=2', 1)])
-def test_one_process_with_a_nan_decides_for_all(dataset, tmp_path, layout, rank):
-    """The fourth iteration: none is updated; 'skip' goes on, 'abort' saves what was before and ends. Without a line to log it shows late."""
-    per_iteration = 3 if '--pp' in layout else 2  # micro-batches; the first iteration comes after a pass that is thrown away
-    call = per_iteration * 3 + (3 if '--pp' in layout else 1) + 2
-    (tmp_path / 'fault.py').write_text(FAULT.format(call=call, rank=rank))
-    text = f'{layout} --eval_iters=0 --max_iters=6'
-    said = launch(2, [(choice, arguments(dataset, tmp_path / choice, f'{text} --on_nonfinite={choice}'), tmp_path / 'fault.py')
-                      for choice in ('skip', 'abort')] +
-                  [('none', arguments(dataset, tmp_path / 'none', f'{layout} --eval_iters=0 --max_iters=3'))], abreast=True)
-    what = 'loss' if 'float16' in layout else 'gradient norm'  # float16's gradients may overflow, which its scaler mends
-    assert said['skip'][0].count(f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {tmp_path}/skip/nonfinite') == 1
-    assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [1, 0]
-    for choice in ('skip', 'abort'):
-        dump = json.loads((tmp_path / choice / 'nonfinite_00000004.json').read_text())
+@pytest.mark.slow
+def test_long_context_over_four_processes_equals_one(train, tmp_path):
+    """16,384 tokens: attention's scores would take 4.3 GB; each process has a quarter of the sequence, then one of four heads."""
+    for split in ('train', 'val'):
+        np.random.default_rng(0).integers(0, 64, 40_000).astype('<u2').tofile(tmp_path / f'{split}.bin')
+    (tmp_path / 'meta.json').write_text(json.dumps(dict(vocab_size=64, dtype='uint16', tokenizer='random')))
+    long = [f'--dataset={tmp_path}', *'--block_size=16384 --n_layer=1 --n_embd=32 --batch_size=1'.split(),
+            *'--gradient_accumulation_steps=1 --max_iters=1 --eval_iters=0 --keep_checkpoints=0'.split()]
+    one = train(*long, base=BASE)
+    four = train(*long, '--cp=4', base=BASE, nproc=4)
+    assert_near(four, one)
+    assert one.lines[1]['mem_gb'] < 2 and four.lines[1]['mem_gb'] < 2
+
+
+# --- checkpoints --------------------------------------------------------------------------------------------------------
+
+def in_a_circle(*layouts):
+    """Pairs (source, target) such that each layout is a source once, and a target once."""
+    return list(zip(layouts, [*layouts[1:], layouts[0]]))
+
+
+@pytest.mark.parametrize('model, pairs', [
+    ('gpt2', in_a_circle((1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv'))),
+    ('muon', in_a_circle((1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2'))),
+    pytest.param('gpt2', list(itertools.product([(1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b'), (3, 'zero3'),
+                                                 (8, 'pp2 tp2 dp2')], repeat=2)), marks=pytest.mark.slow),
+    pytest.param('muon', list(itertools.product([(1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2')], repeat=2)),
+                 marks=pytest.mark.slow)], ids=['gpt2', 'muon', 'gpt2-all-pairs', 'muon-all-pairs'])
+def test_checkpoint_of_any_layout_resumes_under_any_other(train, layout_run, tmp_path, model, pairs):
+    """Weights, moments, data order: two more iterations, on the curve of one process that was never stopped."""
+    last = ITERATIONS + 2
+    unbroken = train(*MODELS[model].split(), f'--max_iters={last}', '--eval_iters=0', base=BASE)
+    assert list(unbroken.lines) == list(range(1, last + 1))
+    calls = []
+    for source, target in pairs:
+        out_dir = shutil.copytree(layout_run(*source).out_dir, tmp_path / f'{source[1]} on {target[1]}')
+        calls.append(functools.partial(train, *arguments_of(*target), f'--max_iters={last}', '--eval_iters=0', '--keep_checkpoints=0',
+                                       '--init_from=resume', base=BASE, out_dir=out_dir, nproc=target[0]))
+    for run in side_by_side(*calls):
+        assert f'iter_{ITERATIONS:08d} at iteration {ITERATIONS}' in run.stdout
+        run.evals = {}  # of the first iterations
+        assert_near(run, unbroken)
+
+
+@pytest.mark.parametrize('nproc, layout', [(4, 'tp2 pp2 zbv'), pytest.param(8, 'pp2 tp2 dp2', marks=pytest.mark.slow)])
+def test_one_process_samples_from_any_layouts_checkpoint(layout_run, nproc, layout):
+    options = '--which=latest --temperature=0 --max_new_tokens=40 --num_samples=1 --device=cpu --start=A'.split()
+    runs = layout_run(1, 'gpt2'), layout_run(nproc, layout)
+    texts = [run_forked('sample.py', f'--out_dir={run.out_dir}', *options).stdout for run in runs]
+    assert texts[0] == texts[1] and len(texts[0]) > 40
+
+
+# --- updates that are not finite ----------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('arguments, rank', [
+    ('--optimizer=muon --log_interval=3', 1), ('--dtype=float16', 0), ('--pp=2', 1),
+    pytest.param('--zero_stage=3 --log_interval=3', 0, marks=pytest.mark.slow)])
+def test_one_process_with_a_nan_decides_for_all(train, train_all, dataset, arguments, rank):
+    """In the fourth iteration none is updated: 'skip' continues, 'abort' saves the state before and ends.
+
+    Between iterations that are logged the NaN is noticed late.
+    """
+    # calls of the loss: three iterations, the pass before the first one that is thrown away, and two in the fourth
+    passes = 3 if '--pp' in arguments else 2
+    call = 3 * passes + (passes if '--pp' in arguments else 1) + 2
+    options = [*arguments.split(), '--eval_iters=0', '--max_iters=6']
+    runs = train_all({choice: [*options, f'--on_nonfinite={choice}'] for choice in ('skip', 'abort')}, base=BASE, nproc=2, check=False,
+                     faults=[FAULTS / 'nan_loss.py'], env=dict(FAULT_CALL=str(call), FAULT_RANK=str(rank)))
+    skip, abort = runs['skip'], runs['abort']
+    what = 'loss' if 'float16' in arguments else 'gradient norm'  # float16's gradients may overflow, which its scaler mends
+
+    # skip: said once, counted, and the loss falls on
+    assert skip.codes == [0, 0], skip.outputs
+    said = f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {skip.out_dir}/nonfinite'
+    assert skip.stdout.count(said) == 1, skip.outputs
+    assert newest_state(skip.out_dir)['skipped'] == [1, 0]
+    interval = 3 if 'log_interval' in arguments else 1
+    assert sorted(skip.lines) == [*range(interval, 7, interval)]
+    assert skip.lines[6]['loss'] < skip.lines[interval]['loss']
+    assert interval == 3 or skip.lines[4]['grad_norm'] is None
+
+    # abort: every process ends with 1, and the last checkpoint is the one of three iterations
+    assert abort.codes == [1, 1] and f'error: the {what} of iteration 4 is nan' in abort.stderr, abort.outputs
+    assert saved_iterations(abort.out_dir) == [3]
+    before = train(*arguments.split(), '--eval_iters=0', '--max_iters=3', base=BASE, nproc=2)
+    assert_same_tensors(newest_weights(abort.out_dir), newest_weights(before.out_dir))
+
+    # both leave the batch: the fourth one's sequences
+    for run in (skip, abort):
+        dump = json.loads((run.out_dir / 'nonfinite_00000004.json').read_text())
         loader = TokenLoader(str(dataset), 'train', dump['block_size'], 65, read_meta(dataset), seed=1337)
         count = len(dump['sequences'])
-        assert [position for path, position in dump['sequences']] == (loader.train_starts(3 * count + np.arange(count)) % 20_000).tolist()
-        assert {path for path, _ in dump['sequences']} == {str(dataset / 'train.bin')} and len(dump['losses']) == 2 and dump['lr'] > 0
-    lines, _ = read_metrics(tmp_path / 'skip')
-    every = 3 if 'log_interval' in layout else 1
-    assert sorted(lines) == [*range(every, 7, every)] and lines[6]['loss'] < lines[every]['loss']
-    assert every == 3 or lines[4]['grad_norm'] is None
-    assert f'error: the {what} of iteration 4 is nan' in said['abort'][0]
-    assert all(text.endswith('exit code 1\n') for text in said['abort'].values())
-    before, expected = weights(tmp_path / 'abort'), weights(tmp_path / 'none')
-    assert checkpoint.find(tmp_path / 'abort')[0].endswith('iter_00000003')
-    assert all(torch.equal(before[name], expected[name]) for name in expected)
+        starts = loader.train_starts(3 * count + np.arange(count)) % 20_000
+        assert dump['sequences'] == [[str(dataset / 'train.bin'), start] for start in starts.tolist()]
+        assert len(dump['losses']) == 2 and dump['lr'] > 0
 
 
-def test_ten_skips_in_a_row_end_the_run(dataset, tmp_path):
-    said = launch(1, [('skip', arguments(dataset, tmp_path / 'skip', '--learning_rate=1e30 --on_nonfinite=skip --eval_iters=0 '
-                                         '--max_iters=50'))])
-    assert said['skip'][0].count('update skipped') == 9 and 'after 9 that were skipped' in said['skip'][0]
-    assert checkpoint.read_state(checkpoint.find(tmp_path / 'skip')[0])['skipped'] == [9, 9]
+@pytest.mark.quick
+def test_ten_skips_in_a_row_end_the_run(train):
+    run = train('--learning_rate=1e30', '--on_nonfinite=skip', '--eval_iters=0', '--max_iters=50', base=BASE, check=False)
+    assert run.returncode == 1
+    assert run.stdout.count('update skipped') == 9 and 'after 9 that were skipped' in run.stderr
+    assert newest_state(run.out_dir)['skipped'] == [9, 9]
 
 
+# --- what is refused ----------------------------------------------------------------------------------------------------
+
+# arguments of two processes on top of BASE, and words that the sentence must hold
 REFUSED = {
     'degrees': ('--tp=3', 'tp=3 × cp=1 × pp=1 is 3', 'one of 1, 2'),
     'no degree': ('--pp=0', 'pp is 0', 'at least 1'),
@@ -278,138 +369,24 @@ REFUSED = {
     'no compression': ('--grad_compress=zip', "grad_compress is 'zip'", 'powersgd'),
     'float16': ('--dtype=float16 --zero_stage=2', 'dtype=float16', 'set dtype to bfloat16 or float32'),
     'checkpointing': ('--activation_checkpoint=some', "activation_checkpoint is 'some'", 'selective'),
-    'nonfinite': ('--on_nonfinite=ignore', "on_nonfinite is 'ignore'", 'abort or skip'),
-    'optimizer': ('--optimizer=lion', "optimizer is 'lion'", 'adamw or muon'),
+    'nonfinite': ('--on_nonfinite=ignore', "on_nonfinite is 'ignore'", 'abort, skip'),
+    'optimizer': ('--optimizer=lion', "optimizer is 'lion'", 'adamw, muon'),
     'fp8': ('--fp8=True', 'fp8=True goes with dtype=bfloat16', 'set fp8 to False'),
     'timeout': ('--comm_timeout=0', 'comm_timeout is 0', 'at least 1'),
 }
 
 
-def test_what_cannot_be_is_refused_in_exit_on_error(dataset, tmp_path):
-    said = launch(2, [(name, arguments(dataset, tmp_path / 'out', text)) for name, (text, *_) in REFUSED.items()], abreast=True)
-    for name, (_, *parts) in REFUSED.items():
-        sentence = re.search('^error: .*', said[name][0], re.M)
-        assert sentence and said[name][0].endswith('exit code 1\n') and 'Traceback' not in said[name][0], said[name][0]
-        assert all(part in sentence[0] for part in parts), sentence[0]
-    assert not (tmp_path / 'out').exists()
+@pytest.fixture(scope='module')
+def refusals(train_all):
+    """{name: run} of REFUSED."""
+    return train_all({name: text.split() for name, (text, *_) in REFUSED.items()}, base=BASE, nproc=2, check=False)
 
 
-def test_a_dead_process_ends_the_run_and_is_named(dataset, tmp_path):
-    with launch_torchrun('train.py', *arguments(dataset, tmp_path, '--max_iters=100000 --eval_iters=0 --comm_timeout=30'), nproc=2) as run:
-        while 'iter 3:' not in run.stdout.readline():
-            pass
-        os.kill(workers(run)[1], signal.SIGKILL)
-        _, stderr = run.communicate(timeout=30)
-    cause = stderr[stderr.index('Root Cause'):]
-    assert run.returncode == 1 and re.search(r'rank\s*: 1 ', cause) and 'Signal 9 (SIGKILL)' in cause, stderr
-
-
-def test_compressed_gradients_follow_the_curve(runs, dataset, tmp_path):
-    """bf16 keeps 8 bits of a gradient, rank 4 of 32 keeps its largest directions and makes up for the rest later: within 2% and 5%."""
-    longer = '--bias --max_iters=16 --lr_decay_iters=24'
-    said = launch(2, [('none', arguments(dataset, tmp_path / 'none', longer))] + [
-        (kind, arguments(dataset, tmp_path / kind, f'{longer} --grad_compress={kind}')) for kind in ('bf16', 'powersgd')],
-                  abreast=True)
-    expected, _ = read_metrics(tmp_path / 'none')
-    for kind, bound in dict(bf16=0.02, powersgd=0.05).items():
-        lines, _ = read_metrics(tmp_path / kind)
-        assert len(lines) == 16, said[kind][0]
-        errors = [abs(lines[i]['loss'] / expected[i]['loss'] - 1) for i in expected]
-        assert 0 < max(errors) < bound, (kind, errors)
-
-
-def test_offload_is_exact_and_half_precision_is_near(dataset, tmp_path):
-    """Offload moves tensors, it changes none. bf16 parameters round each product to 8 bits, fp8 to 4 or 3: a loss of 4 within 0.03."""
-    said = launch(2, [(name, arguments(dataset, tmp_path / name, text)) for name, text in {
-        'zero3': '--zero_stage=3', 'offload': '--zero_stage=3 --cpu_offload',
-        'zero3-bf16': '--zero_stage=3 --dtype=bfloat16', 'pp2-bf16': '--pp=2 --dtype=bfloat16', 'tp2-bf16': '--tp=2 --dtype=bfloat16',
-        'zero2-fp8': '--zero_stage=2 --dtype=bfloat16 --fp8=True',
-        'ddp-fp16': '--dtype=float16'}.items()], abreast=True)
-    expected, _ = read_metrics(tmp_path / 'zero3')
-    for name in said:
-        lines, _ = read_metrics(tmp_path / name)
-        assert len(lines) == 8, said[name][0]
-        errors = [abs(lines[i]['loss'] - expected[i]['loss']) for i in expected]
-        assert max(errors) == 0 if name in ('zero3', 'offload') else 0 < max(errors) < 0.03, (name, errors)
-
-
-@pytest.mark.parametrize('nproc, name', [(2, 'zero2'), (2, 'pp2 zbv'), (2, 'pp2 1f1b')])
-def test_a_loss_in_parts_equals_one_process(runs, dataset, tmp_path, nproc, name):
-    (tmp_path / 'parts.py').write_text('import model; model.LOGITS = 50 * 128')
-    said = launch(nproc, [('parts', arguments(dataset, tmp_path / 'parts', f'{MODELS["gpt2"]} {LAYOUTS[nproc][name]}'), tmp_path / 'parts.py')])
-    assert_equal_to_one_process(lambda n, _: (tmp_path / 'parts', said['parts']) if n == nproc else runs(1, 'gpt2'), nproc, name)
-
-
-def test_checkpointing_activations_saves_memory(dataset, tmp_path):
-    """What a block keeps for its backward pass, in B·T·C floats: the difference of nine blocks and one."""
-    (tmp_path / 'probe.py').write_text(PROBE)
-    shape = '--n_embd=128 --max_iters=1 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=1'
-    launch(1, [(f'{mode}-{layers}', arguments(dataset, tmp_path / f'{mode}-{layers}', f'{shape} --n_layer={layers} --activation_checkpoint={mode}'),
-                tmp_path / 'probe.py') for mode in ('none', 'selective', 'full') for layers in (1, 9)], abreast=True)
-
-    def kept(mode):
-        one, nine = (dict(json.loads(line) for line in (tmp_path / f'{mode}-{layers}.bytes.0').read_text().splitlines())['backward']
-                     for layers in (1, 9))
-        return (nine - one - 8 * 4 * (12 * 128 ** 2 + 2 * 128)) / (8 * 4 * 8 * 32 * 128)  # less eight blocks' parameters
-
-    assert kept('full') == pytest.approx(1, rel=0.1)  # its input
-    # its input and the outputs of q, k, v, attention, both projections (6) and the hidden layer (4)
-    assert kept('selective') == pytest.approx(11, rel=0.1)
-    # inputs of: two norms, q k v at once, attention (3) and its output, both projections (1 + 4), GELU (4)
-    assert kept('none') == pytest.approx(16, rel=0.1)
-
-
-def test_a_long_context_over_four_processes(tmp_path):
-    """16,384 tokens: attention's scores would take 4.3 GB; each process has a quarter of the sequence, then one of four heads."""
-    for split in ('train', 'val'):
-        np.random.default_rng(0).integers(0, 64, 40_000).astype('<u2').tofile(tmp_path / f'{split}.bin')
-    (tmp_path / 'meta.json').write_text(json.dumps(dict(vocab_size=64, dtype='uint16', tokenizer='random')))
-    text = ('--block_size=16384 --n_layer=1 --n_embd=32 --batch_size=1 --gradient_accumulation_steps=1 --max_iters=1 --eval_iters=0 '
-            '--keep_checkpoints=0')
-    found = []
-    for nproc, layout in ((1, ''), (4, '--cp=4')):
-        said = launch(nproc, [('long', arguments(tmp_path, tmp_path / f'out-{nproc}', f'{text} {layout}'))])
-        lines, _ = read_metrics(tmp_path / f'out-{nproc}')
-        assert lines, said['long'][0]
-        assert lines[1]['mem_gb'] < 2
-        found.append((lines[1]['loss'], lines[1]['grad_norm']))
-    assert found[1][0] == pytest.approx(found[0][0], abs=1e-4) and found[1][1] == pytest.approx(found[0][1], rel=1e-3)
-
-
-RESHARDED = dict(gpt2={1: ['gpt2'], 2: ['ddp', 'zero2', 'tp2', 'pp2 1f1b'], 3: ['zero3'], 8: ['pp2 tp2 dp2']},
-                 muon={1: ['muon'], 3: ['muon zero3'], 4: ['muon tp2 dp2']})
-
-
-@pytest.mark.parametrize('model', RESHARDED)
-def test_a_checkpoint_of_any_layout_goes_on_under_any_other(runs, dataset, tmp_path, model):
-    """Weights, moments, data order: two more iterations after eight, on the curve of one process that was never stopped."""
-    saved = {name: runs(nproc, name)[0] for nproc, names in RESHARDED[model].items() for name in names}
-    before = read_metrics(saved[model])[0]
-    forked('train.py', *arguments(dataset, tmp_path / 'unbroken', f'{MODELS[model]} --max_iters=10 --eval_iters=0'))
-    expected = read_metrics(tmp_path / 'unbroken')[0]
-    assert all(before[i]['loss'] == expected[i]['loss'] for i in before) and len(expected) == 10
-    for nproc, names in RESHARDED[model].items():
-        continuations = []
-        for source in saved:
-            for name in names:
-                out_dir = tmp_path / f'{source} on {name}'
-                shutil.copytree(saved[source], out_dir)
-                text = (f'{MODELS[model]} --max_iters=10 --eval_iters=0 --keep_checkpoints=0 --init_from=resume '
-                        f'{LAYOUTS.get(nproc, {}).get(name, "")}')
-                continuations.append((out_dir.name, arguments(dataset, out_dir, text)))
-        said = launch(nproc, continuations, abreast=True)
-        for name, _ in continuations:
-            lines = read_metrics(tmp_path / name)[0]
-            assert 'iter_00000008 at iteration 8' in said[name][0] and len(lines) == 10, said[name][0]
-            for i in (9, 10):
-                assert lines[i]['loss'] == pytest.approx(expected[i]['loss'], abs=1e-4), name
-                assert lines[i]['grad_norm'] == pytest.approx(expected[i]['grad_norm'], rel=1e-3), name
-
-
-def test_any_layouts_checkpoint_serves_one_process(runs):
-    """Saved by pp2 tp2 dp2: one process samples from it as from its own."""
-    one, _ = runs(1, 'gpt2')
-    eight, _ = runs(8, 'pp2 tp2 dp2')
-    texts = [forked('sample.py', f'--out_dir={path}', '--which=latest', '--temperature=0', '--max_new_tokens=40', '--num_samples=1',
-                    '--device=cpu', '--start=A').stdout for path in (one, eight)]
-    assert texts[0] == texts[1] and len(texts[0]) > 40
+@pytest.mark.parametrize('name', REFUSED)
+def test_impossible_layout_is_refused_in_one_sentence(refusals, name):
+    refusal = refusals[name]
+    assert refusal.codes == [1, 1] and 'Traceback' not in refusal.stderr, refusal.outputs
+    sentences = [line for line in refusal.outputs[0].splitlines() if line.startswith('error: ')]
+    assert len(sentences) == 1, refusal.outputs
+    assert [part for part in REFUSED[name][1:] if part not in sentences[0]] == [], sentences
+    assert not refusal.out_dir.exists()

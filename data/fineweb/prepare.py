@@ -13,8 +13,8 @@ repository = 'HuggingFaceFW/fineweb'  # on the hub; 'HuggingFaceFW/fineweb-edu' 
 subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ...
 streaming = True  # tokenise while downloading, keeping no text; False = download all first (30 GB)
 val_documents = 10_000  # the first documents are for val
-tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's
-shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, of which a killed run can reuse nothing
+tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
 num_proc = os.cpu_count() or 1  # processes that tokenise
 configure(globals())
 
@@ -23,5 +23,6 @@ if __name__ == '__main__':
         encoder = get_tokenizer({'tokenizer': tokenizer})
         rows = load_rows(input, repository, name=subset, streaming=streaming)
         count = val_documents if streaming else min(val_documents, len(rows))
-        write_dataset(out, encoder, {'val': row_split(rows.take(count)), 'train': row_split(rows.skip(count))},
-                      shard_tokens, num_proc, [fingerprint(input), repository, subset, val_documents])
+        splits = {'val': row_split(rows.take(count)), 'train': row_split(rows.skip(count))}
+        source = [fingerprint(input), repository, subset, val_documents]
+        write_dataset(out, encoder, splits, shard_tokens, num_proc, source)

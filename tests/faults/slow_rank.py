@@ -1,0 +1,16 @@
+"""Rank 1 takes 10 ms longer in the MLP of each block."""
+import os
+import time
+
+import model
+
+forward = model.MLP.forward
+
+
+def slow_forward(*args):
+    if os.environ['RANK'] == '1':
+        time.sleep(0.01)
+    return forward(*args)
+
+
+model.MLP.forward = slow_forward

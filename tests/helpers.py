@@ -1,0 +1,247 @@
+"""What tests share: scripts launched as a user does or forked from a warm process, runs, metrics, tensors. Fixtures are in conftest.py."""
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import torch
+
+from kilogpt import checkpoint
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TESTS = pathlib.Path(ROOT, 'tests')
+FAULTS = TESTS / 'faults'  # programs that a run executes before train.py
+
+# a model and a batch that train in milliseconds; 12 sequences divide over 1, 2 and 3 processes
+TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=32 --block_size=32 '
+        '--batch_size=4 --gradient_accumulation_steps=3 --eval_iters=4 --eval_interval=6 --log_interval=1 '
+        '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=1e-2 --min_lr=1e-3').split()
+
+
+# --- launching scripts --------------------------------------------------------------------------------------------------
+
+def start_script(script, *arguments, nproc=1, env=None, cwd=None):
+    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does; its Popen.
+
+    nproc: above 1, that many processes under torchrun.
+    """
+    command = [sys.executable]
+    if nproc > 1:
+        command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
+    command += [os.path.join(ROOT, script)] if script.endswith('.py') else ['-m', script]
+    return subprocess.Popen([*command, *map(str, arguments)], text=True, cwd=cwd or ROOT,
+                            env=dict(os.environ, OMP_NUM_THREADS='1', **(env or {})),
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def run_script(script, *arguments, check=True, timeout=300, stdin=None, **options):
+    """Run a script with the options of `start_script`; the finished process.
+
+    check: fail the test, with the script's output, where the exit code is not 0.
+    """
+    with start_script(script, *arguments, **options) as process:
+        try:
+            stdout, stderr = process.communicate(stdin, timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise
+    assert process.returncode == 0 or not check, f'exit {process.returncode}\n{stdout}\n{stderr}'
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def free_ports():
+    """Ports of this machine that nothing listens on, below those that gloo's connections take."""
+    for port in range(20_000 + os.getpid() % 5_000, 32_768):
+        with contextlib.suppress(OSError):
+            socket.create_server(('127.0.0.1', port)).close()
+            yield str(port)
+
+
+PORTS = free_ports()
+
+
+def free_port():
+    return next(PORTS)
+
+
+IDLE_SERVERS = []  # processes of fork_server.py that no run uses at present
+SERVERS_LOCK = threading.Lock()
+
+
+def run_forked(script, *arguments, nproc=1, env=None, cwd=None, stdin='', check=True, timeout=300, faults=(), repeat=True):
+    """Run a script as `run_script` does, in nproc processes forked from one that has imported torch: seconds faster.
+
+    faults: Python files that each process executes before the script. repeat: once, where a signal ended a process: one in
+    hundreds has been seen to die in malloc, in torch or gloo (LOG.md).
+    The result tells the processes apart too: `codes`, `outputs` (stdout, stderr and exit code of each rank).
+    """
+    with SERVERS_LOCK:
+        port = free_port()
+        server = IDLE_SERVERS.pop() if IDLE_SERVERS else subprocess.Popen(
+            [sys.executable, TESTS / 'fork_server.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    environment = dict(os.environ, OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=port, **(env or {}))
+    with tempfile.TemporaryDirectory() as folder:
+        pathlib.Path(folder, 'stdin').write_text(stdin)
+        request = dict(script=os.path.join(ROOT, script), arguments=[*map(str, arguments)], nproc=nproc, env=environment,
+                       cwd=str(cwd or ROOT), faults=[*map(str, faults)], timeout=timeout, folder=folder)
+        print(json.dumps(request), file=server.stdin, flush=True)
+        codes = json.loads(server.stdout.readline())
+        stdouts = [pathlib.Path(folder, f'stdout.{rank}').read_text() for rank in range(nproc)]
+        stderrs = [pathlib.Path(folder, f'stderr.{rank}').read_text() for rank in range(nproc)]
+    IDLE_SERVERS.append(server)
+    outputs = [f'{stdout}{stderr}\nexit code {code}\n' for stdout, stderr, code in zip(stdouts, stderrs, codes)]
+    assert -signal.SIGALRM not in codes, '\n'.join([f'still running after {timeout} seconds', *outputs])
+    if min(codes) < 0 and repeat:
+        warnings.warn(f'a signal ended this run, which is repeated: {arguments}, {outputs}')
+        return run_forked(script, *arguments, nproc=nproc, env=env, cwd=cwd, stdin=stdin, check=check, timeout=timeout,
+                          faults=faults, repeat=False)
+    assert not any(codes) or not check, '\n'.join(outputs)
+    return SimpleNamespace(returncode=next(filter(None, codes), 0), stdout=''.join(stdouts), stderr=''.join(stderrs),
+                           codes=codes, outputs=outputs)
+
+
+def end_servers():
+    for server in IDLE_SERVERS:
+        server.communicate()
+
+
+def side_by_side(*calls):
+    """The results of calls that do not need each other, made two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda call: call(), calls))
+
+
+@contextlib.contextmanager
+def torchrun(options, folder, script, *arguments, **env):
+    """A torchrun in progress: its Popen, whose `output()` is what it has printed so far. Leaving the context kills its processes.
+
+    options: torchrun's own. folder: a log of the output goes there.
+    """
+    log = folder / f'torchrun-{time.monotonic_ns()}.log'
+    command = [sys.executable, '-m', 'torch.distributed.run', '--monitor-interval=0.1', *options, script, *arguments]
+    with open(log, 'w') as file:
+        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, cwd=ROOT,
+                                   env=dict(os.environ, OMP_NUM_THREADS='1', **env))
+    process.output = log.read_text
+    try:
+        yield process
+    finally:
+        kill_node(process)
+
+
+def worker_pids(torchrun):
+    """{rank: pid} of the processes that a torchrun has started."""
+    found = {}
+    for pid in filter(str.isdigit, os.listdir('/proc')):
+        with contextlib.suppress(OSError):
+            with open(f'/proc/{pid}/stat') as file:
+                parent = int(file.read().rpartition(')')[2].split()[1])
+            with open(f'/proc/{pid}/environ') as file:
+                environment = dict(line.partition('=')[::2] for line in file.read().split('\0'))
+            if parent == torchrun.pid and 'RANK' in environment:
+                found[int(environment['RANK'])] = int(pid)
+    return found
+
+
+def kill_node(torchrun):
+    """End a torchrun and its processes as a loss of power would."""
+    for pid in (*worker_pids(torchrun).values(), torchrun.pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    torchrun.wait()
+
+
+def wait_until(condition, process, seconds=120):
+    """Wait until condition() holds, which a torchrun brings about."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None and time.monotonic() < deadline, process.output()
+        time.sleep(0.02)
+
+
+# --- what runs leave ----------------------------------------------------------------------------------------------------
+
+def read_metrics(out_dir):
+    """(training lines, evaluation lines) of a run: {iter: line}. Of several lines for an iteration the last counts."""
+    with open(os.path.join(out_dir, 'metrics.jsonl')) as file:
+        lines = [json.loads(line) for line in file]
+    return ({line['iter']: line for line in lines if 'loss' in line},
+            {line['iter']: line for line in lines if 'val_loss' in line})
+
+
+def read_run(out_dir):
+    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` as of read_metrics."""
+    lines, evals = read_metrics(out_dir)
+    return SimpleNamespace(out_dir=pathlib.Path(out_dir), lines=lines, evals=evals)
+
+
+def curve(run):
+    """{iter: (loss, gradient norm)} of a run, as logged."""
+    return {i: (line['loss'], line['grad_norm']) for i, line in run.lines.items()}
+
+
+def first_iterations(run, count):
+    """A run as it was after `count` iterations."""
+    return SimpleNamespace(out_dir=run.out_dir, lines={i: line for i, line in run.lines.items() if i <= count},
+                           evals={i: line for i, line in run.evals.items() if i <= count})
+
+
+def assert_near(run, other, loss=1e-4, grad_norm=1e-3):
+    """Two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
+    assert list(run.lines) == list(other.lines) and list(run.evals) == list(other.evals) and run.lines
+    for i, expected in other.lines.items():
+        found = run.lines[i]
+        assert abs(found['loss'] - expected['loss']) <= loss, f'loss of iteration {i}: {found} {expected}'
+        assert abs(found['grad_norm'] / expected['grad_norm'] - 1) <= grad_norm, f'norm of iteration {i}: {found} {expected}'
+    for i, expected in other.evals.items():
+        for key in ('train_loss', 'val_loss'):
+            assert abs(run.evals[i][key] - expected[key]) <= loss, f'{key} at iteration {i}: {run.evals[i]} {expected}'
+
+
+def saved_iterations(out_dir):
+    """Iterations of the checkpoints in a run's folder, which holds nothing else."""
+    folder = pathlib.Path(out_dir, 'ckpt')
+    names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+    assert names == [f'iter_{int(name[5:]):08d}' for name in names], names
+    return [int(name[5:]) for name in names]
+
+
+def newest_state(out_dir):
+    """state.json of a run's newest checkpoint."""
+    return checkpoint.read_state(checkpoint.find(out_dir)[0])
+
+
+def read_tensors(path):
+    """Every tensor of a checkpoint, whole."""
+    import torch.distributed.checkpoint as dcp  # a second that most tests need not wait for
+    reader = dcp.FileSystemReader(path)
+    tensors = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
+               for name, stored in reader.read_metadata().state_dict_metadata.items()}
+    dcp.load(tensors, storage_reader=reader)
+    return tensors
+
+
+def newest_tensors(out_dir):
+    """Every tensor of a run's newest checkpoint."""
+    return read_tensors(checkpoint.find(out_dir)[0])
+
+
+def newest_weights(out_dir):
+    """The parameters of a run's newest checkpoint, under their keys there (model.NAME)."""
+    return {name: tensor for name, tensor in newest_tensors(out_dir).items() if name.startswith('model.')}
+
+
+def assert_same_tensors(tensors, others):
+    """Two dicts of tensors are the same to the bit."""
+    assert tensors.keys() == others.keys() and tensors
+    assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []

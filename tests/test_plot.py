@@ -1,0 +1,162 @@
+"""python -m kilogpt.plot as a user runs it, and what it reads from runs."""
+import json
+import sys
+
+import pytest
+from conftest import run
+
+from kilogpt import plot
+
+NANOGPT = """\
+tokens per iteration will be: 16,384
+step 0: train loss 4.2874, val loss 4.2823
+iter 0: loss 4.2654, time 900.00ms, mfu -100.00%
+iter 10: loss 3.2438, time 20.00ms, mfu 15.45%
+step 20: train loss 2.4293, val loss 2.4447
+saving checkpoint to out
+iter 20: loss 2.4512, time 320.00ms, mfu 15.45%
+iter 30: loss nan, time 30.00ms, mfu 15.45%
+"""
+
+
+def evaluation(iteration, loss):
+    return dict(iter=iteration, train_loss=loss, val_loss=loss)
+
+
+def training(iteration, loss=3.0, **more):
+    return dict(iter=iteration, loss=loss, dt_ms=500.0, tokens_per_sec=200.0, tokens=100 * iteration) | more
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Function that makes a run's folder of lines."""
+    def folder(*lines, name='out-a'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+        return str(tmp_path / name)
+    return folder
+
+
+def seconds_of(lines):
+    return {line['iter']: pytest.approx(line['seconds']) for line in lines}
+
+
+def test_picture_of_folders_and_a_text(folder, tmp_path):
+    first = folder(evaluation(0, 4.1), training(1, seconds=7.0), training(2, seconds=8.0), evaluation(2, 3.6))
+    second = folder(evaluation(0, 4.1), training(1), name='out-b')
+    (tmp_path / 'nanogpt.log').write_text(NANOGPT)
+    picture = tmp_path / 'runs.png'
+    run('kilogpt.plot', first, second, f'nanoGPT={tmp_path}/nanogpt.log', '--x=seconds', f'--out={picture}')
+    assert picture.read_bytes().startswith(b'\x89PNG')
+
+
+@pytest.mark.parametrize('arguments, message', [
+    (['c'], 'c has no metrics.jsonl'),
+    (['LOG', '--x=tokens'], 'nanogpt.log does not say how many tokens it has trained on'),
+    (['EMPTY'], 'has no line such as "step 250'),
+    (['EVALUATED'], 'have no loss to draw'),
+])
+def test_wrong_sources_are_a_sentence(folder, tmp_path, monkeypatch, arguments, message):
+    (tmp_path / 'nanogpt.log').write_text(NANOGPT)
+    (tmp_path / 'empty').write_text('')
+    paths = dict(LOG=f'{tmp_path}/nanogpt.log', EMPTY=f'{tmp_path}/empty', EVALUATED=folder())
+    monkeypatch.setattr(sys, 'argv', ['plot.py', *(paths.get(argument, argument) for argument in arguments)])
+    with pytest.raises(SystemExit, match=message):
+        plot.main()
+
+
+def test_missing_matplotlib_is_a_sentence(folder, monkeypatch):
+    monkeypatch.setitem(sys.modules, 'matplotlib', None)
+    with pytest.raises(SystemExit, match='pip install matplotlib'):
+        plot.draw([plot.read_run(folder(training(1)))], 'iterations', 'none.png')
+
+
+def test_curve_is_named_after_its_path_or_before_it(folder):
+    path = folder(training(1))
+    assert plot.read_run(path).name == plot.read_run(f'{path}/').name == 'out-a'
+    assert plot.read_run(f'quick start={path}').name == 'quick start'
+    assert plot.read_run(folder(training(1), name='lr=1e-3')).name == 'lr=1e-3'
+
+
+def test_evaluation_has_the_clock_of_the_latest_training_line(folder):
+    run = plot.read_run(folder(evaluation(0, 4.0), training(2, seconds=6.0), evaluation(3, 3.0),
+                               training(4, seconds=9.0), evaluation(4, 2.0)))
+    assert seconds_of(run.evals) == {0: 0, 3: 6, 4: 9}
+    assert [line['tokens'] for line in run.evals] == [0, 200, 400]
+
+
+def test_resumed_run_adds_up_the_seconds_of_its_processes(folder):
+    """The second process repeats an iteration, whose last line counts; the third starts with the next."""
+    run = plot.read_run(folder(
+        training(1, seconds=5.0), training(2, seconds=6.0), training(3, seconds=7.0),
+        training(3, loss=2.9, seconds=9.0), training(4, seconds=10.0),
+        training(5, seconds=3.0), training(6, seconds=4.0)))
+    assert seconds_of(run.train) == {1: 5, 2: 6, 3: 16, 4: 17, 5: 20, 6: 21}
+    assert run.train[2]['loss'] == 2.9
+
+
+def test_older_run_sums_the_times_of_its_iterations(folder):
+    """A new process may follow that knows its seconds."""
+    run = plot.read_run(folder(
+        training(10), training(20), training(20), training(30), training(40, seconds=8.0)))
+    assert seconds_of(run.train) == {10: 5, 20: 15, 30: 20, 40: 28}
+
+
+def test_nanogpts_time_stands_for_the_iterations_between_lines(tmp_path):
+    """An evaluation is a part of one iteration's time, and counts once."""
+    (tmp_path / 'nanogpt.log').write_text(NANOGPT)
+    run = plot.read_run(f'{tmp_path}/nanogpt.log')
+    at_10 = 0.9 + 10 * 0.02
+    at_20 = at_10 + 9 * 0.02 + 0.32
+    assert seconds_of(run.train) == {1: 0.9, 11: at_10, 21: at_20, 31: at_20 + 10 * 0.03}
+    assert seconds_of(run.evals) == {0: 0, 20: at_10}
+    assert [line['val_loss'] for line in run.evals] == [4.2823, 2.4447]
+
+
+def axes_of(runs, x, tmp_path):
+    """The panels of a picture."""
+    from matplotlib import pyplot
+    plot.draw(runs, x, tmp_path / 'plot.png')
+    axes = pyplot.gcf().axes
+    pyplot.close()
+    return axes
+
+
+def test_throughput_stands_beside_losses_over_iterations_alone(folder, tmp_path):
+    runs = [plot.read_run(folder(training(1), training(2, tokens_per_sec=400.0), evaluation(2, 3.0)))]
+    loss, speed = axes_of(runs, 'iterations', tmp_path)
+    assert [text.get_text() for text in loss.texts] == ['out-a  3.00']
+    assert [text.get_text() for text in speed.texts] == ['out-a  300']
+    assert len(axes_of(runs, 'tokens', tmp_path)) == 1
+    (tmp_path / 'nanogpt.log').write_text(NANOGPT)
+    assert len(axes_of([plot.read_run(f'{tmp_path}/nanogpt.log')], 'iterations', tmp_path)) == 1
+
+
+def test_axis_is_logarithmic_where_runs_end_far_apart(folder, tmp_path):
+    def run_of(n):
+        return plot.read_run(folder(evaluation(0, 4.0), training(n), evaluation(n, 3.0), name=f'{n}'))
+    short, middle, long = run_of(10), run_of(90), run_of(100)
+    assert axes_of([middle, long], 'tokens', tmp_path)[0].get_xscale() == 'linear'
+    axes = axes_of([short, long], 'tokens', tmp_path)[0]
+    assert axes.get_xscale() == 'log' and axes.get_xlim()[0] == 500  # half of the first evaluation after 0
+
+
+def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
+    run = plot.read_run(folder(evaluation(0, 10.9), training(100), evaluation(100, 4.0), training(200),
+                               evaluation(200, 3.0), training(300, loss=None)))
+    assert axes_of([run], 'seconds', tmp_path)[0].get_ylim() == pytest.approx((2.95, 4.05))
+
+
+def test_labels_do_not_overlap(folder, tmp_path):
+    runs = [plot.read_run(folder(evaluation(0, 4.0), evaluation(9, loss), name=name))
+            for name, loss in (('a', 2.0), ('b', 2.001), ('c', 2.002), ('d', 3.0))]
+    heights = {text.get_text()[0]: text.xyann[1] for text in axes_of(runs, 'iterations', tmp_path)[0].texts}
+    line_height = heights['b'] - heights['a']
+    assert line_height > 0.04 and heights['c'] - heights['b'] == pytest.approx(line_height)
+    assert heights['d'] - heights['c'] > 0.5
+
+
+def test_run_without_evaluations_is_drawn_by_its_training_loss(folder, tmp_path):
+    run = plot.read_run(folder(training(1), training(2, loss=2.5)))
+    axes, = axes_of([run], 'seconds', tmp_path)
+    assert [text.get_text() for text in axes.texts] == ['out-a (training)  2.50']
