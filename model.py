@@ -1,11 +1,11 @@
 """The GPT, all of it. Knows nothing of devices, processes, files or config keys.
 
-The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks (RoPE, RMSNorm,
-ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the same few classes.
-Where a layout or a processor wants another way, `kilogpt/parallel.py` replaces a part that has a name here.
+The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks
+(RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
+same few classes. Where a layout or a CPU needs another form of a part, `kilogpt/parallel.py` replaces it.
 
-Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary rows, S positions
-that a query may see.
+Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
+rows, S positions that a query may see.
 """
 import hashlib
 import math
@@ -33,11 +33,11 @@ class GPTConfig:
     qk_norm: bool = False      # RMSNorm on queries and keys, per head
     tie_weights: bool = True   # the output head is the token embedding
     softcap: float = 0.0       # tanh cap on the logits; 0 = none
-    zero_init: bool = False    # projections into the residual stream start at zero: each block as the identity
+    zero_init: bool = False    # each block starts as the identity: projections into the residual stream are 0
     # Weights that were trained elsewhere may need these; train.py has no keys for them.
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    n_hidden: int = 0          # the MLP's width; 0 = 4 * n_embd, for SwiGLU the next multiple of 64 of 8/3 * n_embd
+    n_hidden: int = 0          # the MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
     head_width: int = 0        # the width of a head; 0 = n_embd / n_head
 
     def __post_init__(self):
@@ -66,12 +66,12 @@ class GPTConfig:
             raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
         if not self.n_hidden:
             self.n_hidden = 4 * self.n_embd
-            if self.mlp == 'swiglu':  # of three matrices: 8/3 keeps the parameters of the other forms (Shazeer 2020)
+            if self.mlp == 'swiglu':  # three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
                 self.n_hidden = -(-8 * self.n_embd // 3 // 64) * 64
 
     @property
     def padded_vocab_size(self):
-        """Rows of the embedding: a multiple of 64, which matrix products want and tensor parallelism divides."""
+        """Rows of the embedding: a multiple of 64, for fast matrix products and for tensor parallelism."""
         return -(-self.vocab_size // 64) * 64
 
 
@@ -82,7 +82,7 @@ def build_norm(width, config):
 
 
 def rotate(x, cos, sin):
-    """Rotary position embedding (Su et al. 2021) of x (B, H, T, D) in float32; cos, sin (T, D). Pairs are (i, i + D/2)."""
+    """Rotate pairs (i, i + D/2) of x (B, H, T, D), float32, by cos and sin (T, D) (RoPE, Su et al. 2021)."""
     return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
 
 
@@ -101,7 +101,7 @@ class DotProductAttention(nn.Module):
         self.dropout = dropout
 
     def forward(self, q, k, v, mask=None):
-        """q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D). mask (T, S): what each query sees; without one, T = S."""
+        """q (B, H, T, D), k, v (B, G, S, D) -> (B, H, T, D). mask (T, S); None means causal, with T = S."""
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.size(1) != q.size(1),
             dropout_p=self.dropout if self.training else 0.0)
@@ -123,7 +123,7 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None):
-        """x (B, T, C) -> (B, T, C). rope: cosines and sines of the positions. cache: a CacheView of this layer."""
+        """x (B, T, C) -> (B, T, C). rope: what `GPT.rope` returns. cache: the CacheView of this layer."""
         B, T, _ = x.shape
         x = cast_for_linears(x)
         q = self.c_q(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, H, T, D)
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         v = self.c_v(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, G, T, D)
         if rope is None:
             q, k = self.q_norm(q), self.k_norm(k)
-        else:  # in float32, and so are the norms before it
+        else:  # norms and rotation in float32
             q = rotate(self.q_norm(q.float()), *rope).type_as(v)
             k = rotate(self.k_norm(k.float()), *rope).type_as(v)
         mask = None
@@ -179,33 +179,31 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    # How the model may be split, as plain data that parallel.py carries out: names within a block unless a
-    # path is given.
+    # How the model may be split, which parallel.py carries out. Names are paths in the model or in a block.
     split_plan = dict(
-        # a pipeline cuts between any two blocks; what comes before them is on its first stage, what comes
-        # after on its last
+        # A pipeline cuts between blocks; the first stage has what comes before, the last what comes after.
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
-        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate'),  # output features (heads) over ranks
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate'),  # output features over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj'),         # input features over ranks, then a sum
-        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # each rank takes its part of the sequence
-        positions=('transformer.wpe',),                # the same, for the positions
-        heads=('attn.q_norm', 'attn.k_norm'),          # each rank takes its heads
+        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # each rank has its part of the sequence
+        positions=('transformer.wpe',),                # each rank has the positions of its part
+        heads=('attn.q_norm', 'attn.k_norm'),          # each rank has its heads
         embedding=('transformer.wte',),                # vocabulary rows over ranks
         head=('lm_head',),                             # vocabulary rows over ranks
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
     )
 
     def __init__(self, config, seed=1337):
-        """seed: of the weights; None leaves them unset, for a checkpoint to fill. Built on torch's default device."""
+        """Built on torch's default device. seed: of the weights; None leaves them to be filled later."""
         super().__init__()
         self.config = config
         with torch.device('meta'):  # shapes only: no time is spent on values that init_weights replaces
             self.transformer = nn.ModuleDict(dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
-                # a ModuleDict, since a stage of a pipeline has some of the blocks, under the same names
+                # A ModuleDict: blocks keep their names in a pipeline stage, which has only some of them.
                 h=nn.ModuleDict({str(i): Block(config) for i in range(config.n_layer)}),
                 ln_f=build_norm(config.n_embd, config),
             ))
@@ -215,7 +213,7 @@ class GPT(nn.Module):
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
-        self.first_position = 0  # of the sequences seen here; context parallelism gives each rank a later part
+        self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
         self.tie()
         if seed is not None:
             self.init_weights(seed)
@@ -227,7 +225,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """GPT-2's initialisation, each parameter from a generator of its own that depends on (seed, name) alone."""
+        """GPT-2's initialisation: each parameter depends on (seed, name) alone, by a generator of its own."""
         for name, parameter in self.named_parameters():
             parameter.copy_(self.initial_value(name, parameter.shape, seed))
 
@@ -242,7 +240,7 @@ class GPT(nn.Module):
         digest = hashlib.blake2b(f'{seed} {name}'.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
         std = 0.02
-        if name.endswith('c_proj.weight'):  # scaled down by the number of residual layers (Radford et al. 2019, 2.3)
+        if name.endswith('c_proj.weight'):  # scaled by residual layers (Radford et al. 2019, 2.3)
             std /= math.sqrt(2 * self.config.n_layer)
         return torch.empty(shape, device='cpu').normal_(0.0, std, generator=generator)
 
@@ -251,9 +249,9 @@ class GPT(nn.Module):
 
         With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The
         caller divides by their number in the global batch, which only the caller knows.
-        With a cache (new_cache), idx continues what the cache holds, and the logits are those of the last
+        With a cache (new_cache), idx continues the text in the cache, and the logits are those of the last
         position alone, (B, 1, vocab_size).
-        A stage of a pipeline lacks parts. Without the embedding, idx is x (B, T, C) of the stage before;
+        A pipeline stage lacks some parts. Without the embedding, idx is x (B, T, C) from the stage before;
         without the head, the result is x.
         """
         # Sequence parallelism divides x between pipeline stages, but never the targets.
@@ -285,7 +283,7 @@ class GPT(nn.Module):
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
 
     def rope(self, positions):
-        """Cosines and signed sines (T, D) of the rotary embedding's angles at positions (T,), for `rotate`."""
+        """Cosines and signed sines (T, D) of the rotary angles at positions (T,), for `rotate`."""
         D = self.config.head_width
         frequency = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device) / D)
         angle = positions[:, None] * frequency
@@ -301,29 +299,26 @@ class GPT(nn.Module):
         return sum(p.numel() for p in self.parameters())
 
     def flops_per_token(self, T):
-        """Floating-point operations of forward and backward per token, in sequences of T, counted from the
-        structure.
+        """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
         Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds,
-        per layer, 6 for each of the two T × H D products, halved because a causal token sees half of the
-        sequence on average. (PaLM, Chowdhery et al. 2022, B, and nanoGPT do not halve, and so report a
-        somewhat higher MFU.)
+        per layer, two products with T × H D elements, 6 each, halved because a causal token sees half of the
+        sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve, and so report
+        a somewhat higher MFU.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
         return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
 
     @torch.no_grad()
-    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None, generator=None,
-                        cache=None):
-        """Continue idx (B, T): yields the next token of each row, (B,), max_new_tokens times or until all
-        rows stopped.
+    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None,
+                        generator=None, cache=None):
+        """Continue idx (B, T): yield the next token of each row (B,), up to max_new_tokens times.
 
         temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
-        probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it. Past
-        block_size the model sees the last block_size tokens, read again for each token, since their positions
-        shift.
-        cache: of new_cache(B), whose content is replaced. Where the cache has more rows than one, an idx (1,
-        T) is read once and continued in all of them.
+        probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it, and
+        the last row to do so ends the text. Past block_size the model sees the last block_size tokens, read
+        again for each token, since their positions shift.
+        cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
         """
         block_size = self.config.block_size
         cache = cache or self.new_cache(idx.size(0))
@@ -335,7 +330,7 @@ class GPT(nn.Module):
                 cache.length.zero_()
                 logits = self.forward(window, cache=cache)
                 filled = window.size(1)
-            else:  # called as a module, since this step, always of one shape, is what compile() compiles
+            else:  # called as a module: compile() compiles this step, which always has the same shape
                 logits = self(token[:, None], cache=cache)
                 filled += 1
             logits = logits[:, -1].float().expand(rows, -1)
@@ -364,16 +359,16 @@ def cap(logits, config):
     return config.softcap * torch.tanh(logits.float() / config.softcap) if config.softcap else logits
 
 
-# ---------------------------------------------------------------------------------------------------------------- the loss
+# --- the loss -----------------------------------------------------------------------------------------------
 
-MAX_LOGITS = 2 ** 27  # elements of the logits that exist at a time: 0.5 GB in float32
+MAX_LOGITS = 2 ** 27  # elements of logits at a time: 0.5 GB in float32
 
 
 class Loss(nn.Module):
-    """The cross-entropy in nats, in float32, summed over the valid targets; in parts where the logits would
-    be too many.
+    """The cross-entropy in nats, summed over the valid targets, in float32.
 
-    A module without parameters, so that a layout can replace it where logits are sharded.
+    More than MAX_LOGITS logits are computed in parts. The loss is a module, without parameters, so that a
+    layout can replace it where logits are sharded.
     """
 
     def __init__(self, config):
@@ -392,10 +387,9 @@ class Loss(nn.Module):
         return sum(self.of_hidden(part, weight, part_targets) for part, part_targets in parts)
 
     def part_size(self, N, V):
-        """How many of N rows of V logits to take at a time: all, or a divisor of N if one is near, else the
-        last part is less.
+        """How many of N rows of V logits to compute at a time: all, or a divisor of N if one is near.
 
-        Parts of one size matter because code is compiled for a size.
+        Parts of one size are compiled once. Where no divisor is near, the last part is smaller.
         """
         parts = max(1, -(-N * V // MAX_LOGITS))
         for number in range(parts, 2 * parts):
@@ -408,7 +402,7 @@ class Loss(nn.Module):
         return self.of_logits(F.linear(x, weight), targets)
 
     def of_logits(self, logits, targets):
-        """The loss of logits (N, V) for targets (N,). The rows of padding that V has are no tokens."""
+        """The loss of logits (N, V) for targets (N,). V counts rows of padding too, which are not tokens."""
         logits = cap(logits, self.config).float()
         if logits.size(-1) > self.config.vocab_size:
             is_padding = torch.arange(logits.size(-1), device=logits.device) >= self.config.vocab_size
@@ -417,9 +411,9 @@ class Loss(nn.Module):
 
 
 class LossInParts(torch.autograd.Function):
-    """A sum of losses over parts of `size` rows of x, each with its gradients in the forward pass.
+    """A sum of losses over parts of `size` rows of x, whose gradients are computed in the forward pass.
 
-    So no logits are kept for the backward pass, or computed a second time.
+    No logits are kept for the backward pass or computed a second time.
     """
 
     @staticmethod
@@ -442,7 +436,7 @@ class LossInParts(torch.autograd.Function):
         return grad * grad_x, grad * grad_weight, None, None, None
 
 
-# ---------------------------------------------------------------------------------------------------------------- sampling
+# --- sampling -----------------------------------------------------------------------------------------------
 
 def draw_token(logits, temperature, top_k, top_p, generator):
     """Draw a token (B,) from logits (B, V)."""
@@ -450,7 +444,7 @@ def draw_token(logits, temperature, top_k, top_p, generator):
         return logits.argmax(dim=-1)
     use_nucleus = top_p and top_p < 1
     tokens = None
-    if top_k or use_nucleus:  # sorted, the likeliest first; with top_k the steps that follow are much shorter
+    if top_k or use_nucleus:  # sorted, the likeliest first; top_k makes the steps below much shorter
         logits, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
     probabilities = (logits / temperature).softmax(dim=-1)
     if use_nucleus:
@@ -464,12 +458,13 @@ class CacheView(NamedTuple):
     """One layer of a Cache in one step."""
     keys: torch.Tensor  # (rows, G, block_size, D)
     values: torch.Tensor  # (rows, G, block_size, D)
-    positions: torch.Tensor  # (T,) of the new tokens
+    positions: torch.Tensor  # (T,), those of the new tokens
     mask: torch.Tensor | None  # (T, S): which positions each new token sees; None where the cache was empty
 
     def extend(self, k, v):
-        """Write the new k and v (B, G, T, D) into the cache; returns the keys and values to attend to (B, G, S, D)."""
-        self.keys[:, :, self.positions] = k.type_as(self.keys)  # a prompt of one row goes into every row of the cache
+        """Write new k and v (B, G, T, D); returns the keys and values to attend to (B, G, S, D)."""
+        # A prompt of one row (B = 1) goes into every row of the cache.
+        self.keys[:, :, self.positions] = k.type_as(self.keys)
         self.values[:, :, self.positions] = v.type_as(self.values)
         if self.mask is None:
             return k, v
@@ -478,11 +473,10 @@ class CacheView(NamedTuple):
 
 
 class Cache:
-    """The keys and values that attention has seen: per layer two (rows, G, block_size, D), of which `length`
-    positions are filled.
+    """The keys and values that attention has seen, per layer two tensors (rows, G, block_size, D).
 
-    No tensor of a cache grows or moves, and length is a tensor too. So the step from one token to the next is
-    the same work on the same memory each time, which compiles once and makes one CUDA graph.
+    The first `length` positions are filled. No tensor grows or moves, and length is a tensor too, so that the
+    step of each token is the same work on the same memory: it is compiled once and makes one CUDA graph.
     """
 
     def __init__(self, n_layer, shape, like):
@@ -501,4 +495,5 @@ class Cache:
         mask = None
         if S > T:
             mask = torch.arange(S, device=positions.device) <= positions[:, None]
-        return {str(i): CacheView(keys, values, positions, mask) for i, (keys, values) in enumerate(self.layers)}
+        return {str(i): CacheView(keys, values, positions, mask)
+                for i, (keys, values) in enumerate(self.layers)}

@@ -1,7 +1,7 @@
 """Text from a trained model.
 
     python sample.py --out_dir=out-quickstart
-    python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5 --max_new_tokens=100
+    python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5
     python sample.py --out_dir=out-quickstart --interactive
 """
 import codecs
@@ -17,27 +17,27 @@ from kilogpt.parallel import fill
 from kilogpt.processes import compile_failure, find_device, resolve_dtype
 from model import GPT, GPTConfig
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --- configuration ------------------------------------------------------------------------------------------
 # model
-init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2*', or weights: a Hugging Face folder, nanoGPT's ckpt.pt
-out_dir = 'out'  # the run's folder
-which = 'best'  # its checkpoint: 'best' (least validation loss) or 'latest'
+init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2*', a Hugging Face folder or a ckpt.pt
+out_dir = 'out'  # folder of the run to sample from
+which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
 # prompt
-start = '\n'  # the text to continue; 'FILE:prompt.txt' reads a file, '-' standard input
-interactive = False  # read a prompt a line and continue each, until end of input
+start = '\n'  # text to continue; 'FILE:prompt.txt' reads a file, '-' standard input
+interactive = False  # read prompts line by line and continue each, until the end of the input
 # sampling
 num_samples = 10  # samples, drawn in one batch; the first is shown as it grows
-max_new_tokens = 500  # tokens in each
-temperature = 0.8  # below 1 more likely text, above 1 more varied, 0 always the likeliest token
+max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
+temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all
 top_p: float | None = 1.0  # draw from the fewest tokens that together reach this probability; 1 or None = all
 stop = False  # end a sample at the tokenizer's end-of-text token
 seed = 1337  # the same seed gives the same text
 # system
-device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
-dtype = 'auto'  # of weights and cache: 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
-compile: bool | None = None  # the step from token to token, on a GPU into one CUDA graph; None = on a GPU for 4,000 tokens or more
-# ---------------------------------------------------------------------------------------------------------------------
+device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
+dtype = 'auto'  # weights and cache in 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
+compile: bool | None = None  # compile the step from token to token; None = on a GPU, for 4,000 tokens or more
+# ------------------------------------------------------------------------------------------------------------
 config = configure(globals())
 
 
@@ -94,26 +94,29 @@ with exit_on_error():
 model.eval().to(device, getattr(torch, dtype))  # cast once: autocast would cast the weights for each token
 cache = model.new_cache(num_samples)
 if compile is None:
-    # Compiling takes a minute and saves milliseconds a token. Past block_size there is no step to compile.
+    # Compiling takes a minute and saves milliseconds a token. Past block_size no step is compiled, since the
+    # whole window is read again for each token.
     compile = device.type == 'cuda' and min(max_new_tokens, model.config.block_size) >= 4000
 if compile and (failure := compile_failure(device)):
     print(f'torch.compile does not work here ({failure}): continuing without it', file=sys.stderr)
 elif compile:
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
-    for tensor in (cache.length, *itertools.chain(*cache.layers)):  # else a CUDA graph would not write into them
+    # Without this mark a CUDA graph would not write into the cache's own memory.
+    for tensor in (cache.length, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)
 generator = torch.Generator(device).manual_seed(seed)
 
 
 def show(prompt):
-    """Print num_samples continuations of the prompt: the first as it is drawn, the others when all are done."""
-    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs at least one token to continue
+    """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
+    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs one token at least
     decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
     texts = [prompt] * num_samples
     has_ended = [False] * num_samples
     print(prompt, end='', flush=True)
-    for drawn in model.generate_tokens(torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
-                                       tokenizer.eot if stop else None, generator, cache):
+    for drawn in model.generate_tokens(
+            torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
+            tokenizer.eot if stop else None, generator, cache):
         for i, token in enumerate(drawn.tolist()):
             has_ended[i] |= stop and token == tokenizer.eot
             piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))

@@ -1,4 +1,4 @@
-"""Train a GPT: on a CPU, on one GPU, or on many with torchrun.
+r"""Train a GPT: on a CPU, on one GPU, or on many with torchrun.
 
     python train.py config/quickstart.py
     python train.py config/train_shakespeare_char.py --batch_size=32 --compile=False
@@ -17,7 +17,8 @@ import sys
 import time
 
 _started = time.perf_counter()
-os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')  # less fragmentation; torch reads it
+# Less fragmentation of GPU memory; must be set before torch is imported.
+os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
 import numpy as np
 import torch
 from torch.profiler import record_function
@@ -32,34 +33,34 @@ from kilogpt.parallel import Parallel, fill
 from kilogpt.processes import Processes, compile_failure, resolve_dtype
 from model import GPT, GPTConfig
 
-# ---------------------------------------------------------------------------------------------------------------------
+# --- configuration ------------------------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
 # I/O
 out_dir = 'out'  # checkpoints, metrics.jsonl and config.json go here
-eval_interval = 2000  # evaluate (and save) every so many iterations
-log_interval = 1  # log every so many iterations
-eval_iters = 200  # an evaluation takes eval_iters * batch_size sequences of either split, the same each time; 0 = none
+eval_interval = 2000  # iterations from one evaluation (and checkpoint) to the next
+log_interval = 1  # iterations from one log line to the next
+eval_iters = 200  # an evaluation takes eval_iters * batch_size fixed sequences of each split; 0 = none
 eval_only = False  # evaluate once and exit
-always_save_checkpoint = True  # save after each evaluation; False = only where the validation loss improved, and at the end
-save_interval = 0  # also save every so many iterations; 0 = only with evaluation
-save_minutes = 0.0  # also save every so many minutes; 0 = only with evaluation
-keep_checkpoints = 2  # complete checkpoints kept besides the best; 0 with eval_iters=0 saves none
-async_checkpoint = True  # write checkpoints while training goes on, from a copy in host memory
-init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if there is a checkpoint), 'gpt2*', or weights: a folder, a ckpt.pt
+always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
+save_interval = 0  # also save at multiples of this many iterations; 0 = only with evaluations
+save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = only with evaluations
+keep_checkpoints = 2  # newest checkpoints to keep besides the best; 0 with eval_iters=0 saves none
+async_checkpoint = True  # write checkpoints while training continues, from a copy in host memory
+init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), 'gpt2*', or a path to weights
 # wandb logging
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
-wandb_project = 'owt'  # its project
-wandb_run_name = 'gpt2'  # its run name
+wandb_project = 'owt'  # project in Weights & Biases
+wandb_run_name = 'gpt2'  # run name in Weights & Biases
 # data
-dataset = 'openwebtext'  # a folder in data/, or any path
-gradient_accumulation_steps = 5 * 8  # batch_size * gradient_accumulation_steps sequences make an iteration, over all processes
+dataset = 'openwebtext'  # a folder in data/, or any other path
+gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
 block_size = 1024  # tokens in a sequence
 # model
 n_layer = 12  # blocks
 n_head = 12  # attention heads
 n_kv_head = 0  # key/value heads (grouped-query attention); 0 = n_head
-n_embd = 768  # width
+n_embd = 768  # width of the residual stream
 dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
 bias = False  # biases in linears and LayerNorms
 pos = 'learned'  # positions: 'learned' or 'rope'
@@ -68,47 +69,47 @@ mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2' or 'swiglu'
 qk_norm = False  # normalise queries and keys per head
 tie_weights = True  # the output head shares the token embedding
 softcap = 0.0  # tanh cap on the logits; 0 = none
-zero_init = False  # projections into the residual stream start at zero: each block as the identity
+zero_init = False  # start each block as the identity: projections into the residual stream are zero
 # optimizer
-optimizer = 'adamw'  # or 'muon': the blocks' matrices by Muon, the rest by AdamW, of the same learning rate
-learning_rate = 6e-4  # the peak
-max_iters = 600000  # updates in all
-weight_decay = 1e-1  # on matrices
-beta1 = 0.9  # AdamW's
-beta2 = 0.95  # AdamW's
-grad_clip = 1.0  # clip the gradient to this norm; 0 = do not
-on_nonfinite = 'abort'  # what a NaN or infinite gradient does, before the update: 'abort' or 'skip' (up to 10 in a row)
+optimizer = 'adamw'  # 'adamw', or 'muon': Muon for the blocks' matrices, AdamW for the rest
+learning_rate = 6e-4  # highest learning rate of the schedule
+max_iters = 600000  # iterations (updates) in all
+weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
+beta1 = 0.9  # decay of AdamW's mean of gradients
+beta2 = 0.95  # decay of AdamW's mean of squared gradients
+grad_clip = 1.0  # clip the gradient to this norm; 0 = no clipping
+on_nonfinite = 'abort'  # on a NaN or infinite gradient: 'abort', or 'skip' the update up to 9 times in a row
 # learning rate schedule
-decay_lr = True  # False = constant
+decay_lr = True  # False = constant learning rate, without warm-up
 lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
 warmup_iters = 2000  # iterations of linear warm-up
-lr_decay_iters = 600000  # the iteration at which min_lr is reached; about max_iters
-min_lr = 6e-5  # about learning_rate / 10
-# layout: pp × dp_replicate × dp_shard × cp × tp processes; data parallel (DDP or FSDP2) takes what tp, cp and pp leave
-zero_stage = 0  # 0 = DDP; 1 = DDP, sharded optimizer; 2 = FSDP2, parameters kept after forward; 3 = FSDP2, parameters freed
-dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that hold a replica each (HSDP)
+lr_decay_iters = 600000  # iteration at which min_lr is reached; about max_iters
+min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate / 10
+# layout: data parallelism (DDP or FSDP2) takes the processes that tp, cp and pp leave
+zero_stage = 0  # 0 = DDP; 1 = DDP, optimizer sharded; 2 = FSDP2; 3 = FSDP2, parameters freed after forward
+dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that each hold one replica (HSDP)
 tp = 1  # tensor (and sequence) parallel degree
 cp = 1  # context parallel degree: processes that share each sequence
 pp = 1  # pipeline parallel degree
 pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
-activation_checkpoint = 'none'  # recompute in the backward pass: 'selective' (all but matmuls and attention) or 'full'
-cpu_offload = False  # parameters, gradients and optimizer state live in host memory (zero_stage 2 or 3)
-grad_compress = 'none'  # DDP's all-reduce in 'bf16', or of low rank by 'powersgd'
+activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but matmuls and attention), 'full'
+cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
+grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
 comm_timeout = 600  # seconds without progress after which the run ends and the process that hung is named
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
-device = 'auto'  # 'cpu', 'cuda', 'cuda:1', 'mps'; 'auto' takes what is there
-dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device, bfloat16 where it is fast
+device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
+dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
 fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
 compile = True  # torch.compile; falls back to eager where there is no compiler
-seed = 1337  # of weights, data order and dropout
-profile = False  # trace a few settled iterations into out_dir/trace.json and print where their time went
-# ---------------------------------------------------------------------------------------------------------------------
+seed = 1337  # determines weights, data order and dropout
+profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
+# ------------------------------------------------------------------------------------------------------------
 config = configure(globals())
 
 STORAGE_LIMIT = 1800  # seconds that storage may take for a checkpoint before a process counts as hung
 
-# --- set-up: processes ------------------------------------------------------------------------------------
+# --- set-up: processes --------------------------------------------------------------------------------------
 stop_request = StopRequest()
 cpu.keep_freed_memory()
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
@@ -138,8 +139,9 @@ with exit_on_error():
     dtype = resolve_dtype(dtype, processes.device)
 say = processes.say
 
-# --- set-up: data -----------------------------------------------------------------------------------------
-# The main process prepares while the others wait; then the first one of each node, in case nodes share no files.
+# --- set-up: data -------------------------------------------------------------------------------------------
+# The main process prepares while the others wait. Then the first process of each node does, since nodes may
+# not share their files.
 for is_preparer in (processes.is_main, processes.local_rank == 0):
     with exit_on_error():
         if is_preparer:
@@ -149,7 +151,7 @@ with exit_on_error():
     data_dir = find_dataset(dataset)
     meta = read_meta(data_dir)
 
-# --- set-up: where the weights come from ------------------------------------------------------------------
+# --- set-up: where the weights come from --------------------------------------------------------------------
 with exit_on_error():
     lock = None  # held until the process ends
     if processes.is_main and not eval_only and os.path.isdir(out_dir):
@@ -161,8 +163,9 @@ def compare_settings(saved):
     """Say which keys differ from those of the checkpoint, and refuse what cannot change."""
     former = saved['config']
     if former.get('optimizer', optimizer) != optimizer:
-        raise ValueError(f'optimizer is {optimizer!r}, but {source} holds the state of {former["optimizer"]!r}: '
-                         f'set that, or start from its weights with --init_from={out_dir} and another out_dir')
+        raise ValueError(
+            f'optimizer is {optimizer!r}, but {source} holds the state of {former["optimizer"]!r}: '
+            f'set that, or start from its weights with --init_from={out_dir} and another out_dir')
     for key, value in former.items():
         if config.get(key, value) != value and key != 'init_from':
             is_fixed = key != 'dropout' and saved['model'].get(key, config[key]) != config[key]
@@ -170,12 +173,13 @@ def compare_settings(saved):
             say(f'resuming with another {key}: {value!r} -> {config[key]!r}{decision}')
 
 
-source, tensors, saved = None, None, {}  # a checkpoint to load, or tensors; the state of the run that resumes
+source, tensors, saved = None, None, {}  # a checkpoint to load, or tensors; the state of a run to resume
 with exit_on_error():
     if init_from in ('resume', 'auto'):
         source, saved = checkpoint.find_undamaged(out_dir, processes)
     if init_from == 'resume' and not source:
-        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: set --out_dir, or --init_from=scratch')
+        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
+                         'set --out_dir, or --init_from=scratch')
     if saved:
         compare_settings(saved)
         model_args = saved['model']
@@ -187,10 +191,11 @@ with exit_on_error():
         source, tensors, model_args = weights.find_initial(init_from, processes)
     model_args['dropout'] = dropout
     if block_size > model_args['block_size']:
-        raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} was made for '
-                         f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
+        raise ValueError(
+            f'block_size is {block_size}, but the model of {source or init_from} was made for '
+            f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
 
-# --- set-up: model and optimizer --------------------------------------------------------------------------
+# --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps  # sequences in an iteration
 tokens_per_iter = global_batch * block_size
 micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
@@ -204,13 +209,15 @@ with exit_on_error():
     if compile:
         failure = compile_failure(processes.device)
         if processes.any(failure):
-            say(f'torch.compile does not work here ({failure}): continuing without it, as with --compile=False')
+            say(f'torch.compile does not work here ({failure}): continuing without it, '
+                'as with --compile=False')
             compile = False
     parallel.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps,
                      block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
-    optimizer = build_optimizer(optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay,
-                                (beta1, beta2), model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
+    optimizer = build_optimizer(
+        optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
+        model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
     parallel.attach(optimizer)
     if source:
         checkpoint.load(source, parallel.named_parameters(), optimizer if saved else None)
@@ -224,7 +231,7 @@ if saved:
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
 
-# --- set-up: batches --------------------------------------------------------------------------------------
+# --- set-up: batches ----------------------------------------------------------------------------------------
 # A pipeline takes all micro-batches of an iteration in one step.
 rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batch, micro_steps)
 
@@ -246,14 +253,14 @@ watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
 if compile:
     say('compiling the model (up to a minute or so) ...')
 if compile or processes.world_size > 1:
-    # A pass whose gradients are dropped. It compiles, and DDP orders its buckets, so that a resumed run adds up
-    # in the order of an unbroken one.
+    # A pass whose gradients are dropped compiles the model and lets DDP order its buckets: a resumed run must
+    # add up gradients in the order of an unbroken one.
     with exit_on_error():
         x, y = train_batches(iteration, 0)
     parallel.forward_backward(x, y)
     parallel.zero_grad()
 
-# --- set-up: what the run will be -------------------------------------------------------------------------
+# --- set-up: what the run will be ---------------------------------------------------------------------------
 parameter_bytes, moment_bytes = (processes.max(count) for count in parallel.bytes_held(optimizer))
 say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {n_parameters:,} parameters, '
     f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
@@ -296,7 +303,7 @@ nonfinite = NonfiniteUpdates(on_nonfinite, parallel, report_nonfinite, scaler.is
                              *saved.get('skipped', [0, 0]))
 
 
-# --- the phases of the loop -------------------------------------------------------------------------------
+# --- the phases of the loop ---------------------------------------------------------------------------------
 def poll_stop_signal():
     """The number of a signal that has reached any process, the same on all of them; 0 for none."""
     watchdog.beat()
@@ -304,7 +311,7 @@ def poll_stop_signal():
 
 
 def check_update(update):
-    """Wait until it is known whether an update was made; the Ending if it was not and the run cannot continue."""
+    """Wait for the device to make or skip an update; returns an Ending if the run cannot continue."""
     if nonfinite.check(update) == 'fatal':
         return Ending('failed', nonfinite.problem, 1)
 
@@ -319,7 +326,7 @@ def is_save_due():
 
 @torch.no_grad()
 def evaluate():
-    """{split: mean loss over its fixed sequences}, shared by the processes; None if a stop is asked for."""
+    """{split: mean loss over the split's fixed sequences} on all processes; None at a stop signal."""
     means = {}
     parallel.train(False)
     for split, loader in (('train', train_loader), ('val', val_loader)):
@@ -355,7 +362,7 @@ def step_optimizer():
     scaler.unscale_(optimizer)
     grad_norm = parallel.clip_gradients(grad_clip)
     if not scaler.is_enabled():
-        # The device itself leaves a bad update out, as with a scaler, so that the host need not wait for the norm.
+        # As with a scaler, the device itself leaves a bad update out: the host need not wait for the norm.
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     scaler.step(optimizer)
     scaler.update()
@@ -364,7 +371,7 @@ def step_optimizer():
 
 
 def log_training(update, iterations, seconds):
-    """Write the line of the last update; it took `seconds`, the mean over the `iterations` since the last line."""
+    """Log the last update; `seconds` is the mean time of the `iterations` since the line before."""
     flops = flops_per_token * tokens_per_iter / seconds
     line = dict(
         iter=iteration, loss=parallel.sum_losses(update.loss_sum) / tokens_per_iter,
@@ -379,18 +386,19 @@ def log_training(update, iterations, seconds):
     log.train(line, eta_seconds=(max_iters - iteration) * seconds)
 
 
-# --- the loop ---------------------------------------------------------------------------------------------
+# --- the loop -----------------------------------------------------------------------------------------------
 saves_checkpoints = keep_checkpoints > 0 or eval_iters > 0
 saved_iteration, saved_time = iteration, time.monotonic()
 unchecked = None  # the last Update, until the host has seen whether the device made it
 stop_signal, ending = 0, None
-timed_from, clock = iteration, time.perf_counter()  # where the last line was; the clock stands still in pauses
+# Iteration and time of the last log line; the clock stands still while the run evaluates and saves.
+timed_from, clock = iteration, time.perf_counter()
 while True:
     # evaluate
     evaluation_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
     save_due = is_save_due()
     if (evaluation_due or save_due) and not (ending or stop_signal):
-        metrics.synchronize(processes.device)  # what is still under way is training time
+        metrics.synchronize(processes.device)  # work still under way counts as training time
         ending, unchecked = check_update(unchecked), None
     evaluation_due = evaluation_due and not (ending or stop_signal)
     pause_began = time.perf_counter()
@@ -400,7 +408,8 @@ while True:
     val_loss, improved = None, False
     if losses:
         val_loss = losses['val']
-        improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)  # NaN does not improve
+        # A NaN does not improve.
+        improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)
         log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
     if improved:
         best_val_loss = val_loss
@@ -410,7 +419,7 @@ while True:
     if stop_signal and not ending:
         ending, unchecked = check_update(unchecked), None
     if ending:
-        iteration -= 1  # its update was not made: the run that resumes from here meets it again
+        iteration -= 1  # that update was not made: a run that resumes from here comes to it again
     elif stop_signal:
         resumes = '; --init_from=resume continues from here' if iteration else ''
         name = signal.Signals(stop_signal).name
@@ -421,7 +430,8 @@ while True:
     if ending:
         saver.wait()
     wants_save = ending or save_due or (evaluation_due and (always_save_checkpoint or improved))
-    is_unsaved = iteration > saved_iteration or (ending and saver.problem)  # a save that failed is tried once more
+    # At the end, a save that failed is tried once more.
+    is_unsaved = iteration > saved_iteration or (ending and saver.problem)
     if wants_save and is_unsaved and not eval_only:
         if saves_checkpoints:
             save(val_loss, in_background=async_checkpoint and not ending)
@@ -434,7 +444,7 @@ while True:
     # update
     with processes.waits_counted():
         generator_seed = np.random.SeedSequence([seed, iteration, processes.rank]).generate_state(1)
-        torch.manual_seed(int(generator_seed[0]))  # of dropout
+        torch.manual_seed(int(generator_seed[0]))  # for dropout
         lr = learning_rate
         if decay_lr:
             lr = scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)
@@ -450,7 +460,8 @@ while True:
             loss_sum += parallel.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
         if stop_signal:
             continue  # to the save above; this iteration is left to the run that resumes
-        ending, unchecked = check_update(unchecked), None  # of the iteration before, which the device has long made
+        # The device made the update of the iteration before long ago, so that this check does not wait.
+        ending, unchecked = check_update(unchecked), None
         if ending:
             continue
         with record_function('optimizer'):
@@ -471,13 +482,13 @@ while True:
         log_training(update, iteration - timed_from, (now - clock) / (iteration - timed_from))
         timed_from, clock = iteration, now
 
-# --- the end ----------------------------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------------------------
 if profiler:
     profiler.close()
 log.close()
 if saver.problem and ending.reason != 'failed':
-    ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be saved '
-                    f'({saver.problem})', 1)
+    ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be '
+                    f'saved ({saver.problem})', 1)
 if ending.reason == 'stopped':
     say(ending.message)
 if ending.reason == 'failed' and processes.is_main:

@@ -1,18 +1,21 @@
-# GPT-2 XL's shape (1.56B parameters) on OpenWebText: one node of 8 GPUs of 80 GB, parameters and optimizer sharded over them.
+# GPT-2 XL's shape (1.56B parameters) on OpenWebText, on a node of 8 GPUs of 80 GB, over which parameters and
+# optimizer are sharded:
 # torchrun --standalone --nproc_per_node=8 train.py config/gpt2_xl_fsdp.py
-# On 8 nodes, sharded within a node and replicated between them; the same on each, with the address of the first:
-# torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 train.py config/gpt2_xl_fsdp.py --dp_replicate=8
+# On 8 nodes, sharded within each node and replicated between them. Both lines on every node, with the address
+# of the first node:
+# rendezvous="--rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500"
+# torchrun --nnodes=8 --nproc_per_node=8 $rendezvous train.py config/gpt2_xl_fsdp.py --dp_replicate=8
 out_dir = 'out-gpt2-xl'
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-xl-fsdp'
 
 n_layer = 48
-n_head = 25  # so no tensor or context parallelism: 5 and 25 divide neither block_size nor the vocabulary
+n_head = 25  # rules out tensor and context parallelism: 5 and 25 divide neither block_size nor the vocabulary
 n_embd = 1600
 
-zero_stage = 2  # 3 takes 3 GB less on a GPU and gathers every block twice
+zero_stage = 2  # 3 would take 3 GB less on each GPU and gather every block twice
 
-# 8 sequences * 1024 tokens * 64 = 524,288 tokens an iteration: 8 micro-batches of each of 8 GPUs
+# 8 sequences * 1024 tokens * 64 = 524,288 tokens an iteration: 8 micro-batches on each of 8 GPUs
 batch_size = 8  # about 31 GB on a GPU (docs/layouts.md)
 block_size = 1024
 gradient_accumulation_steps = 8 * 8

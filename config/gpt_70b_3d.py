@@ -1,8 +1,9 @@
-# The width and depth of Llama 2 70B: 128 nodes of 8 GPUs of 80 GB, tp 8 within a node × pp 8 × dp 16 between nodes = 1,024.
-# The same on each node, with the address of the first:
-# torchrun --nnodes=128 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 train.py config/gpt_70b_3d.py
-# 55.9B parameters: the hidden width of our SwiGLU, the next multiple of 64 of 8/3 * n_embd, is 21,888 (Llama's: 28,672).
-# n_layer = 100 would make 69.7B.
+# The width and depth of Llama 2 70B, on 128 nodes of 8 GPUs of 80 GB: tp 8 within a node × pp 8 × dp 16
+# between nodes = 1,024. Both lines on every node, with the address of the first node:
+# rendezvous="--rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500"
+# torchrun --nnodes=128 --nproc_per_node=8 $rendezvous train.py config/gpt_70b_3d.py
+# The model has 55.9B parameters, since the hidden width of our SwiGLU, 8/3 * n_embd up to a multiple of 64,
+# is 21,888 (Llama's: 28,672). n_layer = 100 would make 69.7B.
 out_dir = 'out-gpt-70b'
 dataset = 'fineweb'
 wandb_project = 'fineweb'
@@ -19,16 +20,17 @@ n_embd = 8192
 
 tp = 8
 pp = 8
-pp_schedule = 'interleaved1f1b'  # 2 stages of 5 blocks on each GPU; can be compiled, unlike 'zbv' with its smaller bubble
+pp_schedule = 'interleaved1f1b'  # 2 stages of 5 blocks on each GPU; 'zbv' idles less but cannot be compiled
 zero_stage = 2  # 3 would gather the parameters again for every micro-batch
 
-# 1 sequence * 4096 tokens * 1024 = 4,194,304 tokens an iteration: 64 micro-batches through each of 16 pipelines
+# 1 sequence * 4096 tokens * 1024 = 4,194,304 tokens an iteration: 64 micro-batches in each of 16 pipelines
 batch_size = 1
 block_size = 4096
 gradient_accumulation_steps = 64 * 16
 
-comm_timeout = 1800  # compiling and the first collectives of so many processes take their time
-learning_rate = 1.5e-4  # Llama 2's for 70B (Touvron et al. 2023, "Llama 2", table 1), and so are the batch and the warm-up
+comm_timeout = 1800  # compiling and the first collectives of 1,024 processes take long
+# Learning rate, batch and warm-up are those of Llama 2 70B (Touvron et al. 2023, "Llama 2", table 1).
+learning_rate = 1.5e-4
 min_lr = 1.5e-5
 max_iters = 270000  # 1.1T tokens: 20 for each parameter (Hoffmann et al. 2022)
 lr_decay_iters = 270000

@@ -1,5 +1,6 @@
-# A first run, on Shakespeare letter by letter: about ten seconds on two CPU cores; on a GPU the size of nanoGPT's baby GPT.
-# The blocks are Qwen3's (RoPE, RMSNorm, SwiGLU, QK-norm), so that `python -m kilogpt.convert export` can pass the model on.
+# A first run, on Shakespeare letter by letter: about ten seconds on two CPU cores; on a GPU a model as
+# large as nanoGPT's baby GPT. The blocks are Qwen3's (RoPE, RMSNorm, SwiGLU, QK-norm), so that
+# `python -m kilogpt.convert export` can write the model for other software.
 import torch
 
 out_dir = 'out-quickstart'

@@ -1,9 +1,10 @@
-# Shakespeare letter by letter on two CPU cores: in under four minutes to a validation loss below nanoGPT's baby GPT's, which takes
-# three on an A100 (1.4697). 3.2M parameters, Muon, three passes over the text.
+# Shakespeare letter by letter, on two CPU cores: 3.2M parameters, Muon, three passes over the text. In less
+# than four minutes the validation loss is below that of nanoGPT's baby GPT (1.4697, 3 minutes on an A100).
 out_dir = 'out-shakespeare-cpu'
 dataset = 'shakespeare_char'
-eval_interval, eval_iters, log_interval = 350, 27, 10  # 27 * 16 sequences: all of tiny Shakespeare's validation text
-always_save_checkpoint = False  # keep what improves
+eval_interval, log_interval = 350, 10
+eval_iters = 27  # 27 * 16 sequences are all of tiny Shakespeare's validation text
+always_save_checkpoint = False  # save only what improves
 
 gradient_accumulation_steps = 1
 batch_size, block_size = 16, 256

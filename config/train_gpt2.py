@@ -1,4 +1,4 @@
-# GPT-2 (124M) on OpenWebText, to a loss of about 2.85 as in nanoGPT: 300B tokens, some days on 8 A100s.
+# GPT-2 (124M) on OpenWebText, to nanoGPT's loss of about 2.85: 300B tokens, a few days on 8 A100s.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py
 wandb_log = True
 wandb_project = 'owt'

@@ -1,5 +1,6 @@
-# The shape of GPT-2 (124M) with the modern blocks: RoPE, RMSNorm, SwiGLU, QK-norm, a softcap, an untied head; Muon; wsd schedule.
-# Chosen by runs of small models (LOG.md); its learning rate is AdamW's for this size, and has not been tuned.
+# The shape of GPT-2 (124M) with modern blocks (RoPE, RMSNorm, SwiGLU, QK-norm, softcap, untied head), Muon,
+# and the wsd schedule. All were chosen by runs of small models (LOG.md). The learning rate is usual for AdamW
+# at this size and was not tuned.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
 out_dir = 'out-gpt2-modern'
 wandb_project = 'owt'

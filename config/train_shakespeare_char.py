@@ -1,9 +1,9 @@
 # A character-level Shakespeare model: nanoGPT's baby GPT. Minutes on a GPU; on a CPU see quickstart.py.
 out_dir = 'out-shakespeare-char'
-eval_interval = 250  # often, since it will overfit
+eval_interval = 250  # often, since the model will overfit
 eval_iters = 200
 log_interval = 10
-always_save_checkpoint = False  # it will overfit: keep what improves
+always_save_checkpoint = False  # the model will overfit: save only what improves
 wandb_project = 'shakespeare-char'
 wandb_run_name = 'mini-gpt'
 
@@ -17,7 +17,7 @@ n_head = 6
 n_embd = 384
 dropout = 0.2
 
-learning_rate = 1e-3  # a small model takes a high one
+learning_rate = 1e-3  # a small model takes a high learning rate
 max_iters = 5000
 lr_decay_iters = 5000
 min_lr = 1e-4

@@ -1,7 +1,7 @@
 """Token loader: the batch of a step is a pure function of the data, the seed and the step.
 
-No state is carried from batch to batch, so a run resumes from one integer, and neither the number of processes nor evaluation
-changes what a step trains on.
+No state is carried from batch to batch, so a run resumes from one integer, and neither the number of
+processes nor evaluation changes what a step trains on.
 """
 import functools
 import glob
@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256  # of llm.c's shards: magic, version, token count, ...
-SCAN_TOKENS = 2 ** 26  # files up to this size are searched for bad ids at start; every token is checked as it is read
-SHUFFLE_BLOCK = 4096  # sequences shuffled in one call, since a step asks for few and numpy's overhead is per call
-
+# llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
+HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256
+# Files up to this size are searched for bad ids at start. Every token is checked as it is read.
+SCAN_TOKENS = 2 ** 26
+# Sequences shuffled in one call, since a step asks for few of them and numpy's overhead is per call.
+SHUFFLE_BLOCK = 4096
 
 DATA = os.path.dirname(os.path.abspath(__file__))
-SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared on the spot when missing
+SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared when they are missing
 
 
 def prepare_small_dataset(dataset):
@@ -44,12 +46,12 @@ def find_dataset(dataset):
 
 
 def read_meta(folder):
-    """meta.json of a dataset's folder; GPT-2's vocabulary where there is none, as in nanoGPT. ValueError if unusable."""
+    """meta.json of a dataset, or GPT-2's vocabulary without one, as in nanoGPT. ValueError if unusable."""
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         if os.path.exists(os.path.join(folder, 'meta.pkl')):
-            raise ValueError(f'{folder} has a meta.pkl but no meta.json; a pickle can run code, so it is never read: '
-                             'prepare the dataset again')
+            raise ValueError(f'{folder} has a meta.pkl but no meta.json; a pickle can run code, '
+                             'so it is never read: prepare the dataset again')
         return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
     with open(path, encoding='utf-8') as file:
         try:
@@ -65,11 +67,11 @@ def read_meta(folder):
 
 
 def shuffled(positions, n, key):
-    """The images of positions (an integer array) under a pseudo-random permutation of range(n), in O(1)
-    memory at any n.
+    """The images of positions (an integer array) under a pseudo-random permutation of range(n).
 
-    A Feistel network over the next power of four, applied again to whatever falls outside range(n) (cycle
-    walking: Black and Rogaway 2002, section 4). key: a sequence of integers that names the permutation.
+    Takes O(1) memory at any n: a Feistel network over the next power of four, applied again to whatever falls
+    outside range(n) (cycle walking: Black and Rogaway 2002, section 4).
+    key: a sequence of integers that names the permutation.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -91,12 +93,11 @@ class TokenLoader:
     """One split of a dataset as a stream of tokens, over one file or many shards, each opened once.
 
     An epoch closes the stream to a circle, starts at a random place, and cuts n_tokens // block_size
-    sequences from there, which are read in a shuffled order. So each token is an input once, except for
-    n_tokens % block_size tokens that are left over, and those are different ones in each epoch.
+    sequences from there, which are read in a shuffled order. Each token is an input once, except for
+    n_tokens % block_size tokens that are left over, which differ from epoch to epoch.
 
     folder: the dataset's, with {split}.bin or shards {split}_*.bin, raw or with llm.c's header.
-    vocab_size: a token id at or above it raises ValueError, as do, at start, no data, a truncated file, too
-    few tokens.
+    ValueError if there are no data, too few tokens, a truncated file, or a token id of vocab_size or above.
     """
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
@@ -110,8 +111,9 @@ class TokenLoader:
         self.ends = np.cumsum(self.sizes)
         self.n_tokens = int(self.ends[-1])
         if self.n_tokens < block_size + 1:
-            raise ValueError(f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of '
-                             f'block_size={block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} or less')
+            raise ValueError(
+                f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of block_size='
+                f'{block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} or less')
         for path, shard in zip(self.paths, self.shards):
             if len(shard) <= SCAN_TOKENS:
                 self._check(shard, path)
@@ -119,11 +121,12 @@ class TokenLoader:
 
     def _check(self, tokens, source):
         if tokens.max() >= self.vocab_size:
-            raise ValueError(f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: it was prepared '
-                             'with another tokenizer than its meta.json (GPT-2 where there is none) names')
+            raise ValueError(
+                f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: it was '
+                'prepared with another tokenizer than its meta.json (GPT-2 where there is none) names')
 
     def _places(self, positions):
-        """[(number of the shard, token in it)] of an array of positions in the stream, which is a circle."""
+        """[(shard, position in the shard)] of an array of positions in the stream, which is a circle."""
         positions = positions % self.n_tokens
         i = np.searchsorted(self.ends, positions, side='right')
         return list(zip(i.tolist(), (positions - self.ends[i] + self.sizes[i]).tolist()))
@@ -138,7 +141,7 @@ class TokenLoader:
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def train_starts(self, sequences):
-        """Stream positions at which the training sequences of these numbers (an integer array) begin; -1 stays -1."""
+        """Stream positions where training sequences begin, given their numbers (integers); -1 stays -1."""
         epochs, places = np.divmod(sequences, self.n_tokens // self.block_size)
         blocks, places = np.divmod(places, SHUFFLE_BLOCK)
         starts = np.full(len(sequences), -1, dtype=np.int64)
@@ -149,7 +152,7 @@ class TokenLoader:
         return starts
 
     def _starts(self, epoch, block):
-        """Stream positions of a block of an epoch's sequences. Cached, since steps ask for its sequences in order."""
+        """Stream positions of a block of an epoch's sequences. Cached, since steps ask for them in order."""
         key = [self.seed, epoch]
         per_epoch = self.n_tokens // self.block_size
         rotation = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % self.n_tokens
@@ -157,56 +160,61 @@ class TokenLoader:
         return rotation + self.block_size * shuffled(places, per_epoch, key)
 
     def where(self, starts):
-        """[(file, number of the token in it)] of these stream positions."""
+        """[(file, position in the file)] of these stream positions."""
         return [(self.paths[i], token) for i, token in self._places(starts)]
 
     def eval_starts(self, count):
-        """The fixed evaluation set: up to count sequences that do not overlap, spread evenly over the split."""
+        """Starts of the evaluation set: up to count sequences, without overlap, evenly over the split."""
         available = (self.n_tokens - 1) // self.block_size
         count = min(count, available)
         return np.arange(count) * available // max(count, 1) * self.block_size
 
     def batch(self, starts):
-        """Inputs and targets (B, block_size), int64, of the sequences at starts; a start of -1 is padding (targets -1)."""
+        """Inputs and targets (B, block_size), int64, of the sequences at starts.
+
+        A start of -1 is padding, whose targets are -1.
+        """
         length = self.block_size + 1
-        # In the narrow type of the file until they are checked, since that is less to copy.
+        # The file's narrow type takes less time to copy and to check.
         tokens = np.zeros((len(starts), length), dtype=self.shards[0].dtype)
         for row, start, (i, local) in zip(tokens, starts.tolist(), self._places(starts)):
             if start >= 0:
                 piece = self.shards[i][local:local + length]
-                row[:] = piece if len(piece) == length else self.read(start, length)  # continues in the next shard
+                if len(piece) < length:  # the sequence continues in the next shard
+                    piece = self.read(start, length)
+                row[:] = piece
         self._check(tokens, os.path.dirname(self.paths[0]))
-        # By numpy: torch copies in parallel, and would wait for the threads that the model computes with.
+        # Cast by numpy: torch would cast in parallel, and wait for the threads that compute the model.
         x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         y[starts < 0] = -1
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def _open_tokens(path, meta):
-    """Memory map of the token ids in a .bin file. ValueError where it does not hold as many as it should."""
+    """The token ids of a .bin file, mapped into memory. ValueError if their number is not as it should be."""
     size = os.path.getsize(path)
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
     header = np.fromfile(path, dtype='<i4', count=HEADER_INTS)
     offset = header.nbytes if len(header) == HEADER_INTS and header[0] == HEADER_MAGIC else 0
     if offset and header[1] != HEADER_VERSION:
-        raise ValueError(f'{path} has a shard header of version {header[1]}, but only version {HEADER_VERSION} can be read')
+        raise ValueError(f'{path} has a shard header of version {header[1]}, '
+                         f'but only version {HEADER_VERSION} can be read')
     count, rest = divmod(size - offset, dtype.itemsize)
     expected = max(1, int(header[2]) if offset else meta.get('tokens', {}).get(os.path.basename(path), count))
     if rest or count != expected:
-        raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} bytes long: '
-                         'it is truncated or damaged, prepare the dataset again')
+        raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} '
+                         'bytes long: it is truncated or damaged, prepare the dataset again')
     tokens = np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,))
     return np.asarray(tokens)  # slices of a plain array take less time than those of a memmap
 
 
 class Batches:
-    """This process's micro-batches of one split, on its device. A thread reads the next one while the last is
-    in use.
+    """This process's micro-batches of one split, on its device.
 
+    A thread reads each micro-batch while the one before is in use.
     starts(batch): the stream positions at which the sequences of a global batch begin, an integer array.
     steps: the number of micro-batches in which each process takes its share of a global batch.
-    rows(total, step): which of `total` sequences are this process's micro-batch `step`, an integer array; -1
-    is padding.
+    rows(total, step): which of `total` sequences are micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence that this process takes.
     """
 
@@ -216,7 +224,10 @@ class Batches:
         self._read_ahead = Prefetcher(self._read)
 
     def __call__(self, batch, step):
-        """Inputs and targets, int64 (micro-batch, positions), of a step of a global batch. ValueError: a token is too large."""
+        """Inputs and targets, int64 (micro-batch, positions), of a step of a global batch.
+
+        ValueError if a token is too large.
+        """
         x, y = self._read_ahead(batch * self.steps + step)
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
@@ -227,13 +238,14 @@ class Batches:
         x, y = self.loader.batch(np.where(rows < 0, -1, starts[rows]))
         x, y = x[:, self.positions], y[:, self.positions]
         if self.device.type == 'cuda':
-            torch.cuda.set_device(self.device)  # of this thread: else pinning memory opens a context on GPU 0
+            # Without a device of its own, this thread would open a context on GPU 0 to pin memory.
+            torch.cuda.set_device(self.device)
             x, y = x.pin_memory(), y.pin_memory()
         return x, y
 
 
 class Prefetcher:
-    """Calls prepare(number) in a thread of its own, one number ahead of the one that was asked for."""
+    """Calls prepare(number) in a thread of its own, one number ahead of the last request."""
 
     def __init__(self, prepare):
         self.prepare, self.pool, self.pending = prepare, ThreadPoolExecutor(1), {}

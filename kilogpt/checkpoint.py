@@ -181,8 +181,9 @@ class Saver:
         import torch.distributed.checkpoint as dcp  # takes half a second, which the start need not wait for
         try:
             if self.rank == 0:
-                for leftover in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):  # of a killed run
-                    shutil.rmtree(leftover, ignore_errors=True)  # the next save tries again
+                # A killed run may leave folders. The next save tries again to delete them.
+                for leftover in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):
+                    shutil.rmtree(leftover, ignore_errors=True)
             if self.group:
                 dist.barrier(self.group)
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
@@ -235,7 +236,7 @@ def damage(path, rank=0, world_size=1):
 
 
 def find_undamaged(out_dir, processes):
-    """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) if there is none."""
+    """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) without one."""
     for path in find(out_dir):
         problem = damage(path, processes.rank, processes.world_size)
         if problem:
@@ -274,11 +275,11 @@ def load(path, parameters, optimizer=None):
 def _allocate_state(optimizer, stored):
     """Give an optimizer tensors like those that a checkpoint holds of its state, for `load` to fill."""
     for name, parameter in _named_parameters(optimizer):
-        # the step counter: a fused optimizer wants it beside the parameter, other optimizers on the CPU
+        # A fused optimizer wants the step counter on the parameter's device, other optimizers on the CPU.
         step_device = parameter.device if optimizer.defaults.get('fused') else 'cpu'
         for key, found in stored.items():
             kind = key.removeprefix(f'optimizer.{name}.')
-            if kind == key:  # of another parameter
+            if kind == key:  # a tensor of another parameter
                 continue
             if found.size == parameter.shape:  # a moment: sharded as its parameter is
                 tensor = torch.zeros_like(parameter.detach(), dtype=found.properties.dtype)
@@ -295,7 +296,7 @@ def stored_tensors(path):
 def _reader(path):
     """DCP's reader of a checkpoint, safe to use on a file from others.
 
-    .metadata is a pickle. The classes that DCP writes there are all that it may name, so it cannot run code.
+    .metadata is a pickle. The pickle may name only the classes that DCP writes there, so it cannot run code.
     """
     from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 

@@ -60,7 +60,8 @@ def print_foreign_weights(source):
 def print_config(arguments, run, meta):
     print_row('model', arguments)
     print_row('run', {key: run[key] for key in RUN_KEYS if key in run})
-    print(f'tokenizer: {meta["tokenizer"] if meta else "not known"}')
+    tokenizer = meta['tokenizer'] if meta else 'not known'
+    print(f'tokenizer: {tokenizer}')
 
 
 def print_row(title, entries):

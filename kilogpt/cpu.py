@@ -1,4 +1,4 @@
-"""Faster forms of a few of the model's parts on processors, put in their place when a model is laid out on a CPU."""
+"""Faster forms of a few of the model's parts, which take their place when a model is laid out on a CPU."""
 import ctypes
 import math
 import sys
@@ -11,8 +11,8 @@ import torch.nn as nn
 def keep_freed_memory():
     """Let glibc keep large blocks that are freed, for the next iteration to use.
 
-    By default it returns them to the system at once, and each new one is zeroed page by page, which takes
-    half of an iteration's time.
+    By default glibc returns such a block to the system at once, and the system zeroes each new one page by
+    page, which takes half of an iteration's time.
     """
     if sys.platform == 'linux':
         M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -46,14 +46,16 @@ class FastDropout(nn.Dropout):
     def forward(self, x):
         if not self.training or self.p == 0 or hasattr(x, 'placements'):
             return super().forward(x)
-        # The mask takes the tensor rather than its shape: the compiler would merge calls that have equal
-        # arguments.
+        # dropout_mask takes a tensor rather than a shape: the compiler would merge calls of equal arguments.
         return x * dropout_mask(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
 
 
 @torch.library.custom_op('kilogpt::dropout_mask', mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
 def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
-    """A mask of x's shape: 0 with probability p, else 1, from 16 random bits each. PyTorch's own draw takes ten times as long."""
+    """A mask of x's shape, uint8: 0 with probability p and 1 otherwise.
+
+    Each element takes 16 random bits from numpy, which is ten times as fast as drawing by PyTorch.
+    """
     generator = np.random.Generator(np.random.SFC64(int(torch.randint(2 ** 63 - 1, ()))))
     bits = generator.integers(2 ** 64, size=-(-x.numel() // 4), dtype=np.uint64).view(np.uint16)[:x.numel()]
     return torch.from_numpy((bits >= round(p * 2 ** 16)).view(np.uint8)).view(x.shape)
@@ -65,17 +67,17 @@ def _(x, p):
 
 
 class FastRMSNorm(nn.RMSNorm):
-    """PyTorch's RMSNorm, whose eager form on processors is a dozen operators, in half of the time."""
+    """RMSNorm in half of the time of PyTorch's, whose eager form on a CPU is a dozen operators."""
 
     def forward(self, x):
-        # The compiler fuses PyTorch's own, and PyTorch computes in float32 what comes in 16 bits.
+        # The compiler fuses PyTorch's form, which also computes in float32 where inputs have 16 bits.
         if torch.compiler.is_compiling() or x.dtype.itemsize < 4 or hasattr(x, 'placements'):
             return super().forward(x)
         return RMSNormInFewPasses.apply(x, self.weight, self.eps)
 
 
 class RMSNormInFewPasses(torch.autograd.Function):
-    """y = x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, (4)), its gradients written out."""
+    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, (4)), with explicit gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, eps):
@@ -96,10 +98,9 @@ class RMSNormInFewPasses(torch.autograd.Function):
 
 
 class PlainAttention(nn.Module):
-    """The model's attention as two matrix products and a softmax, where those beat a processor's fused
-    attention.
+    """The model's attention as two matrix products and a softmax, where they are faster than fused attention.
 
-    That is in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory.
+    That holds in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory.
     """
     MAX_LENGTH = 1024
 

@@ -25,9 +25,9 @@ class Ending(NamedTuple):
 class StopRequest:
     """A signal that asks for a checkpoint and a clean exit, caught from the moment this object is made.
 
-    SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Slurm's --signal=USR1@120 sends before the end of a job. A
-    second signal exits at once, if it comes at least five seconds later. Before that it is the same request
-    arriving twice: Slurm signals every process, and torchrun passes its own signal on to them.
+    The signals are SIGTERM, SIGINT (Ctrl-C) and SIGUSR1, which Slurm's --signal=USR1@120 sends before the end
+    of a job. A second signal ends the process at once, but within five seconds of the first it counts as the
+    same request: Slurm signals every process, and torchrun passes its own signal on to them.
     """
 
     def __init__(self):
@@ -47,68 +47,73 @@ class StopRequest:
         return int(processes.max(self._number))
 
 
-# --------------------------------------------------------------------------------------------- updates that are not finite
+# --- updates that are not finite ----------------------------------------------------------------------------
 
 class Update(NamedTuple):
-    """An update that the optimizer was given. The device itself leaves it out if its gradient is not finite."""
+    """An update by the optimizer. The device itself leaves the update out if its gradient is not finite."""
     iteration: int  # finished updates before this one
     lr: float
-    loss_sum: torch.Tensor  # of this process's tokens
-    grad_norm: torch.Tensor  # of all gradients on all processes
+    loss_sum: torch.Tensor  # the losses of this process's tokens, added up
+    grad_norm: torch.Tensor  # the norm of all gradients on all processes
 
 
 class NonfiniteUpdates:
-    """Decides what an update means for the run whose loss or gradient may have been NaN or infinite.
+    """Decides whether a run continues where the loss or gradient of an update may be NaN or infinite.
 
-    on_nonfinite: 'abort', or 'skip' (up to 10 in a row). parallel: the Parallel that sums losses.
-    report(update, what): writes down which batch it was and returns the name of the file. With a gradient
-    scaler (float16) gradients may overflow, which the scaler mends, so that the loss decides.
+    on_nonfinite: 'abort', or 'skip' (up to 9 in a row). parallel: the Parallel that sums losses.
+    report(update, what): writes down the update's batch and returns the name of the file.
+    has_scaler: the loss decides, since a gradient scaler (float16) mends gradients that overflow.
     """
 
     def __init__(self, on_nonfinite, parallel, report, has_scaler, skipped=0, skipped_in_a_row=0):
-        self.on_nonfinite, self.parallel, self.report, self.has_scaler = on_nonfinite, parallel, report, has_scaler
+        self.on_nonfinite, self.has_scaler = on_nonfinite, has_scaler
+        self.parallel, self.report = parallel, report
         self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
         self.problem = None  # why the run cannot continue, once an update was fatal
 
     def check(self, update):
-        """'applied', 'skipped' or 'fatal', the same on all processes. Waits for the device; update None was checked before."""
+        """'applied', 'skipped' or 'fatal', the same on all processes; 'applied' for an update of None.
+
+        Waits until the device has made or skipped the update.
+        """
         if update is None:
             return 'applied'
-        # The norm is that of all gradients everywhere, but each process has a loss of its own.
+        # The norm is that of all gradients on all processes, but each process has a loss of its own.
         value = self.parallel.sum_losses(update.loss_sum) if self.has_scaler else update.grad_norm.item()
         if math.isfinite(value):
             self.skipped_in_a_row = 0
             return 'applied'
-        what = f'{"loss" if self.has_scaler else "gradient norm"} of iteration {update.iteration + 1} is {value}'
+        quantity = 'loss' if self.has_scaler else 'gradient norm'
+        what = f'{quantity} of iteration {update.iteration + 1} is {value}'
         path = self.report(update, what)
         if self.on_nonfinite == 'skip' and self.skipped_in_a_row < 9:
             self.skipped += 1
             self.skipped_in_a_row += 1
-            self.parallel.processes.say(f'the {what}: update skipped ({self.skipped} so far), its batch is in {path}')
+            self.parallel.processes.say(
+                f'the {what}: update skipped ({self.skipped} so far), its batch is in {path}')
             return 'skipped'
         after = f', after {self.skipped_in_a_row} that were skipped' if self.skipped_in_a_row else ''
-        self.problem = (f'the {what}{after}: the update was not made, its batch is in {path}; try a lower learning_rate, '
-                        'or --on_nonfinite=skip if it is the data')
+        self.problem = (f'the {what}{after}: the update was not made, its batch is in {path}; '
+                        'try a lower learning_rate, or --on_nonfinite=skip if it is the data')
         return 'fatal'
 
 
-# ------------------------------------------------------------------------------------------------------- processes that hang
+# --- processes that hang ------------------------------------------------------------------------------------
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 OUR_FOLDERS = [os.path.join(ROOT, name).rstrip(os.sep) for name in ('', 'data', 'kilogpt')]
 
 
 class Watchdog:
-    """A thread that ends this process when `beat` has not been called for a time, and says which process held
-    it up.
+    """A thread that ends this process when `beat` has not been called for a time, and says which one hung.
 
-    One process that stops halts all others, each in a collective that never ends. Each process then leaves
+    One process that stops halts all others, each in a collective that never ends. Each process then writes
     folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last
-    collectives), and tells the others through the process group's store where it is; `culprits` says which
-    ranks hung. A rank that hung ends first, so that torchrun names it too.
+    collectives), and tells the others through the process group's store where it is; `culprits` finds the
+    ranks that hung. Those end first, so that torchrun names them too.
 
-    limit: seconds between two beats. first_limit: the same until `first_iteration_done`, for an iteration
-    that may compile.
+    limit: seconds between two beats. first_limit: the same until `first_iteration_done`, since the first
+    iteration may compile.
     """
 
     def __init__(self, processes, folder, limit, first_limit=1800):
@@ -117,13 +122,13 @@ class Watchdog:
         self.last_beat = time.monotonic()
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            if hasattr(store, 'clone'):  # a connection of its own: the main thread may hang in the other
+            if hasattr(store, 'clone'):  # a second connection: the main thread may hang in the first
                 store = store.clone()
             self.store = dist.PrefixStore('watchdog', store)
             threading.Thread(target=self._watch, daemon=True).start()
 
     def beat(self, pause=0):
-        """Say that there is progress. The next beat is due `limit` seconds after a pause of that many seconds."""
+        """Report progress. The next beat is due within `limit` + `pause` seconds."""
         self.last_beat = time.monotonic() + pause
 
     def first_iteration_done(self):
@@ -138,10 +143,11 @@ class Watchdog:
         self._write_stacks(trace)
         reports = self._exchange(own_report, seconds=max(5, self.limit / 10))
         hung = culprits(reports, self.world_size)
-        # One process speaks: a rank that hung, if one of those has reported.
+        # One process speaks: the first rank that hung, or the first of all if none that hung has reported.
         if self.rank == min(set(hung) & set(reports) or reports):
-            print(f'error: no progress for {self.limit:g} seconds (comm_timeout). {_describe(reports, hung)}Stacks and the '
-                  f'last collectives of each are in {self.folder}', file=sys.stderr, flush=True)
+            print(f'error: no progress for {self.limit:g} seconds (comm_timeout). '
+                  f'{_describe(reports, hung)}Stacks and the last collectives of each are in {self.folder}',
+                  file=sys.stderr, flush=True)
         if self.rank not in hung:
             time.sleep(3)  # torchrun calls the process that ends first the cause
         os._exit(1)
@@ -158,7 +164,7 @@ class Watchdog:
             print(f'warning: no stacks in {self.folder} ({error})', file=sys.stderr)
 
     def _exchange(self, own_report, seconds):
-        """{rank: report} of the processes that sent theirs within that many seconds."""
+        """Send this process's report; returns {rank: report}, those that arrive within `seconds`."""
         reports = {self.rank: own_report}
         deadline = time.monotonic() + seconds
         try:
@@ -174,7 +180,11 @@ class Watchdog:
 
 
 def culprits(reports, world_size):
-    """The ranks that hold up the others: those that wait for nobody, else the silent, else those in an earlier collective."""
+    """The ranks that hold up the others.
+
+    They are those that wait for nobody; if there are none, those that sent no report; and if all did, those
+    that are in an earlier collective than others.
+    """
     silent = [rank for rank in range(world_size) if rank not in reports]
     busy = [rank for rank, report in reports.items() if not report['waits']]
     newest = {}  # {process group: number of the last collective that any rank has entered}
@@ -196,7 +206,7 @@ def _report_of_this_process(trace):
     at, is_in_distributed = _position_of_main_thread()
     report = dict(at=at, host=socket.gethostname(), pid=os.getpid(), under_way=[], entered={})
     for entry in trace.get('entries', []):
-        if 'checkpoint' in entry['process_group']:  # the thread that saves has its own
+        if 'checkpoint' in entry['process_group']:  # the collectives of the thread that saves
             continue
         group, number = str(entry['process_group']), entry['collective_seq_id']
         report['entered'][group] = max(number, report['entered'].get(group, 0))
@@ -221,10 +231,11 @@ def _describe(reports, hung):
 
 
 def _position_of_main_thread():
-    """(its last line in our own files and its last line of all, whether the latter is in torch.distributed)."""
+    """(last line in our own files > last line, whether the latter is in torch.distributed)."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     ours = [frame for frame in stack if os.path.dirname(frame.filename) in OUR_FOLDERS]
-    lines = [f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}' for frame in (*ours[-1:], stack[-1])]
+    lines = [f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
+             for frame in (*ours[-1:], stack[-1])]
     is_in_distributed = os.path.join('torch', 'distributed', '') in stack[-1].filename
     return ' > '.join(dict.fromkeys(lines)), is_in_distributed
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# pp_schedule: the class in torch.distributed.pipelining.schedules, and the stages that each pipeline rank
-# holds
+# {pp_schedule: (class in torch.distributed.pipelining.schedules, stages on each pipeline rank)}
 SCHEDULES = {
     'gpipe': ('ScheduleGPipe', 1),
     '1f1b': ('Schedule1F1B', 1),
@@ -19,7 +18,8 @@ SCHEDULES = {
     'dualpipev': ('ScheduleDualPipeV', 2),
 }
 V_SHAPED = ('zbv', 'dualpipev')  # pipeline rank r holds stages r and 2 pp - 1 - r; otherwise r and pp + r
-SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')  # compute the gradients of weights apart from those of inputs
+# These compute the gradients of weights apart from those of inputs.
+SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')
 
 
 @dataclass
@@ -48,24 +48,27 @@ class Layout:
             raise ValueError(f'pp_schedule is {self.pp_schedule!r}: choose one of {", ".join(SCHEDULES)}')
         model_parallel = self.tp * self.cp * self.pp
         if self.world_size % model_parallel:
-            raise ValueError(f'tp={self.tp} × cp={self.cp} × pp={self.pp} is {model_parallel}, which does not divide '
-                             f'the {self.world_size} process(es): set tp, cp and pp so that their product is one of '
-                             f'{_divisors(self.world_size)}, or start a multiple of {model_parallel} processes')
+            raise ValueError(
+                f'tp={self.tp} × cp={self.cp} × pp={self.pp} is {model_parallel}, which does not divide the '
+                f'{self.world_size} process(es): set tp, cp and pp so that their product is one of '
+                f'{_divisors(self.world_size)}, or start a multiple of {model_parallel} processes')
         self.dp = self.world_size // model_parallel
         if self.dp % self.dp_replicate:
-            raise ValueError(f'dp_replicate={self.dp_replicate} does not divide the data-parallel degree, {self.dp}: '
-                             f'set it to one of {_divisors(self.dp)}')
+            raise ValueError(
+                f'dp_replicate={self.dp_replicate} does not divide the data-parallel degree, {self.dp}: '
+                f'set it to one of {_divisors(self.dp)}')
         if self.dp_replicate > 1 and self.zero_stage < 2:
-            raise ValueError(f'dp_replicate={self.dp_replicate} groups the replicas of sharded parameters, but '
-                             f'zero_stage is {self.zero_stage}: set zero_stage to 2 or 3, or dp_replicate to 1')
+            raise ValueError(
+                f'dp_replicate={self.dp_replicate} groups the replicas of sharded parameters, but '
+                f'zero_stage is {self.zero_stage}: set zero_stage to 2 or 3, or dp_replicate to 1')
         self.dp_shard = self.dp // self.dp_replicate
         self.gradient_ranks = self.dp * self.cp  # the ranks over which gradients are averaged
         self.stages_per_rank = SCHEDULES[self.pp_schedule][1] if self.pp > 1 else 1
         self.n_stages = self.pp * self.stages_per_rank
         self.notes = []  # one line for each choice that differs from what was asked for, with the reason
         if self.tp * self.pp > 1 and self.zero_stage < 2:
-            self.notes.append(f'zero_stage={self.zero_stage} runs as 2: with tp or pp above 1 the data-parallel part '
-                              'is FSDP2')
+            self.notes.append(f'zero_stage={self.zero_stage} runs as 2: '
+                              'with tp or pp above 1 the data-parallel part is FSDP2')
             self.zero_stage = 2
 
     @property
@@ -88,8 +91,7 @@ class Layout:
         return [pp_rank, second][:self.stages_per_rank]
 
     def split_batch(self, global_batch, batch_size):
-        """(micro_batch, micro_steps) by which every data-parallel rank takes its share of global_batch
-        sequences.
+        """(micro_batch, micro_steps) in which a data-parallel rank takes its share of global_batch sequences.
 
         micro_batch is the largest size up to batch_size that divides the share into a number of micro-batches
         that the pipeline's schedule can run. Where there is none, the last micro-batches are padded with
@@ -105,33 +107,37 @@ class Layout:
                     micro_batch, micro_steps = size, share // size
                     break
         if self.pp > 1 and micro_batch < largest:
-            self.notes.append(f'micro-batch {micro_batch} rather than {largest}: the pipeline of {self.n_stages} '
-                              f'stages ({self.pp_schedule}) runs {micro_steps} of them')
+            self.notes.append(f'micro-batch {micro_batch} rather than {largest}: the pipeline of '
+                              f'{self.n_stages} stages ({self.pp_schedule}) runs {micro_steps} of them')
         return micro_batch, micro_steps
 
     def _pipeline_runs(self, micro_steps):
-        """Whether the schedule can run that many micro-batches: one per stage, and interleaved ones in rounds of pp."""
+        """Whether the schedule can run that many micro-batches.
+
+        Every schedule needs one per stage; interleaved schedules run them in rounds of pp.
+        """
         interleaved = self.pp_schedule.startswith('interleaved')
         return micro_steps >= self.n_stages and (not interleaved or micro_steps % self.pp == 0)
 
     def rows(self, rank, total, micro_batch, micro_step):
-        """Which of `total` sequences are the micro-batch of a rank: an integer array (micro_batch,); -1 is padding."""
+        """Which of `total` sequences are a rank's micro-batch: integers (micro_batch,), -1 for padding."""
         _, dp_rank, _, _ = self.coordinates(rank)
         rows = (micro_step * self.dp + dp_rank) * micro_batch + np.arange(micro_batch)
         return np.where(rows < total, rows, -1)
 
     def positions(self, rank, block_size):
-        """The slice of each sequence that a rank takes: all of it, or its part where cp ranks share sequences."""
+        """The slice of each sequence that a rank takes: all, or a part where cp ranks share sequences."""
         _, _, cp_rank, _ = self.coordinates(rank)
         length = block_size // self.cp
         return slice(cp_rank * length, (cp_rank + 1) * length)
 
     def describe(self):
-        """The layout in a line."""
+        """The layout in one line."""
         schedule = f' ({self.pp_schedule})' if self.pp > 1 else ''
         data_parallel = f'FSDP2 over {self.dp_shard * self.cp}' if self.uses_fsdp else 'DDP'
-        return (f'pp {self.pp}{schedule} × dp {self.dp} ({self.dp_replicate} × {self.dp_shard}) × cp {self.cp} '
-                f'× tp {self.tp} = {self.world_size}; zero_stage {self.zero_stage} ({data_parallel})')
+        return (f'pp {self.pp}{schedule} × dp {self.dp} ({self.dp_replicate} × {self.dp_shard}) '
+                f'× cp {self.cp} × tp {self.tp} = {self.world_size}; '
+                f'zero_stage {self.zero_stage} ({data_parallel})')
 
 
 def _divisors(number):

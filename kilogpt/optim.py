@@ -4,10 +4,12 @@ import math
 import torch
 
 
-def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, blocks, dtype, apply_to_whole_matrices):
+def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, blocks, dtype,
+                    apply_to_whole_matrices):
     """The optimizer of a run: 'adamw', or 'muon' for the matrices of `blocks` and AdamW for the rest.
 
-    dtype: of training, as a string; Muon works in it, but in float32 instead of float16.
+    blocks, apply_to_whole_matrices: as in Muon. dtype: that of training, a string; Muon works in the same,
+    but in float32 instead of float16.
     """
     if kind == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas)
@@ -17,7 +19,7 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
 
 
 def build_adamw(named_parameters, learning_rate, weight_decay, betas):
-    """AdamW (Loshchilov and Hutter 2019); weight decay on matrices and embeddings only, not on biases and norms."""
+    """AdamW (Loshchilov and Hutter 2019), with weight decay on matrices and embeddings alone."""
     matrices, vectors = [], []
     for name, parameter in named_parameters:
         (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
@@ -27,12 +29,11 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest; one learning rate and
-    weight decay for both.
+    """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest.
 
-    A matrix's update is its momentum (Nesterov's), made orthogonal, times 0.2 √(the longer side). That is the
-    root mean square of AdamW's updates (Liu et al. 2025, 2.2), so that a learning rate for AdamW suits Muon
-    too.
+    Both have the same learning rate and weight decay. A matrix's update is its momentum (Nesterov's), made
+    orthogonal, times 0.2 √(the longer side). The update then has the root mean square of AdamW's (Liu et
+    al. 2025, 2.2), so that a learning rate for AdamW suits Muon too.
 
     named_parameters: [(name, parameter)]; Muon takes those of two dimensions whose names begin with `blocks`.
     apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
@@ -41,8 +42,8 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
     """
 
-    def __init__(self, named_parameters, learning_rate, weight_decay, betas, blocks, dtype=torch.bfloat16, momentum=0.95,
-                 apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
+    def __init__(self, named_parameters, learning_rate, weight_decay, betas, blocks, dtype=torch.bfloat16,
+                 momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
         matrices, others = [], []
         for name, parameter in named_parameters:
             is_muons = name.startswith(f'{blocks}.') and parameter.dim() == 2
@@ -60,7 +61,7 @@ class Muon(torch.optim.Optimizer):
     def step(self):
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        # 1.0, or a tensor of 1 or 0: whether the update is made
+        # Whether the update is made: 1.0, or a tensor of 1 or 0.
         is_applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             if 'momentum' in group:
@@ -101,7 +102,10 @@ def orthogonalize(matrices, steps=5):
 
 
 def muon_groups(parameters, max_elements=2 ** 26):
-    """Lists of the parameters of one shape and layout, each of at most max_elements on this process, to update together."""
+    """Lists of parameters of one shape and layout, to update together.
+
+    A list has at most max_elements elements on this process, unless a single parameter has more.
+    """
     by_layout = {}
     for parameter in parameters:
         key = parameter.shape, getattr(parameter, 'placements', None)
@@ -113,16 +117,16 @@ def muon_groups(parameters, max_elements=2 ** 26):
 
 
 def local_part(tensor):
-    """What this process holds of a tensor that may be a DTensor."""
+    """The part that this process holds of a tensor that may be a DTensor."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
 def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):
-    """Learning rate of the update that follows `iteration` finished ones.
+    """The learning rate of the update that follows `iteration` finished ones.
 
-    Linear warm-up to peak, then to floor at decay_iters: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up,
-    stable, decay), which stays at peak and falls linearly over the last fifth (Hägele et al. 2024). Beyond
-    decay_iters it is floor.
+    It rises linearly to peak over warmup_iters, falls to floor until decay_iters, and stays there.
+    schedule: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay), which stays at peak and falls
+    linearly over the last fifth (Hägele et al. 2024).
     """
     if iteration < warmup_iters:
         return peak * (iteration + 1) / (warmup_iters + 1)

@@ -12,12 +12,11 @@ from kilogpt.layout import SCHEDULES
 
 
 def cut_stage(model, index, n_stages, block_size):
-    """A copy of the model that has only the parts of pipeline stage `index`; the places of other parts hold
-    None.
+    """A copy of the model with only the parts of pipeline stage `index`, and None for the other parts.
 
-    Stages are runs of whole blocks, of costs as equal as that allows. A parameter costs a multiplication per
-    token, attention T · C per block, and the embedding half of its size: lookups are nearly free, but its
-    memory and its update are not.
+    A stage is a run of whole blocks, and the stages cost as nearly the same as that allows. A parameter costs
+    one multiplication per token, attention T · C per block, and the embedding half of its size: lookups are
+    nearly free, but memory and updates are not.
     """
     plan = model.split_plan
     names = list(model.get_submodule(plan['blocks']))
@@ -40,7 +39,11 @@ def cut_stage(model, index, n_stages, block_size):
     for part, name in enumerate(names, start=1):
         if not start <= part < end:
             del blocks[name]
-    absent = [*(plan['before_blocks'] if index > 0 else ()), *(plan['after_blocks'] if index < n_stages - 1 else ())]
+    absent = ()
+    if index > 0:
+        absent += plan['before_blocks']
+    if index < n_stages - 1:
+        absent += plan['after_blocks']
     for name in absent:
         parent, _, child = name.rpartition('.')
         siblings = stage.get_submodule(parent)._modules
@@ -50,7 +53,7 @@ def cut_stage(model, index, n_stages, block_size):
 
 
 def balance(costs, parts):
-    """Lengths of `parts` non-empty runs of consecutive costs such that the most expensive run is as cheap as possible."""
+    """Lengths of `parts` non-empty runs of costs, of which the most expensive is as cheap as possible."""
     @functools.cache
     def best(start, parts):  # (most expensive run, sum of squares, lengths) of costs[start:]
         if parts == 1:
@@ -67,20 +70,21 @@ def balance(costs, parts):
 
 
 class Pipeline:
-    """The stages of this rank, {index: module}, and the schedule that runs all micro-batches of an iteration
-    at once.
+    """The stages of this rank, and the schedule that runs all micro-batches of an iteration in one step.
 
+    stages: {index: module}.
     tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different
     stages they are two copies, the `tied_pair`, that each get the sum of both gradients.
     """
 
-    def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype, tied, loss_scale):
+    def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype,
+                 tied, loss_scale):
         from torch.distributed import pipelining
         self.stages, self.device, self.loss_scale = stages, device, loss_scale
         self._find_tied_pair(tied, layout, mesh)
 
-        # The shapes are told in advance. Otherwise every change between training and evaluation would run the
-        # model once more to find them out.
+        # Each stage is told its shapes. Otherwise every change between training and evaluation would run the
+        # model once more to infer them.
         length = block_size // layout.cp
         tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
         x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,
@@ -94,11 +98,11 @@ class Pipeline:
                 output_args=x if index < layout.n_stages - 1 else loss))
         schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
         self.schedule = schedule(
-            pipeline_stages if layout.stages_per_rank > 1 else pipeline_stages[0], micro_steps, scale_grads=False,
-            loss_fn=lambda loss, target: loss * self.loss_scale)
+            pipeline_stages if layout.stages_per_rank > 1 else pipeline_stages[0], micro_steps,
+            scale_grads=False, loss_fn=lambda loss, target: loss * self.loss_scale)
 
     def _find_tied_pair(self, tied, layout, mesh):
-        """Set tied_pair to [embedding's weight, head's weight], with None for the one that another rank has."""
+        """Set tied_pair to [embedding's weight, head's weight], with None for what another rank holds."""
         self.tied_pair, self._tied_group = [], None
         for head, embedding in tied.items():
             for index, name in ((0, embedding), (layout.n_stages - 1, head)):
@@ -109,7 +113,7 @@ class Pipeline:
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
     def forward_backward(self, x, y):
-        """Add the gradients of all micro-batches; returns the sum of the losses, on ranks without the last stage zero."""
+        """Add the gradients of all micro-batches; returns the sum of the losses, 0 without the last stage."""
         losses = self._run(self.schedule.step, x, y)
         self._sum_tied_gradients()
         return losses
@@ -138,19 +142,20 @@ class Pipeline:
 
 @functools.cache
 def _stage_class():
-    """PipelineStage with two differences that V-shaped schedules need, where a rank hands tensors to itself."""
+    """PipelineStage for V-shaped schedules too, in which a rank hands tensors to itself."""
     from torch.distributed import pipelining
 
     class Stage(pipelining.PipelineStage):
         def get_local_bwd_output(self, mb_index):
-            return super().get_local_bwd_output(mb_index) if self.has_backward else None  # evaluation has no gradients
+            # Evaluation has no gradients to hand over.
+            return super().get_local_bwd_output(mb_index) if self.has_backward else None
 
         def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index):
             if self.has_backward:
                 super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
         def _get_init_p2p_neighbors_ops(self):
-            # torch 2.11 greets every neighbouring stage, one on the same rank too, which gloo cannot send to.
+            # torch 2.11 greets each neighbouring stage, even one on the same rank, which gloo cannot send to.
             return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     return Stage

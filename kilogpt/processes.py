@@ -1,6 +1,6 @@
-"""The processes of a run: who this one is, its device, the process group and its meshes, and numbers summed over all.
+"""The processes of a run: rank and device of each, process group and meshes, and sums of numbers over all.
 
-Knows no model. `Processes(device)` alone is enough for a script of one process; `join` makes it one of many.
+Knows no model. `Processes(device)` is enough for a script of one process; `join` makes it one of many.
 """
 import contextlib
 import datetime
@@ -28,8 +28,8 @@ class Processes:
         self.world_size = int(os.environ.get('WORLD_SIZE', 1))
         self.is_main = self.rank == 0
         self.device = find_device(device, self.local_rank, self.world_size)
-        self.mesh = None  # of the parameters: pp × dp_replicate × dp_shard_cp × tp
-        self.cp_mesh = None  # of the ranks that share sequences
+        self.mesh = None  # for the parameters: pp × dp_replicate × dp_shard_cp × tp
+        self.cp_mesh = None  # for the ranks that share sequences
         self._waits = []  # (begin, end) of waiting for other processes
         self._counts_waits = False
 
@@ -41,16 +41,19 @@ class Processes:
         if self.world_size == 1 and not layout.uses_fsdp:
             return
         if backend == 'nccl' and self.device.type != 'cuda':
-            raise ValueError(f'backend=nccl needs CUDA GPUs, but the device is {self.device}: use --backend=gloo')
+            raise ValueError(f'backend=nccl needs CUDA GPUs, but the device is {self.device}: '
+                             'use --backend=gloo')
         if backend == 'auto':
             backend = 'nccl' if self.device.type == 'cuda' else 'gloo'
         if backend == 'nccl':
-            backend = 'cpu:gloo,cuda:nccl'  # flags and sums of single numbers travel over gloo, without a device sync
+            # Flags and sums of single numbers travel over gloo, which does not synchronize the device.
+            backend = 'cpu:gloo,cuda:nccl'
         # The group's own timeout is longer than any wait should be. The watchdog ends a run that hangs, since
-        # it distinguishes the first iteration, which compiles, from the others.
+        # the watchdog gives the first iteration, which compiles, more time than the others.
         timeout = datetime.timedelta(seconds=max(3600, 2 * comm_timeout))
         store = dist.HashStore() if self.world_size == 1 else _fresh_store()
-        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size, timeout=timeout)
+        dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
+                                timeout=timeout)
         sys.excepthook = _report_lost_connection
         self.build_meshes(layout)
 
@@ -58,7 +61,7 @@ class Processes:
         """Make the device meshes of a Layout, where it needs any."""
         if layout.zero_stage == 0 and layout.cp == 1:
             return
-        from torch.distributed.device_mesh import init_device_mesh  # takes time that plain DDP need not spend
+        from torch.distributed.device_mesh import init_device_mesh  # slow, and not needed by plain DDP
         # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on
         # their own mesh.
         self.mesh = init_device_mesh(
@@ -76,11 +79,11 @@ class Processes:
         return init_device_mesh(self.device.type, (self.world_size,))
 
     def say(self, text):
-        """Print on the main process alone."""
+        """Print on the main process only."""
         if self.is_main:
             print(text, flush=True)
 
-    # ------------------------------------------------------------------------------------- numbers over all processes
+    # --- numbers over all processes -------------------------------------------------------------------------
 
     def _all_reduce(self, values, operation):
         """Reduce a list of numbers over all processes, in float64."""
@@ -110,20 +113,20 @@ class Processes:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def barrier(self):
-        """Wait until every process has come here."""
+        """Wait until every process has called this."""
         self.any(False)
 
     def leave(self, exit_code):
-        """End this process, once every process has come here."""
+        """End this process once every process has called this."""
         if self.world_size > 1:
-            # No process leaves while the main one still writes: torchrun ends the others when one has failed.
+            # No process leaves while the main one still writes: torchrun ends all others when one has failed.
             self.barrier()
             dist.destroy_process_group()
         sys.stdout.flush()
-        # Shutting the interpreter down takes a second, and a thread of gloo that still wants it would abort.
+        # Shutting down the interpreter takes a second, and would abort in threads of gloo that still need it.
         os._exit(exit_code)
 
-    # ------------------------------------------------------------------------------------- waiting for other processes
+    # --- waiting for other processes ------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def waits_counted(self):
@@ -135,12 +138,12 @@ class Processes:
             self._counts_waits = False
 
     def record_wait(self, begin, end):
-        """Note that this process waited for others between two times of `time.perf_counter` or two of `device_time`."""
+        """Note a wait for other processes between two times of `time.perf_counter` or of `device_time`."""
         if self._counts_waits:
             self._waits.append((begin, end))
 
     def device_time(self):
-        """The present time on the device's own clock; on a GPU an event in its stream, which costs no wait."""
+        """The present time on the device's clock: on a GPU an event in its stream, which costs no wait."""
         if self.device.type != 'cuda':
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -148,12 +151,11 @@ class Processes:
         return event
 
     def slowest(self):
-        """(rank, seconds) of the process that the others waited for, and how long they did, since the last
-        call.
+        """(rank, seconds): which process the others waited for since the last call, and how long.
 
-        The slowest process is the one that waits least. Counted are waits between micro-steps and for DDP's
-        gradients; FSDP2, tensor, context and pipeline parallelism also wait within the model, where nothing
-        is measured.
+        The slowest process is the one that waits least. Waits between micro-steps and for DDP's gradients are
+        counted. FSDP2, tensor, context and pipeline parallelism also wait within the model, where nothing is
+        measured.
         """
         seconds = 0.0
         for begin, end in self._waits:
@@ -163,10 +165,10 @@ class Processes:
         return waited.index(min(waited)), max(waited) - min(waited)
 
 
-# ------------------------------------------------------------------------------------------------------ device and dtype
+# --- device and dtype ---------------------------------------------------------------------------------------
 
 def find_device(device='auto', local_rank=0, world_size=1):
-    """The torch.device that a `device` key means for the process of this local rank; ValueError if there is none."""
+    """The torch.device that a `device` key means on a local rank; ValueError if there is none."""
     if device == 'auto':
         device = 'cpu'
         if torch.cuda.is_available():
@@ -184,8 +186,9 @@ def find_device(device='auto', local_rank=0, world_size=1):
             raise ValueError(f'device={device}, but PyTorch {torch.__version__} finds no CUDA GPU here: '
                              'use --device=auto or --device=cpu')
         if found.index >= torch.cuda.device_count():
-            raise ValueError(f'device={device}, but there are {torch.cuda.device_count()} GPUs here: start at most '
-                             'that many processes on this node (--nproc_per_node) or name another device')
+            raise ValueError(
+                f'device={device}, but there are {torch.cuda.device_count()} GPUs here: start at most that '
+                'many processes on this node (--nproc_per_node) or name another device')
         torch.cuda.set_device(found)
     elif found.type == 'mps' and not torch.backends.mps.is_available():
         raise ValueError('device=mps, but PyTorch finds no Apple GPU here: use --device=auto or --device=cpu')
@@ -195,10 +198,9 @@ def find_device(device='auto', local_rank=0, world_size=1):
 def resolve_dtype(dtype, device, training=True):
     """The dtype that a `dtype` key means on a device: 'float32', 'bfloat16' or 'float16'.
 
-    'auto' is bfloat16 on GPUs that have it and float16 on those that do not. On CPUs it is bfloat16 for
-    training where the processor multiplies in it (AVX512-BF16, AMX), else float32. Sampling on a CPU stays at
-    float32: attention to a long text is slower in bfloat16 and loses the time that reading half the bytes of
-    weights would save.
+    'auto' is bfloat16 on CUDA GPUs, or float16 on those that lack bfloat16. On other devices it is float32,
+    but bfloat16 for training on CPUs that multiply in bfloat16 (AVX512-BF16, AMX). Sampling on a CPU stays at
+    float32: in bfloat16, attention to a long text loses more time than reading fewer bytes of weights saves.
     """
     if dtype not in ('auto', 'float32', 'bfloat16', 'float16'):
         raise ValueError(f'dtype is {dtype!r}: use auto, float32, bfloat16 or float16')
@@ -212,7 +214,8 @@ def resolve_dtype(dtype, device, training=True):
 
 
 def _cpu_multiplies_in_bfloat16():
-    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):  # not every version of PyTorch has both
+    # Not every version of PyTorch has both functions.
+    for name in ('_is_avx512_bf16_supported', '_is_amx_tile_supported'):
         is_supported = getattr(torch.cpu, name, None)
         if is_supported is not None and is_supported():
             return True
@@ -221,11 +224,13 @@ def _cpu_multiplies_in_bfloat16():
 
 def autocast(dtype, device):
     """The context in which a forward pass computes in dtype."""
-    return contextlib.nullcontext() if dtype == 'float32' else torch.autocast(device.type, getattr(torch, dtype))
+    if dtype == 'float32':
+        return contextlib.nullcontext()
+    return torch.autocast(device.type, getattr(torch, dtype))
 
 
 def compile_failure(device):
-    """Why torch.compile does not work on this machine (no compiler, no Triton), in a line; None where it works."""
+    """Why torch.compile does not work here (no compiler, no Triton), in one line; None if it works."""
     try:
         torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
     except torch.OutOfMemoryError:
@@ -239,14 +244,14 @@ def compile_failure(device):
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------ the store
+# --- the store ----------------------------------------------------------------------------------------------
 
 def _fresh_store():
     """The store that torchrun announces, under a prefix that only the processes of this start have.
 
-    torchrun keeps one store over restarts, and in it the addresses of processes that have ended
-    (pytorch#135712). So each process says hello under a random name, the main one answers with the prefix of
-    this start, and all confirm that they have read it.
+    torchrun keeps one store over restarts, which still holds the addresses of processes that have ended
+    (pytorch#135712). Therefore each process says hello under a random name, the main one answers with the
+    prefix of this start, and all confirm that they have read the answer.
     """
     store, rank, world_size = next(dist.rendezvous('env://'))
     name = uuid.uuid4().hex
@@ -265,10 +270,10 @@ def _fresh_store():
 
 
 def _report_lost_connection(kind, error, traceback):
-    """sys.excepthook: a process that only lost its connection to another one need not show a traceback of its own."""
+    """sys.excepthook: one line rather than a traceback where only the connection to a process was lost."""
     if re.search('gloo.*(closed by peer|reset by peer|Broken pipe|Timed out)', str(error)):
-        print(f'error: rank {os.environ["RANK"]} lost its connection to another process: torchrun names the one that '
-              'ended first', file=sys.stderr, flush=True)
+        print(f'error: rank {os.environ["RANK"]} lost its connection to another process: '
+              'torchrun names the one that ended first', file=sys.stderr, flush=True)
         time.sleep(1)  # torchrun must see the process that ended first before this one
         os._exit(1)
     sys.__excepthook__(kind, error, traceback)

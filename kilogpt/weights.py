@@ -31,7 +31,7 @@ LLAMA_NAMES = (
     ('.c_q.', '.q_proj.'), ('.c_k.', '.k_proj.'), ('.c_v.', '.v_proj.'))
 
 
-# --- reading --------------------------------------------------------------------------------------------
+# --- reading ------------------------------------------------------------------------------------------------
 
 def read_weights(source):
     """Read weights that were trained elsewhere.
@@ -68,8 +68,9 @@ def read_weights(source):
 def find_initial(init_from, processes):
     """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments).
 
-    init_from: a run's folder, whose best checkpoint is taken, or what read_weights takes, which gives tensors. The other
-    one of the two is None. Raises what read_weights raises, and ValueError if the checkpoint is damaged.
+    init_from: a run's folder, which gives its best checkpoint, or what read_weights takes, which gives
+    tensors. The other of the two is None. Raises what read_weights raises, and ValueError if the checkpoint
+    is damaged.
     """
     path = checkpoint.find_best(init_from)
     if not path:
@@ -234,7 +235,7 @@ def read_nanogpt(path):
     return arguments, split_qkv(weights), saved.get('tokenizer', default_meta)
 
 
-# --- our tensors and theirs -----------------------------------------------------------------------------
+# --- our tensors and theirs ---------------------------------------------------------------------------------
 
 def split_qkv(tensors):
     """Split each c_attn, rows of queries, keys and values, into c_q, c_k and c_v; leave out causal masks."""
@@ -294,7 +295,7 @@ def tensors_to_llama(tensors):
     return tensors
 
 
-# --- from a run -----------------------------------------------------------------------------------------
+# --- from a run ---------------------------------------------------------------------------------------------
 
 def export_weights(source, target, which='best', dtype='float32'):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
@@ -322,7 +323,7 @@ def export_weights(source, target, which='best', dtype='float32'):
 
 
 def keys_without_standard_form(config, to_nanogpt):
-    """The 'key=value' of a GPTConfig that nanoGPT, or else each form of Hugging Face, does not know."""
+    """The entries of a GPTConfig, as 'key=value', that nanoGPT's or Hugging Face's form cannot represent."""
     if config.pos == 'learned' or to_nanogpt:
         known = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu', 'gelu_tanh'],
                      n_kv_head=[config.n_head], qk_norm=[False], softcap=[0],
@@ -428,7 +429,7 @@ def llama_config(config):
         attention_bias=config.bias, rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta)
 
 
-# --- to a run -------------------------------------------------------------------------------------------
+# --- to a run -----------------------------------------------------------------------------------------------
 
 def import_weights(source, out_dir, dataset=None):
     """Make out_dir a run's folder whose checkpoint holds the weights of other software.
