@@ -1,6 +1,6 @@
 # A first run, on Shakespeare letter by letter: about ten seconds on two CPU cores; on a GPU a model as
-# large as nanoGPT's baby GPT. The blocks are Qwen3's (RoPE, RMSNorm, SwiGLU, QK-norm), so that
-# `python -m kilogpt.convert export` can write the model for other software.
+# large as nanoGPT's baby GPT. The blocks are Qwen3's (RoPE, RMSNorm, SwiGLU, grouped-query heads, QK-norm),
+# so that `python -m kilogpt.convert export` can write the model for other software.
 import torch
 
 out_dir = 'out-quickstart'
@@ -8,7 +8,7 @@ dataset = 'shakespeare_char'
 gradient_accumulation_steps = 1
 beta2 = 0.99
 warmup_iters = 100
-pos, norm, mlp, qk_norm = 'rope', 'rmsnorm', 'swiglu', True
+pos, norm, mlp, qk_norm, n_kv_head = 'rope', 'rmsnorm', 'swiglu', True, 2
 
 if torch.cuda.is_available():
     eval_interval, eval_iters, log_interval = 250, 200, 10
@@ -19,9 +19,9 @@ if torch.cuda.is_available():
     max_iters = lr_decay_iters = 5000
 else:
     compile = False  # compiling would take longer than the run
-    eval_interval, eval_iters, log_interval = 160, 20, 20
+    eval_interval, eval_iters, log_interval = 165, 20, 15
     batch_size, block_size = 24, 64
     n_layer, n_head, n_embd = 4, 4, 128
     tie_weights, zero_init, optimizer = False, True, 'muon'
     learning_rate, min_lr, lr_schedule, warmup_iters = 6e-3, 0.0, 'linear', 5
-    max_iters = lr_decay_iters = 160
+    max_iters = lr_decay_iters = 165

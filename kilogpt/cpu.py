@@ -1,4 +1,4 @@
-"""Faster forms of a few of the model's parts, which take their place when a model is laid out on a CPU."""
+"""Faster forms of two of the model's parts, which take their place when a model is laid out on a CPU."""
 import ctypes
 import math
 import sys
@@ -23,7 +23,7 @@ def keep_freed_memory():
 
 
 def use_faster_parts(model):
-    """Replace dropout, RMSNorm, and the attention that the model's split_plan names, in place."""
+    """Replace dropout and the attention that the model's split_plan names, in place."""
     plan = model.split_plan
     for block in model.get_submodule(plan['blocks']).values():
         for name in plan['attention']:
@@ -34,10 +34,6 @@ def use_faster_parts(model):
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
                 setattr(parent, name, FastDropout(child.p))
-            elif type(child) is nn.RMSNorm:
-                fast = FastRMSNorm(child.normalized_shape, child.eps, device='meta')
-                fast.weight = child.weight
-                setattr(parent, name, fast)
 
 
 class FastDropout(nn.Dropout):
@@ -64,37 +60,6 @@ def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
 @dropout_mask.register_fake
 def _(x, p):
     return torch.empty(x.shape, dtype=torch.uint8)
-
-
-class FastRMSNorm(nn.RMSNorm):
-    """RMSNorm in half of the time of PyTorch's, whose eager form on a CPU is a dozen operators."""
-
-    def forward(self, x):
-        # The compiler fuses PyTorch's form, which also computes in float32 where inputs have 16 bits.
-        if torch.compiler.is_compiling() or x.dtype.itemsize < 4 or hasattr(x, 'placements'):
-            return super().forward(x)
-        return RMSNormInFewPasses.apply(x, self.weight, self.eps)
-
-
-class RMSNormInFewPasses(torch.autograd.Function):
-    """x / rms(x) * weight over the last dimension (Zhang and Sennrich 2019, (4)), with explicit gradients."""
-
-    @staticmethod
-    def forward(ctx, x, weight, eps):
-        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True).square() / x.size(-1)
-        inverse_rms = torch.rsqrt(mean_square + eps)
-        normed = x * inverse_rms
-        ctx.save_for_backward(normed, inverse_rms, weight)
-        return normed * weight
-
-    @staticmethod
-    def backward(ctx, grad):
-        normed, inverse_rms, weight = ctx.saved_tensors
-        product = grad * normed
-        grad_weight = product.sum(dim=tuple(range(product.dim() - 1)))
-        projection = (product * weight).mean(dim=-1, keepdim=True)
-        grad_x = torch.addcmul(grad * weight, normed, projection, value=-1) * inverse_rms
-        return grad_x, grad_weight, None
 
 
 class PlainAttention(nn.Module):

@@ -4,7 +4,7 @@ import math
 import pytest
 import torch
 
-from kilogpt.cpu import FastDropout, FastRMSNorm, PlainAttention, use_faster_parts
+from kilogpt.cpu import FastDropout, PlainAttention, use_faster_parts
 from model import GPT, DotProductAttention, GPTConfig
 
 
@@ -54,37 +54,16 @@ def graph(y):
     return names
 
 
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_rms_norm_and_its_gradients_equal_pytorchs(dtype, tolerance):
-    """Against PyTorch's in float64; the weight's gradient is a sum of 60 products, hence relative to the largest."""
-    generator = torch.Generator().manual_seed(0)
-    x, grad = (torch.randn(3, 4, 5, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(2))
-    weight = torch.randn(16, generator=generator, dtype=torch.float64).to(dtype)
-    results = []
-    for norm, kind in ((torch.nn.RMSNorm(16, eps=0.1), torch.float64), (FastRMSNorm(16, eps=0.1), dtype)):
-        norm.weight = torch.nn.Parameter(weight.to(kind))
-        inputs = x.to(kind, copy=True).requires_grad_()
-        y = norm(inputs)
-        y.backward(grad.to(kind))
-        assert ('FewPasses' in y.grad_fn.name()) == isinstance(norm, FastRMSNorm)
-        results.append((y, inputs.grad, norm.weight.grad))
-    for exact, fast in zip(*results):
-        assert fast.dtype == dtype and (fast - exact).abs().max() < tolerance * exact.abs().max()
-
-
 def test_faster_parts_stand_everywhere_and_change_no_parameter():
-    model = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32, dropout=0.1, norm='rmsnorm',
-                          qk_norm=True))
+    model = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32, dropout=0.1))
     names = list(model.state_dict())
     weights = dict(model.named_parameters())
     use_faster_parts(model)
     assert list(model.state_dict()) == names
     assert all(parameter is weights[name] for name, parameter in model.named_parameters())
-    norms = [module for module in model.modules() if isinstance(module, torch.nn.RMSNorm)]
-    assert len(norms) == 2 * 4 + 1 and all(isinstance(module, FastRMSNorm) for module in norms)
     dropouts = [module for module in model.modules() if isinstance(module, torch.nn.Dropout)]
     assert len(dropouts) == 1 + 2 * 3 and all(isinstance(module, FastDropout) for module in dropouts)
     assert all(isinstance(block.attn.dot_product, PlainAttention) for block in model.transformer.h.values())
     x = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = GPT(model.config).eval()(x)
-    torch.testing.assert_close(model.eval()(x), expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(model.eval()(x), expected, atol=0, rtol=0)
