@@ -261,7 +261,7 @@ def test_activation_checkpointing_saves_memory(train_all):
 
 @pytest.mark.slow
 def test_long_context_over_four_processes_equals_one(train, tmp_path):
-    """16,384 tokens: attention scores would take 4.3 GB. Each process has a quarter, then one head of four."""
+    """16,384 tokens: attention scores would take 4.3 GB. Each process has a quarter, then a head of four."""
     for split in ('train', 'val'):
         np.random.default_rng(0).integers(0, 64, 40_000).astype('<u2').tofile(tmp_path / f'{split}.bin')
     (tmp_path / 'meta.json').write_text(json.dumps(dict(vocab_size=64, dtype='uint16', tokenizer='random')))
