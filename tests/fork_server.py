@@ -1,7 +1,7 @@
-"""Runs scripts in processes forked from this one, which has imported torch: importing torch takes longer than a tiny run.
+"""Run scripts in processes forked from this one, which has imported torch: that takes longer than a tiny run.
 
-Started by helpers.run_forked. Each line of standard input is a run, the JSON of the arguments of `be_process`; the answer on
-standard output is a line with the exit codes of the run's processes.
+Started by helpers.run_forked. Each line of standard input is a run, the JSON of the arguments of
+`be_process`; the answer on standard output is a line with the exit codes of the run's processes.
 """
 import gc
 import json
@@ -20,7 +20,7 @@ import torch.distributed.tensor.parallel
 
 
 def be_process(rank, nproc, script, arguments, env, cwd, faults, timeout, folder):
-    """Be process `rank` of the nproc that run a script; stdin, stdout.RANK and stderr.RANK are files in the folder."""
+    """Be process `rank` of nproc that run a script; the folder has its stdin, stdout.RANK and stderr.RANK."""
     for descriptor, name in enumerate(('stdin', f'stdout.{rank}', f'stderr.{rank}')):
         os.dup2(os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT), descriptor)
     sys.stdin = open(0)
@@ -28,7 +28,8 @@ def be_process(rank, nproc, script, arguments, env, cwd, faults, timeout, folder
     os.environ.clear()
     os.environ.update(env)
     if nproc > 1:  # as torchrun does
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
     os.chdir(cwd)
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)
@@ -39,12 +40,13 @@ def be_process(rank, nproc, script, arguments, env, cwd, faults, timeout, folder
 
 torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
 gc.disable()  # a tiny run leaves too little garbage to look for
+forking = multiprocessing.get_context('fork')
 requests = os.fdopen(os.dup(0))  # descriptor 0 becomes the stdin of a run
 for line in requests:
     request = json.loads(line)
     processes = []
     for rank in range(request['nproc']):
-        processes.append(multiprocessing.get_context('fork').Process(target=be_process, args=(rank,), kwargs=request))
+        processes.append(forking.Process(target=be_process, args=(rank,), kwargs=request))
         processes[-1].start()
     for process in processes:
         process.join()

@@ -1,4 +1,4 @@
-"""What tests share: scripts launched as a user does or forked from a warm process, runs, metrics, tensors. Fixtures are in conftest.py."""
+"""What tests share beside fixtures: launching scripts, as a user does or faster, and what runs leave."""
 import contextlib
 import json
 import os
@@ -14,6 +14,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from kilogpt import checkpoint
@@ -28,10 +29,10 @@ TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n
         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=1e-2 --min_lr=1e-3').split()
 
 
-# --- launching scripts --------------------------------------------------------------------------------------------------
+# --- launching scripts ----------------------------------------------------------------------------------
 
 def start_script(script, *arguments, nproc=1, env=None, cwd=None):
-    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does; its Popen.
+    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does; a Popen.
 
     nproc: above 1, that many processes under torchrun.
     """
@@ -78,36 +79,51 @@ IDLE_SERVERS = []  # processes of fork_server.py that no run uses at present
 SERVERS_LOCK = threading.Lock()
 
 
-def run_forked(script, *arguments, nproc=1, env=None, cwd=None, stdin='', check=True, timeout=300, faults=(), repeat=True):
-    """Run a script as `run_script` does, in nproc processes forked from one that has imported torch: seconds faster.
+def run_forked(script, *arguments, check=True, **options):
+    """Run a script like `run_script`, seconds faster: in processes forked from one that has imported torch.
 
-    faults: Python files that each process executes before the script. repeat: once, where a signal ended a process: one in
-    hundreds has been seen to die in malloc, in torch or gloo (LOG.md).
-    The result tells the processes apart too: `codes`, `outputs` (stdout, stderr and exit code of each rank).
+    options: those of `_run_in_fork_server`.
+    """
+    done = _run_in_fork_server(script, *arguments, **options)
+    if min(done.codes) < 0:  # one process in hundreds has died in malloc, in torch or gloo (LOG.md)
+        warnings.warn(f'a signal ended this run, which is repeated: {arguments}, {done.outputs}')
+        done = _run_in_fork_server(script, *arguments, **options)
+    assert done.returncode == 0 or not check, '\n'.join(done.outputs)
+    return done
+
+
+def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='', timeout=300, faults=()):
+    """The finished process, or nproc processes as torchrun starts them.
+
+    faults: Python files that each process executes before the script.
+    The result also tells the processes apart: `codes`, `outputs` (stdout, stderr and exit code of each rank).
     """
     with SERVERS_LOCK:
         port = free_port()
-        server = IDLE_SERVERS.pop() if IDLE_SERVERS else subprocess.Popen(
-            [sys.executable, TESTS / 'fork_server.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    environment = dict(os.environ, OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=port, **(env or {}))
+        server = IDLE_SERVERS.pop() if IDLE_SERVERS else _start_fork_server()
+    environment = dict(os.environ, OMP_NUM_THREADS='1', **(env or {}))
+    environment |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, 'stdin').write_text(stdin)
-        request = dict(script=os.path.join(ROOT, script), arguments=[*map(str, arguments)], nproc=nproc, env=environment,
-                       cwd=str(cwd or ROOT), faults=[*map(str, faults)], timeout=timeout, folder=folder)
+        request = dict(script=os.path.join(ROOT, script), arguments=[*map(str, arguments)], nproc=nproc,
+                       env=environment, cwd=str(cwd or ROOT), faults=[*map(str, faults)], timeout=timeout,
+                       folder=folder)
         print(json.dumps(request), file=server.stdin, flush=True)
         codes = json.loads(server.stdout.readline())
         stdouts = [pathlib.Path(folder, f'stdout.{rank}').read_text() for rank in range(nproc)]
         stderrs = [pathlib.Path(folder, f'stderr.{rank}').read_text() for rank in range(nproc)]
     IDLE_SERVERS.append(server)
-    outputs = [f'{stdout}{stderr}\nexit code {code}\n' for stdout, stderr, code in zip(stdouts, stderrs, codes)]
+    outputs = []
+    for stdout, stderr, code in zip(stdouts, stderrs, codes):
+        outputs.append(f'{stdout}{stderr}\nexit code {code}\n')
     assert -signal.SIGALRM not in codes, '\n'.join([f'still running after {timeout} seconds', *outputs])
-    if min(codes) < 0 and repeat:
-        warnings.warn(f'a signal ended this run, which is repeated: {arguments}, {outputs}')
-        return run_forked(script, *arguments, nproc=nproc, env=env, cwd=cwd, stdin=stdin, check=check, timeout=timeout,
-                          faults=faults, repeat=False)
-    assert not any(codes) or not check, '\n'.join(outputs)
-    return SimpleNamespace(returncode=next(filter(None, codes), 0), stdout=''.join(stdouts), stderr=''.join(stderrs),
-                           codes=codes, outputs=outputs)
+    return SimpleNamespace(returncode=next(filter(None, codes), 0), stdout=''.join(stdouts),
+                           stderr=''.join(stderrs), codes=codes, outputs=outputs)
+
+
+def _start_fork_server():
+    return subprocess.Popen([sys.executable, TESTS / 'fork_server.py'], text=True,
+                            stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def end_servers():
@@ -123,14 +139,14 @@ def side_by_side(*calls):
 
 @contextlib.contextmanager
 def torchrun(options, folder, script, *arguments, **env):
-    """A torchrun in progress: its Popen, whose `output()` is what it has printed so far. Leaving the context kills its processes.
+    """A torchrun in progress: its Popen, whose `output()` is what it has printed so far.
 
-    options: torchrun's own. folder: a log of the output goes there.
+    options: torchrun's own. folder: a log of the output goes there. Leaving the context kills the processes.
     """
     log = folder / f'torchrun-{time.monotonic_ns()}.log'
-    command = [sys.executable, '-m', 'torch.distributed.run', '--monitor-interval=0.1', *options, script, *arguments]
+    command = [sys.executable, '-m', 'torch.distributed.run', '--monitor-interval=0.1', *options, script]
     with open(log, 'w') as file:
-        process = subprocess.Popen([*map(str, command)], stdout=file, stderr=file, cwd=ROOT,
+        process = subprocess.Popen([*command, *map(str, arguments)], stdout=file, stderr=file, cwd=ROOT,
                                    env=dict(os.environ, OMP_NUM_THREADS='1', **env))
     process.output = log.read_text
     try:
@@ -169,10 +185,10 @@ def wait_until(condition, process, seconds=120):
         time.sleep(0.02)
 
 
-# --- what runs leave ----------------------------------------------------------------------------------------------------
+# --- what runs leave ------------------------------------------------------------------------------------
 
 def read_metrics(out_dir):
-    """(training lines, evaluation lines) of a run: {iter: line}. Of several lines for an iteration the last counts."""
+    """(training lines, evaluation lines) of a run: {iter: line}. The last line for an iteration counts."""
     with open(os.path.join(out_dir, 'metrics.jsonl')) as file:
         lines = [json.loads(line) for line in file]
     return ({line['iter']: line for line in lines if 'loss' in line},
@@ -192,7 +208,8 @@ def curve(run):
 
 def first_iterations(run, count):
     """A run as it was after `count` iterations."""
-    return SimpleNamespace(out_dir=run.out_dir, lines={i: line for i, line in run.lines.items() if i <= count},
+    return SimpleNamespace(out_dir=run.out_dir,
+                           lines={i: line for i, line in run.lines.items() if i <= count},
                            evals={i: line for i, line in run.evals.items() if i <= count})
 
 
@@ -200,12 +217,12 @@ def assert_near(run, other, loss=1e-4, grad_norm=1e-3):
     """Two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
     assert list(run.lines) == list(other.lines) and list(run.evals) == list(other.evals) and run.lines
     for i, expected in other.lines.items():
-        found = run.lines[i]
-        assert abs(found['loss'] - expected['loss']) <= loss, f'loss of iteration {i}: {found} {expected}'
-        assert abs(found['grad_norm'] / expected['grad_norm'] - 1) <= grad_norm, f'norm of iteration {i}: {found} {expected}'
+        found, norm = run.lines[i], expected['grad_norm']
+        assert found['loss'] == pytest.approx(expected['loss'], abs=loss), f'loss of iteration {i}'
+        assert found['grad_norm'] == pytest.approx(norm, rel=grad_norm), f'gradient norm of iteration {i}'
     for i, expected in other.evals.items():
         for key in ('train_loss', 'val_loss'):
-            assert abs(run.evals[i][key] - expected[key]) <= loss, f'{key} at iteration {i}: {run.evals[i]} {expected}'
+            assert run.evals[i][key] == pytest.approx(expected[key], abs=loss), f'{key} at iteration {i}'
 
 
 def saved_iterations(out_dir):

@@ -1,9 +1,10 @@
-"""Run train.py again and again, each time ended by SIGKILL, until it has been killed often enough and may end by itself.
+"""Run train.py again and again, each time ended by SIGKILL, until it may end by itself.
 
     python tests/kills.py SEED COUNT RUN.log [train.py's arguments]
 
-Half of the kills come at any moment, half are planted: before or after the n-th call of a function by which a save makes its
-files. Each run is forked from this process, which has imported torch. Prints {how a run was killed: how often}.
+Half of the COUNT kills come at any moment, half are planted: before or after the n-th call of a function by
+which a save makes its files. Each run is forked from this process, which has imported torch. Prints
+{how a run was killed: how often}.
 """
 import collections
 import json
@@ -21,8 +22,9 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.staging
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# a save syncs four files and a folder, renames the folder and syncs again; old checkpoints are renamed and removed
-PLACES = [(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)]  # (module, function, number of its last call)
+# A save syncs four files and a folder, renames the folder and syncs again; old checkpoints are renamed and
+# removed. (module, function, number of the last call that is struck)
+PLACES = [(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)]
 
 
 def count_lines(path):
@@ -47,7 +49,7 @@ def plant_kill(module, name, call, after):
 
 
 def fork_run(arguments, log, planted):
-    """Start train.py with its output appended to a log; the pid. planted: arguments of plant_kill, or None."""
+    """Start train.py, its output appended to a log; the pid. planted: arguments of plant_kill, or None."""
     pid = os.fork()
     if pid:
         return pid

@@ -1,4 +1,4 @@
-"""The configs for many GPUs, laid out for the world size that their own commands name: in one process, as shapes alone."""
+"""The configs for many GPUs, laid out for the world size of their own commands: in one process, as shapes."""
 import os
 import re
 from types import SimpleNamespace
@@ -31,15 +31,19 @@ def settings(arguments):
     with open(namespace['__file__']) as file:
         defaults = file.read().partition('config = configure(globals())')[0]
     exec(defaults, namespace)
-    return configure(namespace, [a if a.startswith('--') else os.path.join(ROOT, a) for a in arguments.split()])
+    return configure(namespace, arguments.replace('config/', f'{ROOT}/config/').split())
 
 
 def lay_out(monkeypatch, world_size, rank, arguments):
-    """What train.py does up to the weights, on the meta device: (Parallel, number of parameters, micro_batch, micro_steps, config)."""
+    """What train.py does up to the weights, on the meta device.
+
+    Returns (Parallel, number of parameters, micro_batch, micro_steps, config).
+    """
     config = SimpleNamespace(**settings(arguments))
     for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
         monkeypatch.setenv(key, str(value))
-    layout = Layout(world_size, config.zero_stage, config.dp_replicate, config.tp, config.cp, config.pp, config.pp_schedule)
+    layout = Layout(world_size, config.zero_stage, config.dp_replicate, config.tp, config.cp, config.pp,
+                    config.pp_schedule)
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=world_size)
     try:
         processes = Processes('cpu')
@@ -50,9 +54,11 @@ def lay_out(monkeypatch, world_size, rank, arguments):
         with processes.device:
             model = GPT(GPTConfig(vocab_size=50257, **shape), seed=None)
         n_parameters = model.num_params()
-        micro_batch, micro_steps = layout.split_batch(config.batch_size * config.gradient_accumulation_steps, config.batch_size)
-        parallel.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps, block_size=config.block_size,
-                         dtype='bfloat16', activation_checkpoint=config.activation_checkpoint)
+        global_batch = config.batch_size * config.gradient_accumulation_steps
+        micro_batch, micro_steps = layout.split_batch(global_batch, config.batch_size)
+        parallel.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps,
+                         block_size=config.block_size, dtype='bfloat16',
+                         activation_checkpoint=config.activation_checkpoint)
     finally:
         dist.destroy_process_group()
     return parallel, n_parameters, micro_batch, micro_steps, config
@@ -65,18 +71,21 @@ def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments)
     no_optimizer = SimpleNamespace(param_groups=[])
     total, pp = 0, settings(arguments)['pp']
     for rank in range(0, world_size, world_size // pp):  # one of each pipeline rank
-        parallel, n_parameters, micro_batch, micro_steps, config = lay_out(monkeypatch, world_size, rank, arguments)
+        found = lay_out(monkeypatch, world_size, rank, arguments)
+        parallel, n_parameters, micro_batch, micro_steps, config = found
         layout = parallel.layout
-        share = layout.tp * layout.dp_shard * layout.cp  # ranks that divide the parameters of this pipeline rank
+        share = layout.tp * layout.dp_shard * layout.cp  # ranks that divide this pipeline rank's parameters
         held = parallel.bytes_held(no_optimizer)[0]
         assert held == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
         total += held * share
         assert layout.notes + parallel.notes == []  # nothing but what the file says
-        assert micro_batch == config.batch_size and micro_steps * layout.dp == config.gradient_accumulation_steps
+        assert micro_batch == config.batch_size
+        assert micro_steps * layout.dp == config.gradient_accumulation_steps
         assert pp == 1 or micro_steps >= layout.n_stages and micro_steps % pp == 0
     assert total == pytest.approx(4 * n_parameters, rel=0.01)  # each parameter somewhere, none twice
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize('world_size, arguments, message', [
     (8, 'config/gpt2_xl_fsdp.py --tp=3', 'tp=3 .* does not divide the 8 process'),
     (8, 'config/gpt2_xl_fsdp.py --tp=2', 'n_head=25 cannot be split over tp=2'),

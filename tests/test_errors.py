@@ -1,4 +1,4 @@
-"""Bad input ends a run with one clear sentence and exit code 1; a damaged checkpoint sends it back to the one before."""
+"""Bad input ends a run with one clear sentence and exit code 1; damaged checkpoints are passed over."""
 import functools
 import json
 import shutil
@@ -10,12 +10,12 @@ from data.loader import SCAN_TOKENS
 from helpers import curve, first_iterations, run_script, saved_iterations, side_by_side
 
 
-# --- bad arguments ------------------------------------------------------------------------------------------------------
+# --- bad arguments --------------------------------------------------------------------------------------
 
 # arguments on top of TINY ({tmp} is the folder `inputs`), and words that the sentence must hold
 BAD_ARGUMENTS = {
     'unknown key': (['--n_layers=2'], 'n_layers', 'did you mean n_layer?'),
-    'unknown key in a file': (['{tmp}/unknown.py'], 'learning_rat', 'unknown.py', 'did you mean learning_rate?'),
+    'unknown key in a file': (['{tmp}/unknown.py'], 'learning_rat', 'unknown.py', 'mean learning_rate?'),
     'no such file': (['config/nowhere.py'], 'config/nowhere.py'),
     'mistyped value': (['--batch_size=many'], 'batch_size', 'int', 'many'),
     'width': (['--n_embd=30'], 'n_embd=30', 'n_head=4'),
@@ -59,7 +59,8 @@ def inputs(dataset, tmp_path_factory):
     with open(folder / 'half' / 'train.bin', 'ab') as file:
         file.truncate(39_999)
     meta = json.loads((dataset / 'meta.json').read_text())
-    (folder / 'fewer' / 'meta.json').write_text(json.dumps(meta | dict(tokens={'train.bin': 20_000, 'val.bin': 3_000})))
+    meta['tokens'] = {'train.bin': 20_000, 'val.bin': 3_000}
+    (folder / 'fewer' / 'meta.json').write_text(json.dumps(meta))
     with open(folder / 'fewer' / 'val.bin', 'ab') as file:
         file.truncate(5_000)
     return folder
@@ -68,23 +69,25 @@ def inputs(dataset, tmp_path_factory):
 @pytest.fixture(scope='module')
 def offline(inputs):
     """Environment without a network, an account or a cache."""
-    return dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'), NETRC=str(inputs / 'none'), WANDB_API_KEY='',
-                WANDB_MODE='online')
+    return dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'), NETRC=str(inputs / 'none'),
+                WANDB_API_KEY='', WANDB_MODE='online')
 
 
 @pytest.fixture(scope='module')
 def failures(train_all, inputs, offline):
     """{name: run} of BAD_ARGUMENTS."""
-    variants = {name: [argument.format(tmp=inputs) for argument in arguments] for name, (arguments, *_) in BAD_ARGUMENTS.items()}
+    variants = {}
+    for name, (arguments, *_) in BAD_ARGUMENTS.items():
+        variants[name] = [argument.format(tmp=inputs) for argument in arguments]
     return train_all(variants, check=False, env=offline)
 
 
 def assert_one_sentence(failure, *words):
-    """A run ended before its first iteration, with exit code 1 and an error of one line that holds the words."""
+    """A run ended before any iteration, with exit code 1 and one line of error that holds the words."""
     assert failure.returncode == 1
     assert failure.stderr.startswith('error: ') and failure.stderr.count('\n') == 1, failure.stderr
     assert [word for word in words if word not in failure.stderr] == [], failure.stderr
-    assert failure.lines == {}
+    assert 'loss' not in failure.stdout
 
 
 @pytest.mark.quick
@@ -102,7 +105,7 @@ def test_alien_token_ends_a_compiled_run_in_one_sentence(train, inputs):
     assert 'torch.compile does not work' not in failure.stdout
 
 
-@pytest.mark.slow  # two processes that end in a sentence are in test_parallel.py; here torchrun has a traceback of its own
+@pytest.mark.slow  # test_parallel.py has what two processes refuse; here torchrun has a traceback of its own
 def test_sentence_is_there_under_torchrun(train):
     failure = train('--backend=nccl', nproc=2, runner=run_script, check=False)
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
@@ -110,7 +113,7 @@ def test_sentence_is_there_under_torchrun(train):
     assert sentence in failure.stderr.splitlines()
 
 
-# --- damaged checkpoints ------------------------------------------------------------------------------------------------
+# --- damaged checkpoints --------------------------------------------------------------------------------
 
 def truncate(checkpoint):
     path = next(checkpoint.glob('*.distcp'))
@@ -153,7 +156,7 @@ def whole(train):
 
 
 def damaged(whole, folder, *damages):
-    """A copy of the run, its newest checkpoint damaged by the first function, the one before it by the second, ..."""
+    """A copy of the run: the first function damages its newest checkpoint, the second the one before, ..."""
     out_dir = shutil.copytree(whole.out_dir, folder)
     checkpoints = sorted((out_dir / 'ckpt').iterdir(), reverse=True)
     for damage, checkpoint in zip(damages, checkpoints):
@@ -177,7 +180,8 @@ def test_damaged_checkpoints_are_passed_over(train, whole, tmp_path):
 
 
 def test_damage_that_one_process_of_two_sees_is_passed_over_by_both(train, whole, tmp_path):
-    run = train('--init_from=resume', out_dir=damaged(whole, tmp_path / 'a', never_completed, flip_a_byte), nproc=2)
+    out_dir = damaged(whole, tmp_path / 'a', never_completed, flip_a_byte)
+    run = train('--init_from=resume', out_dir=out_dir, nproc=2)
     assert run.stdout.count('is damaged') == 1 and 'at iteration 6' in run.stdout
     assert curve(run)[12] == pytest.approx(curve(whole)[12], abs=1e-3)
 
@@ -187,8 +191,8 @@ ALL_FOUR = truncate, flip_a_byte, delete_a_file, garble_metadata
 
 def test_resume_without_a_sound_checkpoint_is_refused(train, whole, tmp_path):
     resumed = train('--init_from=resume', out_dir=damaged(whole, tmp_path / 'a', *ALL_FOUR), check=False)
-    assert resumed.returncode == 1 and 'Traceback' not in resumed.stderr and resumed.stdout.count('is damaged') == 4
-    assert resumed.stderr.startswith('error: ') and 'init_from=scratch' in resumed.stderr
+    assert resumed.stdout.count('is damaged') == 4
+    assert_one_sentence(resumed, 'init_from=scratch')
 
 
 def test_auto_without_a_sound_checkpoint_begins_again_and_keeps_the_damaged(train, whole, tmp_path):
@@ -201,10 +205,10 @@ def test_auto_without_a_sound_checkpoint_begins_again_and_keeps_the_damaged(trai
 def test_damaged_weights_of_another_run_are_refused(train, whole, tmp_path):
     other = damaged(whole, tmp_path / 'a', *[flip_a_byte] * 4)
     refused = train(f'--init_from={other}', check=False)
-    assert refused.returncode == 1 and refused.stderr.startswith('error: ') and 'is damaged' in refused.stderr
+    assert_one_sentence(refused, 'is damaged')
 
 
-# --- what a checkpoint decides ------------------------------------------------------------------------------------------
+# --- what a checkpoint decides --------------------------------------------------------------------------
 
 @pytest.mark.quick
 def test_checkpoint_decides_the_model_that_is_resumed_and_the_run_says_so(train, whole, tmp_path):

@@ -1,8 +1,9 @@
-"""Every layout equals one process: run by processes over gloo, compared through metrics.jsonl and checkpoints.
+"""Every layout equals one process: runs over gloo, compared through metrics.jsonl and checkpoints.
 
-Tolerances: float32 sums in another order differ by about 1e-7 in a loss of 4; AdamW's normalised updates raise that over the
-iterations, most in weights whose gradients nearly cancel. 1e-4 (1e-3 relative of a norm) is far above that, and far below what
-a wrong factor, a lost token, head, layer or a double-counted gradient would do.
+Tolerances: float32 sums in another order differ by about 1e-7 in a loss of 4; AdamW's normalised updates
+raise that over the iterations, most in weights whose gradients nearly cancel. 1e-4 (1e-3 relative of a norm)
+is far above that, and far below what a wrong factor, a lost token, head, layer or a double-counted gradient
+would do.
 """
 import functools
 import itertools
@@ -13,28 +14,32 @@ import numpy as np
 import pytest
 
 from data.loader import TokenLoader, read_meta
-from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights, run_forked,
-                     saved_iterations, side_by_side)
+from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights,
+                     run_forked, saved_iterations, side_by_side)
 
 ITERATIONS = 4
-BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 --batch_size=8 '
-        f'--gradient_accumulation_steps=3 --eval_iters=2 --eval_interval={ITERATIONS} --max_iters={ITERATIONS} --log_interval=1 '
-        '--lr_decay_iters=12 --warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60').split()
+BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 '
+        '--batch_size=8 --gradient_accumulation_steps=3 --eval_iters=2 --log_interval=1 --lr_decay_iters=12 '
+        '--warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60 '
+        f'--max_iters={ITERATIONS} --eval_interval={ITERATIONS}').split()
 MODERN = '--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15'
-MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN, muon=f'{MODERN} --optimizer=muon')
+MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN,
+              muon=f'{MODERN} --optimizer=muon')
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
 
-# --- the layouts --------------------------------------------------------------------------------------------------------
+# --- the layouts ----------------------------------------------------------------------------------------
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
 
 # each proves something of its own: a mechanism, an uneven split, a composition of two mechanisms
 LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
     2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3',
-        'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'modern offload': '--zero_stage=3 --cpu_offload',
+        'modern offload': '--zero_stage=3 --cpu_offload',
+        'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
-        'tp2': '--tp=2', 'cp2': '--cp=2', **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
-        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'muon ddp': '', 'muon zero1': '--zero_stage=1'},
+        'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
+        **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
+        'muon ddp': '', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3'},  # rows that three processes do not divide
     4: {'muon hsdp': '--zero_stage=2 --dp_replicate=2',
         'modern cp4': '--cp=4',  # more ranks than key/value heads
@@ -43,6 +48,7 @@ LAYOUTS = {
         'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
         'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
 }
+QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b', 'muon zero1')}
 # the same mechanisms with other models, at other degrees, in larger compositions; and what takes a compiler
 SLOW_LAYOUTS = {
     2: {'offload': '--zero_stage=2 --cpu_offload', 'modern tp2': '--tp=2', 'muon tp2': '--tp=2',
@@ -51,13 +57,17 @@ SLOW_LAYOUTS = {
     3: {'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3'},
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
         'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4',
-        **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES if schedule != 'interleavedzb'},
-        'tp2 dp2': '--tp=2 --zero_stage=3', 'modern tp2 cp2': '--tp=2 --cp=2', 'muon tp2 pp2': '--tp=2 --pp=2'},
-    8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
+        **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES
+           if schedule != 'interleavedzb'},
+        'tp2 dp2': '--tp=2 --zero_stage=3', 'modern tp2 cp2': '--tp=2 --cp=2',
+        'muon tp2 pp2': '--tp=2 --pp=2'},
+    8: {'pp2 tp2 dp2': '--pp=2 --tp=2',
+        'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
 # one product of degrees more than the matrix has
 MORE_LAYOUTS = {
-    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2', 'full pp2': '--pp=2 --activation_checkpoint=full'},
+    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2',
+        'full pp2': '--pp=2 --activation_checkpoint=full'},
     4: {'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'cp4 zero3': '--cp=4 --zero_stage=3'},
 }
 
@@ -68,18 +78,19 @@ def by_name(layouts):
 
 
 def matrix():
-    """The larger matrix: every product of degrees on 4 and 8 processes, with every stage and mode that it allows."""
+    """Every product of degrees on 4 and 8 processes, with every stage and mode that the product allows."""
     found = by_name(MORE_LAYOUTS)
-    degrees = 1, 2, 4
+    degrees, modes, models = (1, 2, 4), ('none', 'selective', 'full'), ('deep', 'modern')
     for nproc, tp, cp, pp in itertools.product((4, 8), degrees, degrees, degrees):
         if nproc % (tp * cp * pp) or tp * cp > 4:
             continue
-        for stage, mode, model in itertools.product((2, 3), ('none', 'selective', 'full'), ('deep', 'modern')):
+        for stage, mode, model in itertools.product((2, 3), modes, models):
             if model == 'modern' and tp == 4:  # it has two key/value heads
                 continue
             for schedule in SCHEDULES if pp > 1 and mode == 'none' else ['1f1b']:
                 found[nproc, f'{model} tp{tp} cp{cp} pp{pp} zero{stage} {mode} {schedule}'] = (
-                    f'--tp={tp} --cp={cp} --pp={pp} --zero_stage={stage} --activation_checkpoint={mode} --pp_schedule={schedule}')
+                    f'--tp={tp} --cp={cp} --pp={pp} --pp_schedule={schedule} --zero_stage={stage} '
+                    f'--activation_checkpoint={mode}')
     return found
 
 
@@ -98,10 +109,9 @@ def arguments_of(nproc, layout):
 
 def layout_params():
     """Parameters (nproc, layout) of the tests of all layouts, marked by where they belong."""
-    marks = {'slow': by_name(SLOW_LAYOUTS), 'matrix': MATRIX}
-    params = [pytest.param(*key) for key in by_name(LAYOUTS)]
-    for mark, layouts in marks.items():
-        params += [pytest.param(*key, marks=getattr(pytest.mark, mark)) for key in layouts]
+    params = [pytest.param(*key, marks=pytest.mark.quick if key in QUICK else ()) for key in by_name(LAYOUTS)]
+    params += [pytest.param(*key, marks=pytest.mark.slow) for key in by_name(SLOW_LAYOUTS)]
+    params += [pytest.param(*key, marks=pytest.mark.matrix) for key in MATRIX]
     return params
 
 
@@ -109,7 +119,7 @@ def layout_params():
 def layout_run(request, train_all):
     """Function (processes, layout) -> its run; one process has the models' names for layouts.
 
-    The first call makes the runs of all layouts of that many processes that this session's tests compare, two at a time.
+    The first call runs all layouts of that many processes that the selected tests compare, two at a time.
     """
     params = [item.callspec.params for item in request.session.items if hasattr(item, 'callspec')]
     selected = [(found['nproc'], found['layout']) for found in params if {'nproc', 'layout'} <= found.keys()]
@@ -136,7 +146,8 @@ def assert_equal_to_one_process(run, one, layout):
     found, expected = newest_weights(run.out_dir), newest_weights(one.out_dir)
     assert found.keys() == expected.keys()
     for name in expected:
-        # a key's bias shifts all scores of a query alike: its gradient is zero but for rounding, which AdamW makes steps of
+        # A key's bias shifts all scores of a query alike: the gradient is zero but for rounding, which AdamW
+        # makes steps of.
         if not name.endswith('c_k.bias') or layout.startswith('modern'):
             assert (found[name] - expected[name]).abs().max() < 1e-4, name
 
@@ -146,7 +157,8 @@ def test_layout_equals_one_process(layout_run, nproc, layout):
     assert_equal_to_one_process(layout_run(nproc, layout), layout_run(1, model_of(layout)), layout)
 
 
-@pytest.mark.parametrize('nproc, layout', [(2, 'zero2'), (2, 'pp2 zbv'), pytest.param(2, 'pp2 1f1b', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('nproc, layout', [
+    (2, 'zero2'), (2, 'pp2 zbv'), pytest.param(2, 'pp2 1f1b', marks=pytest.mark.slow)])
 def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, nproc, layout):
     run = train(*arguments_of(nproc, layout), base=BASE, nproc=nproc, faults=[FAULTS / 'loss_in_parts.py'])
     assert_equal_to_one_process(run, layout_run(1, model_of(layout)), layout)
@@ -154,8 +166,8 @@ def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, npr
 
 @pytest.mark.parametrize('nproc, texts', [
     (2, ['--zero_stage=1', '--zero_stage=3', '--tp=2', '--pp=2 --pp_schedule=zbv']),
-    pytest.param(4, ['--zero_stage=1', '--zero_stage=3 --dp_replicate=2', '--tp=4', '--pp=2 --pp_schedule=zbv', '--tp=2 --pp=2'],
-                 marks=pytest.mark.slow)])
+    pytest.param(4, ['--zero_stage=1', '--zero_stage=3 --dp_replicate=2', '--tp=4', '--tp=2 --pp=2',
+                     '--pp=2 --pp_schedule=zbv'], marks=pytest.mark.slow)])
 def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, texts):
     """To the bit, as saved after an update of no size."""
     still = '--bias --learning_rate=0 --min_lr=0 --max_iters=1 --eval_iters=0'.split()
@@ -165,7 +177,7 @@ def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, t
         assert_same_tensors(newest_weights(run.out_dir), expected)
 
 
-# --- other arithmetic: exact or near ------------------------------------------------------------------------------------
+# --- other arithmetic: exact or near --------------------------------------------------------------------
 
 @pytest.mark.parametrize('offloaded, kept', [
     ('modern offload', 'modern zero3'),
@@ -187,7 +199,7 @@ def test_half_precision_is_near(train, layout_run, arguments):
 
 
 def test_compressed_gradients_follow_the_curve(train_all):
-    """bf16 keeps 8 bits of a gradient, rank 4 of 32 its largest directions and makes up for the rest later: 2% and 5%."""
+    """bf16 keeps 8 bits of a gradient (2%), rank 4 of 32 the largest directions and the rest later (5%)."""
     longer = '--bias --max_iters=16 --lr_decay_iters=24'.split()  # PowerSGD begins at the tenth iteration
     variants = {kind: [*longer, f'--grad_compress={kind}'] for kind in ('none', 'bf16', 'powersgd')}
     runs = train_all(variants, base=BASE, nproc=2)
@@ -198,7 +210,7 @@ def test_compressed_gradients_follow_the_curve(train_all):
         assert 0 < max(abs(lines[i]['loss'] / expected[i]['loss'] - 1) for i in expected) < bound, kind
 
 
-# --- memory -------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------------
 
 def counted_bytes(run, rank=0):
     """{moment: bytes that tensors of a rank held at its last time} of a run with count_bytes.py."""
@@ -207,27 +219,30 @@ def counted_bytes(run, rank=0):
 
 @pytest.mark.parametrize('nproc', [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_memory_falls_as_zero_says(train_all, nproc):
-    """Bytes that the tensors of a rank hold against 4 Ψ + 4 Ψ + 8 Ψ, with N for what a stage shards (float32)."""
+    """Bytes of a rank's tensors against 4 Ψ + 4 Ψ + 8 Ψ, divided by N for what a stage shards (float32)."""
     shape = '--n_layer=4 --n_embd=256 --max_iters=2 --eval_iters=0 --keep_checkpoints=0'.split()
     one_micro_step = f'--gradient_accumulation_steps={nproc}'
     stages = {stage: [*shape, one_micro_step, f'--zero_stage={stage}'] for stage in range(4)}
     runs = train_all(stages, base=BASE, nproc=nproc, faults=[FAULTS / 'count_bytes.py'])
     psi = 4 * 12 * 256 ** 2 + (128 + 32) * 256 + 9 * 256
-    rest = (128 + 32) * 256 + 256  # embeddings and the last norm stay whole in forward and backward, blocks do not with stage 3
+    # embeddings and the last norm stay whole in forward and backward; with stage 3 blocks do not
+    rest = (128 + 32) * 256 + 256
     at_step = {0: 16 * psi, 1: 8 * psi + 8 * psi / nproc, 2: 16 * psi / nproc, 3: 16 * psi / nproc}
     # where backward begins: shards of parameters and moments, and on top the parameters that stay gathered
     at_backward = {2: 12 * psi / nproc + 4 * psi, 3: 12 * psi / nproc + 4 * rest}
     activations = counted_bytes(runs[0])['backward'] - 16 * psi  # the same for all stages
     for stage, rank in itertools.product(range(4), range(nproc)):
         found = counted_bytes(runs[stage], rank)
-        assert found['step'] == pytest.approx(at_step[stage], rel=0.1), f'stage {stage}, rank {rank}, at the step'
+        assert found['step'] == pytest.approx(at_step[stage], rel=0.1), (stage, rank)
         if stage in at_backward:
-            assert found['backward'] - activations == pytest.approx(at_backward[stage], rel=0.1), f'stage {stage}, rank {rank}'
+            held = found['backward'] - activations
+            assert held == pytest.approx(at_backward[stage], rel=0.1), (stage, rank)
 
 
 def test_activation_checkpointing_saves_memory(train_all):
     """What a block keeps for its backward pass, in B·T·C floats: the difference of nine blocks and one."""
-    shape = '--n_embd=128 --max_iters=1 --eval_iters=0 --keep_checkpoints=0 --gradient_accumulation_steps=1'.split()
+    shape = ['--n_embd=128', '--gradient_accumulation_steps=1', '--max_iters=1', '--eval_iters=0',
+             '--keep_checkpoints=0']
     variants = {(mode, layers): [*shape, f'--n_layer={layers}', f'--activation_checkpoint={mode}']
                 for mode in ('none', 'selective', 'full') for layers in (1, 9)}
     runs = train_all(variants, base=BASE, faults=[FAULTS / 'count_bytes.py'])
@@ -246,7 +261,7 @@ def test_activation_checkpointing_saves_memory(train_all):
 
 @pytest.mark.slow
 def test_long_context_over_four_processes_equals_one(train, tmp_path):
-    """16,384 tokens: attention's scores would take 4.3 GB; each process has a quarter of the sequence, then one of four heads."""
+    """16,384 tokens: attention scores would take 4.3 GB. Each process has a quarter, then a head of four."""
     for split in ('train', 'val'):
         np.random.default_rng(0).integers(0, 64, 40_000).astype('<u2').tofile(tmp_path / f'{split}.bin')
     (tmp_path / 'meta.json').write_text(json.dumps(dict(vocab_size=64, dtype='uint16', tokenizer='random')))
@@ -258,45 +273,53 @@ def test_long_context_over_four_processes_equals_one(train, tmp_path):
     assert one.lines[1]['mem_gb'] < 2 and four.lines[1]['mem_gb'] < 2
 
 
-# --- checkpoints --------------------------------------------------------------------------------------------------------
+# --- checkpoints ----------------------------------------------------------------------------------------
 
 def in_a_circle(*layouts):
     """Pairs (source, target) such that each layout is a source once, and a target once."""
     return list(zip(layouts, [*layouts[1:], layouts[0]]))
 
 
+GPT2_LAYOUTS = (1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv')
+MORE_GPT2_LAYOUTS = ((1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b'), (3, 'zero3'),
+                     (8, 'pp2 tp2 dp2'))
+MUON_LAYOUTS = (1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2')
+
+
 @pytest.mark.parametrize('model, pairs', [
-    ('gpt2', in_a_circle((1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv'))),
-    ('muon', in_a_circle((1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2'))),
-    pytest.param('gpt2', list(itertools.product([(1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b'), (3, 'zero3'),
-                                                 (8, 'pp2 tp2 dp2')], repeat=2)), marks=pytest.mark.slow),
-    pytest.param('muon', list(itertools.product([(1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2')], repeat=2)),
-                 marks=pytest.mark.slow)], ids=['gpt2', 'muon', 'gpt2-all-pairs', 'muon-all-pairs'])
+    ('gpt2', in_a_circle(*GPT2_LAYOUTS)), ('muon', in_a_circle(*MUON_LAYOUTS)),
+    pytest.param('gpt2', list(itertools.product(MORE_GPT2_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
+    pytest.param('muon', list(itertools.product(MUON_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
+], ids=['gpt2', 'muon', 'gpt2-all-pairs', 'muon-all-pairs'])
 def test_checkpoint_of_any_layout_resumes_under_any_other(train, layout_run, tmp_path, model, pairs):
-    """Weights, moments, data order: two more iterations, on the curve of one process that was never stopped."""
+    """Weights, moments, data order: two more iterations, on the curve of one process that never stopped."""
     last = ITERATIONS + 2
-    unbroken = train(*MODELS[model].split(), f'--max_iters={last}', '--eval_iters=0', base=BASE)
+    longer = [f'--max_iters={last}', '--eval_iters=0']
+    unbroken = train(*MODELS[model].split(), *longer, base=BASE)
     assert list(unbroken.lines) == list(range(1, last + 1))
+    longer += ['--init_from=resume', '--keep_checkpoints=0']
     calls = []
     for source, target in pairs:
         out_dir = shutil.copytree(layout_run(*source).out_dir, tmp_path / f'{source[1]} on {target[1]}')
-        calls.append(functools.partial(train, *arguments_of(*target), f'--max_iters={last}', '--eval_iters=0', '--keep_checkpoints=0',
-                                       '--init_from=resume', base=BASE, out_dir=out_dir, nproc=target[0]))
+        calls.append(functools.partial(train, *arguments_of(*target), *longer, base=BASE, out_dir=out_dir,
+                                       nproc=target[0]))
     for run in side_by_side(*calls):
         assert f'iter_{ITERATIONS:08d} at iteration {ITERATIONS}' in run.stdout
         run.evals = {}  # of the first iterations
         assert_near(run, unbroken)
 
 
-@pytest.mark.parametrize('nproc, layout', [(4, 'tp2 pp2 zbv'), pytest.param(8, 'pp2 tp2 dp2', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('nproc, layout', [
+    (4, 'tp2 pp2 zbv'), pytest.param(8, 'pp2 tp2 dp2', marks=pytest.mark.slow)])
 def test_one_process_samples_from_any_layouts_checkpoint(layout_run, nproc, layout):
-    options = '--which=latest --temperature=0 --max_new_tokens=40 --num_samples=1 --device=cpu --start=A'.split()
+    options = ['--device=cpu', '--which=latest', '--temperature=0', '--max_new_tokens=40', '--num_samples=1',
+               '--start=A']
     runs = layout_run(1, 'gpt2'), layout_run(nproc, layout)
     texts = [run_forked('sample.py', f'--out_dir={run.out_dir}', *options).stdout for run in runs]
     assert texts[0] == texts[1] and len(texts[0]) > 40
 
 
-# --- updates that are not finite ----------------------------------------------------------------------------------------
+# --- updates that are not finite ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('arguments, rank', [
     ('--optimizer=muon --log_interval=3', 1), ('--dtype=float16', 0), ('--pp=2', 1),
@@ -306,18 +329,20 @@ def test_one_process_with_a_nan_decides_for_all(train, train_all, dataset, argum
 
     Between iterations that are logged the NaN is noticed late.
     """
-    # calls of the loss: three iterations, the pass before the first one that is thrown away, and two in the fourth
+    # calls of the loss: three iterations, the pass before them that is thrown away, and two in the fourth
     passes = 3 if '--pp' in arguments else 2
     call = 3 * passes + (passes if '--pp' in arguments else 1) + 2
     options = [*arguments.split(), '--eval_iters=0', '--max_iters=6']
-    runs = train_all({choice: [*options, f'--on_nonfinite={choice}'] for choice in ('skip', 'abort')}, base=BASE, nproc=2, check=False,
-                     faults=[FAULTS / 'nan_loss.py'], env=dict(FAULT_CALL=str(call), FAULT_RANK=str(rank)))
+    runs = train_all({choice: [*options, f'--on_nonfinite={choice}'] for choice in ('skip', 'abort')},
+                     base=BASE, nproc=2, check=False, faults=[FAULTS / 'nan_loss.py'],
+                     env=dict(FAULT_CALL=str(call), FAULT_RANK=str(rank)))
     skip, abort = runs['skip'], runs['abort']
-    what = 'loss' if 'float16' in arguments else 'gradient norm'  # float16's gradients may overflow, which its scaler mends
+    # float16's gradients may overflow, which its scaler mends
+    what = 'loss' if 'float16' in arguments else 'gradient norm'
 
     # skip: said once, counted, and the loss falls on
     assert skip.codes == [0, 0], skip.outputs
-    said = f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {skip.out_dir}/nonfinite'
+    said = f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {skip.out_dir}/'
     assert skip.stdout.count(said) == 1, skip.outputs
     assert newest_state(skip.out_dir)['skipped'] == [1, 0]
     interval = 3 if 'log_interval' in arguments else 1
@@ -343,13 +368,14 @@ def test_one_process_with_a_nan_decides_for_all(train, train_all, dataset, argum
 
 @pytest.mark.quick
 def test_ten_skips_in_a_row_end_the_run(train):
-    run = train('--learning_rate=1e30', '--on_nonfinite=skip', '--eval_iters=0', '--max_iters=50', base=BASE, check=False)
+    run = train('--learning_rate=1e30', '--on_nonfinite=skip', '--eval_iters=0', '--max_iters=50', base=BASE,
+                check=False)
     assert run.returncode == 1
     assert run.stdout.count('update skipped') == 9 and 'after 9 that were skipped' in run.stderr
     assert newest_state(run.out_dir)['skipped'] == [9, 9]
 
 
-# --- what is refused ----------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------------
 
 # arguments of two processes on top of BASE, and words that the sentence must hold
 REFUSED = {
@@ -379,7 +405,8 @@ REFUSED = {
 @pytest.fixture(scope='module')
 def refusals(train_all):
     """{name: run} of REFUSED."""
-    return train_all({name: text.split() for name, (text, *_) in REFUSED.items()}, base=BASE, nproc=2, check=False)
+    variants = {name: arguments.split() for name, (arguments, *_) in REFUSED.items()}
+    return train_all(variants, base=BASE, nproc=2, check=False)
 
 
 @pytest.mark.parametrize('name', REFUSED)

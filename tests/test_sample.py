@@ -1,12 +1,11 @@
 """sample.py as a user runs it."""
-import json
 import re
 
 import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
-from helpers import run_forked, run_script
+from helpers import run_forked, run_script, saved_iterations
 
 
 @pytest.fixture(scope='module')
@@ -16,7 +15,8 @@ def trained(train):
 
 
 def sample(out_dir, *arguments, runner=run_forked, **options):
-    return runner('sample.py', f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=40', *arguments, **options)
+    fixed = f'--out_dir={out_dir}', '--device=cpu', '--max_new_tokens=40'
+    return runner('sample.py', *fixed, *arguments, **options)
 
 
 def texts_of(done):
@@ -49,16 +49,18 @@ def test_bfloat16_samples_are_others_of_the_same_length(trained):
 
 
 @pytest.mark.quick
-def test_best_checkpoint_is_sampled_unless_the_latest_is_asked_for(trained):
-    paths = sorted((trained / 'ckpt').iterdir())
-    losses = {path.name: json.loads((path / 'state.json').read_text())['val_loss'] for path in paths}
-    best = min(losses, key=losses.get)
-    assert best in sample(trained, '--num_samples=1').stderr
-    assert paths[-1].name in sample(trained, '--num_samples=1', '--which=latest').stderr
+def test_best_checkpoint_is_sampled_unless_the_latest_is_asked_for(train):
+    # a learning rate that rises until the loss does
+    run = train('--learning_rate=0.6', '--warmup_iters=12', '--eval_interval=1', '--max_iters=8',
+                '--keep_checkpoints=1')
+    best, latest = saved_iterations(run.out_dir)
+    assert f'iter_{best:08d}' in sample(run.out_dir, '--num_samples=1').stderr
+    assert f'iter_{latest:08d}' in sample(run.out_dir, '--num_samples=1', '--which=latest').stderr
 
 
 def test_conversation_survives_a_character_outside_the_alphabet(trained):
-    done = sample(trained, '--interactive', '--num_samples=1', '--temperature=0', '--top_k=None', stdin='A\né\nB\n')
+    done = sample(trained, '--interactive', '--num_samples=1', '--temperature=0', '--top_k=None',
+                  stdin='A\né\nB\n')
     assert len(re.findall(r'-{15}', done.stdout)) == 2 and '> A' in done.stdout and '> B' in done.stdout
     assert "'é'" in done.stderr
 
@@ -68,9 +70,11 @@ def test_gpt2_folder_continues_a_prompt_as_transformers_does(tmp_path, vocabular
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
     theirs.save_pretrained(tmp_path / 'gpt2')
-    done = run_forked('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', '--start=Hello world', '--num_samples=1',
-                      '--max_new_tokens=20', '--temperature=0', env=dict(TIKTOKEN_CACHE_DIR=vocabulary))
-    expected = theirs.generate(torch.tensor([[15496, 995]]), max_new_tokens=20, do_sample=False, pad_token_id=50256)
+    done = run_forked('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', '--start=Hello world',
+                      '--num_samples=1', '--max_new_tokens=20', '--temperature=0',
+                      env=dict(TIKTOKEN_CACHE_DIR=vocabulary))
+    expected = theirs.generate(torch.tensor([[15496, 995]]), max_new_tokens=20, do_sample=False,
+                               pad_token_id=50256)
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
     assert texts_of(done) == [get_tokenizer(dict(tokenizer='gpt2')).decode(expected[0].tolist())]
 

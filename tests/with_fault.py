@@ -1,4 +1,7 @@
-"""Run train.py with a fault: torchrun --nproc_per_node=2 tests/with_fault.py tests/faults/NAME.py [train.py's arguments]"""
+"""Run train.py with a fault.
+
+    torchrun --nproc_per_node=2 tests/with_fault.py tests/faults/NAME.py [train.py's arguments]
+"""
 import os
 import runpy
 import sys

@@ -1,4 +1,7 @@
-"""Count the bytes that tensors hold where backward begins and at each optimizer step: [moment, bytes] lines, OUT_DIR.bytes.RANK."""
+"""Count the bytes that tensors hold where backward begins and at each optimizer step.
+
+OUT_DIR.bytes.RANK gets a line [moment, bytes] each time.
+"""
 import gc
 import json
 import os

@@ -1,6 +1,7 @@
-"""SIGTERM reaches all processes of a run, as from torchrun, while rank 1 is in the phase FAULT_PHASE: training, evaluation or saving.
+"""SIGTERM reaches all processes of a run, as from torchrun, while rank 1 is in a certain phase.
 
-FAULT_FOLDER: for the processes to find each other; its file `sent` is as old as the signal.
+FAULT_PHASE: training, evaluation or saving. FAULT_FOLDER: for the processes to find each other; its file
+`sent` is as old as the signal.
 """
 import os
 import pathlib
@@ -28,8 +29,8 @@ def stopped_forward(self, *args, **options):
     global calls
     counts = self.training == (phase == 'training')
     calls += counts
-    # Training: after one pass that is thrown away, 3 micro-steps an iteration; this is the second one of the ninth iteration.
-    # Evaluation: 6 micro-batches each time; this is the fourth one of the second evaluation, the one after six iterations.
+    # Training: one pass is dropped, then an iteration has 3 micro-steps; the second of the ninth is meant.
+    # Evaluation: 6 micro-batches; the fourth of the second evaluation is meant, after six iterations.
     if counts and calls == (1 + 8 * 3 + 2 if phase == 'training' else 10):
         send_sigterm()
     return forward(self, *args, **options)
