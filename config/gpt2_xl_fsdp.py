@@ -1,10 +1,10 @@
 # GPT-2 XL's shape (1.56B parameters) on OpenWebText, on a node of 8 GPUs of 80 GB, over which parameters and
 # optimizer are sharded:
 # torchrun --standalone --nproc_per_node=8 train.py config/gpt2_xl_fsdp.py
-# On 8 nodes, sharded within each node and replicated between them. Both lines on every node, with the address
-# of the first node:
-# rendezvous="--rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500"
-# torchrun --nnodes=8 --nproc_per_node=8 $rendezvous train.py config/gpt2_xl_fsdp.py --dp_replicate=8
+# On 8 nodes, sharded within each node and replicated between them; the same on every node, with the address
+# of the first:
+# torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \
+#     train.py config/gpt2_xl_fsdp.py --dp_replicate=8
 out_dir = 'out-gpt2-xl'
 wandb_project = 'owt'
 wandb_run_name = 'gpt2-xl-fsdp'

@@ -1,7 +1,7 @@
 # The width and depth of Llama 2 70B, on 128 nodes of 8 GPUs of 80 GB: tp 8 within a node × pp 8 × dp 16
-# between nodes = 1,024. Both lines on every node, with the address of the first node:
-# rendezvous="--rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500"
-# torchrun --nnodes=128 --nproc_per_node=8 $rendezvous train.py config/gpt_70b_3d.py
+# between nodes = 1,024. The same command on every node, with the address of the first:
+# torchrun --nnodes=128 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \
+#     train.py config/gpt_70b_3d.py
 # The model has 55.9B parameters, since the hidden width of our SwiGLU, 8/3 * n_embd up to a multiple of 64,
 # is 21,888 (Llama's: 28,672). n_layer = 100 would make 69.7B.
 out_dir = 'out-gpt-70b'

@@ -1,9 +1,9 @@
 # Llama 7B's shape, on 8 nodes of 8 GPUs of 80 GB. Two GPUs share each block (tp), the four pairs of a node
 # share the parameters and the optimizer (FSDP2), and each node holds a replica (HSDP): only gradients go
 # between nodes.
-# Both lines on every node, with the address of the first node:
-# rendezvous="--rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500"
-# torchrun --nnodes=8 --nproc_per_node=8 $rendezvous train.py config/llama_7b_tp_fsdp.py
+# The same command on every node, with the address of the first:
+# torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \
+#     train.py config/llama_7b_tp_fsdp.py
 # The model has 6.86B parameters: the hidden width of our SwiGLU, 8/3 * n_embd up to a multiple of 64, is
 # 10,944 (Llama's: 11,008), and the vocabulary is that of the dataset, here GPT-2's.
 out_dir = 'out-llama-7b'

@@ -12,10 +12,6 @@ import pytest
 pytest.register_assert_rewrite('helpers')
 from helpers import TINY, end_servers, read_metrics, run_forked, side_by_side
 
-# names of before, until every file imports from helpers
-from helpers import ROOT, curve, free_ports, run_script as run, start_script as launch  # noqa
-from helpers import read_tensors as tensors, run_forked as forked, worker_pids as workers  # noqa
-
 
 def pytest_xdist_auto_num_workers(config):
     """Two processes share the tests (pytest-xdist), but files that are named run in pytest's own process."""

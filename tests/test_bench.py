@@ -3,7 +3,7 @@ import json
 import sys
 
 import pytest
-from conftest import TINY, run
+from helpers import TINY, run_script
 
 import bench
 from kilogpt import trace
@@ -14,7 +14,7 @@ ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_it
 
 def rows_of(*arguments, **options):
     """The rows that bench.py prints as JSON."""
-    done = run('bench.py', *arguments, '--json', **options)
+    done = run_script('bench.py', *arguments, '--json', **options)
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -33,7 +33,7 @@ def test_sweep_measures_every_combination_and_profiles_it(dataset, tmp_path):
 
 
 def test_failed_run_is_a_row_with_its_error(tmp_path):
-    done = run('bench.py', *ARGUMENTS, '--random_tokens=100', '--iters=2', '--warmup=0', '--sweep=n_head=4,5',
+    done = run_script('bench.py', *ARGUMENTS, '--random_tokens=100', '--iters=2', '--warmup=0', '--sweep=n_head=4,5',
                '--nproc_per_node=2', cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert 'n_head=4' in done.stdout and 'n_embd=32 is not divisible by n_head=5' in done.stdout

@@ -8,16 +8,18 @@ import warnings
 
 import pytest
 import torch
-from conftest import ROOT, tensors
+from helpers import ROOT, read_tensors
 from test_weights import make_run
 
 from kilogpt import checkpoint
+
+pytestmark = pytest.mark.quick
 
 
 # --- the files ------------------------------------------------------------------------------------------
 
 def parameters_of(path):
-    return [(key.removeprefix('model.'), tensor) for key, tensor in tensors(path).items()
+    return [(key.removeprefix('model.'), tensor) for key, tensor in read_tensors(path).items()
             if key.startswith('model.')]
 
 

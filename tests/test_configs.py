@@ -19,8 +19,9 @@ from model import GPT, GPTConfig
 def commands_of(name):
     """[(world size, arguments of train.py)] of the torchrun commands in a config file's comments."""
     with open(os.path.join(ROOT, 'config', f'{name}.py')) as file:
-        command = r'^# torchrun (?:--standalone|--nnodes=(\d+)) --nproc_per_node=(\d+) .*train.py (.+)$'
-        found = re.findall(command, file.read(), re.M)
+        comments = file.read().replace('\\\n#', '')  # a command continues on the next line
+    command = r'^# torchrun (?:--standalone|--nnodes=(\d+)) --nproc_per_node=(\d+) .*train.py (.+)$'
+    found = re.findall(command, comments, re.M)
     assert found, f'{name}.py names no command'
     return [(int(nodes or 1) * int(gpus), arguments) for nodes, gpus, arguments in found]
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, run
+from helpers import ROOT, run_script
 
 from kilogpt.configurator import configure
 
@@ -164,7 +164,7 @@ def test_help_whose_reader_stops_shows_no_trace(tmp_path):
 @functools.cache
 def help_of(script):
     """The finished process of a script's --help, with every import as a line on stderr."""
-    return run(script, '--help', env=dict(PYTHONPROFILEIMPORTTIME='1'))
+    return run_script(script, '--help', env=dict(PYTHONPROFILEIMPORTTIME='1'))
 
 
 @pytest.mark.parametrize('script', ['train.py', 'sample.py'])

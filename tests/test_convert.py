@@ -3,7 +3,7 @@ import re
 
 import pytest
 import torch
-from conftest import forked, run
+from helpers import run_forked, run_script
 from safetensors.torch import load_file
 from test_weights import TINY, make_run, randomize, save_run
 
@@ -14,7 +14,7 @@ from model import GPT, GPTConfig
 
 def test_commands(tmp_path):
     out_dir, model, _ = make_run(tmp_path / 'run', moments=True)
-    done = run('kilogpt.convert', 'inspect', out_dir)
+    done = run_script('kilogpt.convert', 'inspect', out_dir)
     facts = 'iteration 3, tokens 2304, val_loss 2.5, best_val_loss 2.5, checksums hold'
     parameters = f'{model.num_params():,} parameters in {4 * model.num_params():,} bytes'
     for words in (f'iter_00000003: {facts}', 'n_layer 2', 'n_hidden 128', 'learning_rate 0.001',
@@ -26,14 +26,14 @@ def test_commands(tmp_path):
     assert {p.dtype for p in load_file(tmp_path / 'hf' / 'model.safetensors').values()} == {torch.bfloat16}
     main(['import', f'{tmp_path}/hf', f'{tmp_path}/again'])
     arguments = '--device=cpu --num_samples=1 --max_new_tokens=30 --start=AB'.split()
-    imported = forked('sample.py', f'--out_dir={tmp_path}/again', *arguments)
-    direct = forked('sample.py', f'--init_from={tmp_path}/hf', *arguments)
+    imported = run_forked('sample.py', f'--out_dir={tmp_path}/again', *arguments)
+    direct = run_forked('sample.py', f'--init_from={tmp_path}/hf', *arguments)
     assert imported.stdout == direct.stdout and len(direct.stdout) > 32
 
 
 def test_bad_commands(tmp_path, capsys):
     out_dir, *_ = make_run(tmp_path / 'run')
-    done = run('kilogpt.convert', 'export', out_dir, tmp_path / 'run', check=False)
+    done = run_script('kilogpt.convert', 'export', out_dir, tmp_path / 'run', check=False)
     assert done.returncode == 1 and done.stderr == f'error: {tmp_path}/run exists already: name another\n'
     with pytest.raises(ValueError, match='no checkpoint to export'):
         export_weights(str(tmp_path), str(tmp_path / 'hf'))

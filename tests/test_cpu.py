@@ -7,6 +7,8 @@ import torch
 from kilogpt.cpu import FastDropout, PlainAttention, use_faster_parts
 from model import GPT, DotProductAttention, GPTConfig
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize('p', [0.1, 0.5, 0.9])

@@ -7,6 +7,8 @@ import pytest
 
 from data import fetch
 
+pytestmark = pytest.mark.quick
+
 
 def test_download_checks_what_it_gets(tmp_path):
     (tmp_path / 'file').write_bytes(b'content')

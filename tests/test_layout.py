@@ -5,6 +5,8 @@ from hypothesis import strategies as st
 
 from kilogpt.layout import SCHEDULES, Layout
 
+pytestmark = pytest.mark.quick
+
 
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)))

@@ -14,6 +14,8 @@ import data.loader
 from data.loader import Batches, Prefetcher, TokenLoader, read_meta, shuffled
 from kilogpt.layout import Layout
 
+pytestmark = pytest.mark.quick
+
 U16 = dict(vocab_size=65536, dtype='uint16')
 
 

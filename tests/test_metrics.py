@@ -7,6 +7,8 @@ import torch
 
 from kilogpt import metrics
 
+pytestmark = pytest.mark.quick
+
 
 def test_training_line_has_seconds_in_the_file_alone(tmp_path, capsys):
     line = dict(iter=100, loss=2.5123, grad_norm=0.5, lr=1e-3, dt_ms=30.1, tokens_per_sec=12345.6, mfu=0.1234,

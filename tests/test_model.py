@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT
+from helpers import ROOT
 from torch.utils.flop_counter import FlopCounterMode
 
 from kilogpt.parallel import fill

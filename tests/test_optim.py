@@ -7,6 +7,8 @@ import torch
 from model import GPT, GPTConfig
 from kilogpt.optim import Muon, build_adamw, orthogonalize, scheduled_lr
 
+pytestmark = pytest.mark.quick
+
 PEAK = 6e-4
 
 

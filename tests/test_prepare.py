@@ -9,7 +9,7 @@ import time
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from hypothesis import given, settings, strategies
 
 from data import prepare

@@ -3,11 +3,13 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from helpers import ROOT
 from hypothesis import given, settings, strategies
 
 import data.tokenizer
 from data.tokenizer import CharTokenizer, get_tokenizer
+
+pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope='session')

@@ -5,6 +5,8 @@ import pytest
 
 from kilogpt import trace
 
+pytestmark = pytest.mark.quick
+
 
 def event(cat, name, start, duration, tid=1):
     """An event of a trace: start and duration in milliseconds."""

@@ -4,7 +4,7 @@ import re
 import sys
 
 import pytest
-from conftest import TINY, run
+from helpers import TINY, run_script
 
 import kilogpt.versus
 
@@ -57,7 +57,7 @@ with open('calls', 'a') as file:
 
 
 def versus(*arguments, **options):
-    return run('kilogpt.versus', *arguments, **options)
+    return run_script('kilogpt.versus', *arguments, **options)
 
 
 def test_train_compares_medians_and_memory_on_the_same_data(dataset, tmp_path):
