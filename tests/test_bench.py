@@ -33,8 +33,8 @@ def test_sweep_measures_every_combination_and_profiles_it(dataset, tmp_path):
 
 
 def test_failed_run_is_a_row_with_its_error(tmp_path):
-    done = run_script('bench.py', *ARGUMENTS, '--random_tokens=100', '--iters=2', '--warmup=0', '--sweep=n_head=4,5',
-               '--nproc_per_node=2', cwd=tmp_path, check=False)
+    done = run_script('bench.py', *ARGUMENTS, '--random_tokens=100', '--iters=2', '--warmup=0',
+                      '--sweep=n_head=4,5', '--nproc_per_node=2', cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert 'n_head=4' in done.stdout and 'n_embd=32 is not divisible by n_head=5' in done.stdout
 

@@ -19,9 +19,13 @@ def test_dropout_keeps_its_share_and_scales_it(p, dtype):
     y = dropout(x)
     y.sum().backward()
     is_kept = y != 0
-    assert y.dtype == dtype and y[is_kept].eq(torch.tensor(1 / (1 - p), dtype=dtype)).all() and x.grad.equal(y)
-    assert is_kept.float().mean().item() == pytest.approx(1 - p, abs=5 * math.sqrt(p * (1 - p) / is_kept.numel()))
-    by_place = torch.stack([is_kept.flatten()[i:999_996:4] for i in range(4)]).float()  # of the four that share a draw: independent
+    assert y.dtype == dtype
+    assert y[is_kept].eq(torch.tensor(1 / (1 - p), dtype=dtype)).all()
+    assert x.grad.equal(y)
+    standard_error = math.sqrt(p * (1 - p) / is_kept.numel())
+    assert is_kept.float().mean().item() == pytest.approx(1 - p, abs=5 * standard_error)
+    # The four elements that share a draw are kept independently of each other.
+    by_place = torch.stack([is_kept.flatten()[i:999_996:4] for i in range(4)]).float()
     assert (torch.corrcoef(by_place) - torch.eye(4)).abs().max() < 5 / math.sqrt(249_999)
     again = dropout(x)
     assert (again != 0).eq(is_kept).float().mean().item() == pytest.approx(p ** 2 + (1 - p) ** 2, abs=2e-3)
@@ -34,7 +38,8 @@ def test_plain_attention_in_bfloat16_equals_the_fused_one(kv_heads):
     """Against the fused one in float64: outputs and gradients to bfloat16's 8 bits."""
     attention = PlainAttention(DotProductAttention(dropout=0.0))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 32, 16, dtype=torch.float64).bfloat16().double() for heads in (4, kv_heads, kv_heads))
+    q, k, v = (torch.randn(2, heads, 32, 16, dtype=torch.float64).bfloat16().double()
+               for heads in (4, kv_heads, kv_heads))
     results = []
     for dtype in (torch.float64, torch.bfloat16):
         inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]

@@ -51,7 +51,7 @@ def test_files_that_pages_name_exist():
 
 
 def test_pages_that_configs_name_exist():
-    """A comment that sends its reader to docs/ leads somewhere; README no longer has what configs refer to."""
+    """A comment that sends its reader to docs/ leads somewhere; no config refers to README."""
     text = ''.join(path.read_text('utf-8') for path in pathlib.Path(ROOT, 'config').glob('*.py'))
     named = set(re.findall(r'docs/\w+\.md', text))
     assert named and [name for name in named if not pathlib.Path(ROOT, name).exists()] == []
@@ -81,7 +81,7 @@ def test_keys_of_a_run_are_those_of_the_page(train):
 
 
 def test_nanogpts_keys_keep_their_names_and_defaults():
-    """Its config files and command lines run unmodified; device, dtype and backend follow the machine instead."""
+    """nanoGPT's configs and command lines run unmodified; device, dtype and backend follow the machine."""
     theirs = dict(
         out_dir='out', eval_interval=2000, log_interval=1, eval_iters=200, eval_only=False,
         always_save_checkpoint=True, init_from='scratch', wandb_log=False, wandb_project='owt',
@@ -95,7 +95,7 @@ def test_nanogpts_keys_keep_their_names_and_defaults():
 
 
 def test_keys_that_pages_mention_exist():
-    """Every `key=value` in running text is a key of train.py or sample.py, or an option of another command."""
+    """Every `key=value` in running text is a key of train.py or sample.py, or another command's option."""
     keys = {key for key, _ in KEY_ROW.findall(write_keys.PAGE.read_text('utf-8'))}
     options = {'key', 'tokenizer', 'val_fraction', 'nproc_per_node', 'random_tokens', 'saves', 'signal'}
     for page in PAGES:

@@ -9,13 +9,16 @@ pytestmark = pytest.mark.quick
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4), st.sampled_from(sorted(SCHEDULES)))
+@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4),
+       st.sampled_from(sorted(SCHEDULES)))
 def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
     """Every sequence once, micro-batches of batch_size at most, as many as the schedule wants."""
     layout, seen = Layout(dp * pp, pp=pp, pp_schedule=schedule), []
     micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
-    for rank in range(dp):  # of the first pipeline rank; the others take the same rows
-        seen += layout.rows(rank, global_batch, micro_batch * micro_steps, 0).tolist()  # a pipeline takes them all at once
+    # Only the first pipeline rank is asked; the others take the same rows. A pipeline takes the rows of all
+    # micro-steps at once.
+    for rank in range(dp):
+        seen += layout.rows(rank, global_batch, micro_batch * micro_steps, 0).tolist()
     assert sorted(row for row in seen if row >= 0) == list(range(global_batch))
     assert 1 <= micro_batch <= batch_size and micro_steps >= layout.n_stages
     if schedule.startswith('interleaved') and pp > 1:
@@ -41,10 +44,14 @@ def test_ranks_count_with_tp_innermost():
 
 
 @pytest.mark.parametrize('keys, message', [
-    (dict(world_size=8, tp=3), 'tp=3 × cp=1 × pp=1 is 3, which does not divide the 8 process.*1, 2, 4, 8, or start a multiple of 3'),
-    (dict(world_size=8, zero_stage=2, dp_replicate=3), 'dp_replicate=3 does not divide the data-parallel degree, 8'),
+    (dict(world_size=8, tp=3),
+     'tp=3 × cp=1 × pp=1 is 3, which does not divide the 8 process.*1, 2, 4, 8, or start a multiple of 3'),
+    (dict(world_size=8, zero_stage=2, dp_replicate=3),
+     'dp_replicate=3 does not divide the data-parallel degree, 8'),
     (dict(world_size=8, dp_replicate=2), 'zero_stage is 0: set zero_stage to 2 or 3'),
-    (dict(zero_stage=4), 'zero_stage is 4'), (dict(pp=0), 'pp is 0'), (dict(pp_schedule='zb'), "pp_schedule is 'zb'"),
+    (dict(zero_stage=4), 'zero_stage is 4'),
+    (dict(pp=0), 'pp is 0'),
+    (dict(pp_schedule='zb'), "pp_schedule is 'zb'"),
 ], ids=str)
 def test_degrees_that_do_not_fit_are_one_sentence(keys, message):
     with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):

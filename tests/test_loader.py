@@ -1,4 +1,4 @@
-"""The loader: every token of an epoch once, whatever the shards and the processes; and data that cannot be is refused."""
+"""The loader reads every token of an epoch once, whatever the shards and processes, and refuses bad data."""
 import json
 import pickle
 import tempfile
@@ -32,16 +32,21 @@ def load(folder, split='train', block_size=4, vocab_size=65536, meta=U16, seed=1
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 2 ** 32))
+@given(st.data(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4),
+       st.integers(0, 2 ** 32))
 def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batch_size, accumulation, seed):
-    """By all processes and micro-steps together, as train.py asks for them, over three epochs and the batches between."""
+    """All processes and micro-steps together read every token once, as train.py asks for the batches.
+
+    This covers three epochs and the batches that span two epochs.
+    """
     n = data.draw(st.integers(block_size + 1, 120), 'tokens')
     cuts = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=3), 'shards'))
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as whole:
         for i, piece in enumerate(np.split(np.arange(n), cuts)):  # a token's id is its place
             write(f'{folder}/train_{i}.bin', piece, header=data.draw(st.booleans(), 'header'))
         write(f'{whole}/train.bin', np.arange(n))
-        loader, one_file = (load(where, block_size=block_size, vocab_size=n, seed=seed) for where in (folder, whole))
+        loader, one_file = (load(where, block_size=block_size, vocab_size=n, seed=seed)
+                            for where in (folder, whole))
 
         global_batch, per_epoch, seen = batch_size * accumulation, n // block_size, {}
         layout = Layout(world_size)
@@ -49,7 +54,9 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
         assert micro_batch <= batch_size
         iterations = -(-3 * per_epoch // global_batch)
         for rank in range(world_size):
-            batches = Batches(loader, lambda i: loader.train_starts(i * global_batch + np.arange(global_batch)), micro_steps,
+            batches = Batches(loader,
+                              lambda i: loader.train_starts(i * global_batch + np.arange(global_batch)),
+                              micro_steps,
                               rows=lambda total, step: layout.rows(rank, total, micro_batch, step),
                               positions=layout.positions(rank, block_size), device=torch.device('cpu'))
             for iteration, micro_step in np.ndindex(iterations, micro_steps):
@@ -71,7 +78,8 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
 
 def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
     write(tmp_path / 'train.bin', np.arange(4001))
-    orders = [load(tmp_path, seed=seed).train_starts(1000 * epoch + np.arange(1000)) for seed in (1, 2) for epoch in (0, 1)]
+    orders = [load(tmp_path, seed=seed).train_starts(1000 * epoch + np.arange(1000))
+              for seed in (1, 2) for epoch in (0, 1)]
     for i, a in enumerate(orders):
         assert (np.diff(a) == 4).sum() < 10  # nor are they in the order of the text
         for b in orders[:i]:  # 1 of 1000 is in the same place by chance
@@ -80,10 +88,14 @@ def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
 
 @pytest.mark.parametrize('shuffle_block', [1, 7, 4096])
 def test_the_order_of_training_never_changes(tmp_path, monkeypatch, shuffle_block):
-    """Not even with the number of sequences shuffled at a time: a run that resumes continues in the order it began with."""
+    """The order does not depend on how many sequences are shuffled at a time.
+
+    A run that resumes continues in the order that it began with.
+    """
     monkeypatch.setattr(data.loader, 'SHUFFLE_BLOCK', shuffle_block)
     write(tmp_path / 'train.bin', np.arange(4001))
-    assert load(tmp_path).train_starts(np.array([0, 7, -1, 999, 1000, 1003, 2500])).tolist() == [4457, 5365, -1, 2253, 4930, 4610, 1650]
+    starts = load(tmp_path).train_starts(np.array([0, 7, -1, 999, 1000, 1003, 2500]))
+    assert starts.tolist() == [4457, 5365, -1, 2253, 4930, 4610, 1650]
 
 
 @pytest.mark.parametrize('n', [*range(1, 70), 255, 256, 257, 1000, 4096, 4097, 10007])
@@ -122,7 +134,8 @@ def test_evaluation_set_is_fixed_even_and_without_overlap(block_size, extra, cou
             assert (x[:, 0].numpy() == starts).all() and (y == x + 1).all()
 
 
-@pytest.mark.parametrize('names', [['train.bin'], ['train_01.bin', 'train_02.bin'], ['set_train_01.bin', 'set_train_02.bin']])
+@pytest.mark.parametrize('names', [
+    ['train.bin'], ['train_01.bin', 'train_02.bin'], ['set_train_01.bin', 'set_train_02.bin']])
 @pytest.mark.parametrize('dtype, first', [('uint16', 0), ('uint32', 100_000)])
 @pytest.mark.parametrize('header', [False, True])
 def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
@@ -137,7 +150,7 @@ def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
     assert loader.read(45, 60).tolist() == [*tokens[45:], *tokens, *tokens[:5]]
 
 
-# --- what cannot be read ------------------------------------------------------------------------------------------------
+# --- what cannot be read ------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name, content, message', [
     ('train.bin', b'odd', 'train.bin should hold .* but is 3 bytes'),
@@ -146,7 +159,8 @@ def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
     ('train.bin', dict(tokens=range(100), header=True, count=101), 'should hold 101 tokens'),
     ('train.bin', dict(tokens=range(100), header=True, count=99), 'should hold 99 tokens'),
     ('train.bin', dict(tokens=range(100), header=True, version=2), 'header of version 2'),
-    ('train.bin', dict(tokens=range(99)), 'train.bin should hold 100 tokens'),  # says the meta.json of the test
+    # The metadata of the test says that each file holds 100 tokens.
+    ('train.bin', dict(tokens=range(99)), 'train.bin should hold 100 tokens'),
     ('train_2.bin', dict(tokens=range(99)), 'train_2.bin should hold 100 tokens'),
     ('train.bin', dict(tokens=[*range(99), 200]), 'train.bin holds the token 200, but vocab_size is 200'),
     ('train_2.bin', dict(tokens=[200] + [0] * 99), 'train_2.bin holds the token 200, but vocab_size is 200'),
@@ -178,7 +192,8 @@ def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch)
 def test_too_few_tokens_name_the_block_size_that_would_do(tmp_path):
     write(tmp_path / 'train.bin', range(10))
     assert load(tmp_path, block_size=9).batch(np.array([0]))[1].tolist() == [list(range(1, 10))]
-    with pytest.raises(ValueError, match='10 tokens in its train split.*block_size=10 needs 11: set block_size to 9'):
+    message = '10 tokens in its train split.*block_size=10 needs 11: set block_size to 9'
+    with pytest.raises(ValueError, match=message):
         load(tmp_path, block_size=10)
 
 
@@ -193,16 +208,18 @@ def test_meta_pkl_is_never_unpickled(tmp_path):
     assert read_meta(tmp_path) == U16 and not (tmp_path / 'it ran').exists()
 
 
-@pytest.mark.parametrize('text', ['', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
-                                  '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
+@pytest.mark.parametrize('text', [
+    '', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
+    '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
 def test_bad_meta_json_is_exit_on_error_that_names_it(tmp_path, text):
-    assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')  # where there is none
+    # Without a meta.json, the tokens are GPT-2's.
+    assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
     (tmp_path / 'meta.json').write_text(text)
     with pytest.raises(ValueError, match='^[^\n]*meta.json[^\n]*$'):
         read_meta(tmp_path)
 
 
-# --- reading ahead ------------------------------------------------------------------------------------------------------
+# --- reading ahead ------------------------------------------------------------------------------------------
 
 def test_prefetcher_gives_what_direct_calls_would():
     prepared, ahead = [], threading.Event()
@@ -213,7 +230,8 @@ def test_prefetcher_gives_what_direct_calls_would():
         return step * step
     fetch = Prefetcher(prepare)
     assert [fetch(step) for step in range(4)] == [0, 1, 4, 9]
-    assert ahead.wait(10) and prepared == [0, 1, 2, 3, 4]  # the next one is ready before it is asked for, and none twice
+    # The next step is ready before it is asked for, and no step is prepared twice.
+    assert ahead.wait(10) and prepared == [0, 1, 2, 3, 4]
     assert [fetch(step) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
 
 

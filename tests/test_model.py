@@ -1,7 +1,8 @@
-"""The model against transformers' GPT-2, against itself with a cache, and against the papers' formulas in float64.
+"""The model against transformers' GPT-2, itself with a cache, and the papers' formulas in float64.
 
-Tolerances: float32 carries 6e-8 of a number. Logits here are of magnitude 1 to 10, sums of a few hundred products through two
-blocks, so 1e-4 leaves room for the order of the sums and is far below the effect of any wrong formula.
+Tolerances: float32 carries 6e-8 of a number. Logits here are of magnitude 1 to 10, sums of a few hundred
+products through two blocks, so 1e-4 leaves room for the order of the sums and is far below the effect of any
+wrong formula.
 """
 import math
 import subprocess
@@ -17,15 +18,19 @@ from kilogpt.weights import pad_rows, read_weights
 from model import GPT, GPTConfig, rotate
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
-MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False, softcap=5.0, bias=False)
-VARIANTS = dict(default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
-                swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'), qk_norm=dict(qk_norm=True),
-                grouped=dict(n_kv_head=2), multi_query=dict(n_kv_head=1), untied=dict(tie_weights=False),
-                softcap=dict(softcap=2.0), widths=dict(n_hidden=40, head_width=12, norm_eps=0.1),
-                foreign=MODERN | dict(mlp='swiglu', n_hidden=40, head_width=12, norm_eps=0.1, rope_theta=100.0),
-                modern=MODERN, modern_swiglu=MODERN | dict(mlp='swiglu', n_kv_head=1, bias=True))
+MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False,
+              softcap=5.0, bias=False)
+VARIANTS = dict(
+    default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
+    swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'),
+    qk_norm=dict(qk_norm=True), grouped=dict(n_kv_head=2), multi_query=dict(n_kv_head=1),
+    untied=dict(tie_weights=False), softcap=dict(softcap=2.0),
+    widths=dict(n_hidden=40, head_width=12, norm_eps=0.1),
+    foreign=MODERN | dict(mlp='swiglu', n_hidden=40, head_width=12, norm_eps=0.1, rope_theta=100.0),
+    modern=MODERN, modern_swiglu=MODERN | dict(mlp='swiglu', n_kv_head=1, bias=True))
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
-few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN], ids=['default', 'rope', 'modern'])
+few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN],
+                                       ids=['default', 'rope', 'modern'])
 
 
 def seeded(seed):
@@ -37,7 +42,7 @@ def tokens(*shape, seed=0):
 
 
 def build(options=(), scale=0.25):
-    """A tiny model with every parameter random (norms, biases, padding rows) and large enough that each of them matters."""
+    """A tiny model with random parameters (norms, biases, padding rows), large enough that each matters."""
     model, generator = GPT(GPTConfig(**TINY | dict(options))).eval(), seeded(0)
     with torch.no_grad():
         for p in model.parameters():
@@ -45,15 +50,16 @@ def build(options=(), scale=0.25):
     return model
 
 
-# --- against transformers -----------------------------------------------------------------------------------------------
+# --- against transformers -----------------------------------------------------------------------------------
 
 @pytest.fixture(scope='module', params=['gelu_new', 'gelu'])
 def gpt2(request, tmp_path_factory):
     """transformers' model, ours with its weights, the folder between them."""
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(0)
-    theirs = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0,
-                                        eos_token_id=0, initializer_range=0.2, activation_function=request.param)).eval()
+    theirs = GPT2LMHeadModel(GPT2Config(
+        vocab_size=97, n_positions=16, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0,
+        initializer_range=0.2, activation_function=request.param)).eval()
     with torch.no_grad():
         for p in theirs.parameters():  # biases and norms are trivial at the start, and would hide a mix-up
             p.add_(0.1 * torch.randn_like(p))
@@ -70,32 +76,38 @@ def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
     theirs, ours, _ = gpt2
     idx = tokens(3, 16)
     torch.testing.assert_close(ours(idx), theirs(idx).logits, atol=1e-4, rtol=0)
-    torch.testing.assert_close(ours(idx[:, :-1], idx[:, 1:]) / (3 * 15), theirs(idx, labels=idx).loss, atol=1e-4, rtol=0)
+    mean_loss = ours(idx[:, :-1], idx[:, 1:]) / (3 * 15)
+    torch.testing.assert_close(mean_loss, theirs(idx, labels=idx).loss, atol=1e-4, rtol=0)
     text = theirs.generate(idx[:, :5], max_new_tokens=11, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert ours.generate(idx[:, :5], 11, temperature=0).equal(text)
 
 
-@pytest.mark.parametrize('missing, present', [('model.safetensors', 'config.json'), ('config.json', 'model.safetensors')])
+@pytest.mark.parametrize('missing, present', [
+    ('model.safetensors', 'config.json'), ('config.json', 'model.safetensors')])
 def test_incomplete_folders_are_refused(tmp_path, missing, present):
     (tmp_path / present).write_text('{}')
     with pytest.raises(OSError, match=f'has no {missing}'):
         read_weights(str(tmp_path))
 
 
-@pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')], ids=['offline', 'unreachable'])
+@pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')],
+                         ids=['offline', 'unreachable'])
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path, env):
-    code = 'from kilogpt import configurator, weights\nwith configurator.exit_on_error(): weights.read_weights("gpt2")'
+    code = ('from kilogpt import configurator, weights\n'
+            'with configurator.exit_on_error(): weights.read_weights("gpt2")')
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path), **env))
     assert done.returncode == 1 and 'Traceback' not in done.stderr
-    assert done.stderr.splitlines()[-1].startswith('error: gpt2 is neither a folder nor in the Hugging Face cache')
+    last_line = done.stderr.splitlines()[-1]
+    assert last_line.startswith('error: gpt2 is neither a folder nor in the Hugging Face cache')
 
 
-# --- against the formulas -----------------------------------------------------------------------------------------------
+# --- against the formulas -----------------------------------------------------------------------------------
 
 def reference(w, c, idx):
-    """Logits (T, vocab_size) of one sequence (T,): a loop over heads, an explicit causal softmax, rotation by complex numbers.
+    """Logits (T, vocab_size) of one sequence (T,), from the formulas.
 
+    A loop runs over the heads, the causal softmax is explicit, and complex numbers do the rotation.
     w: weights in float64 by name; c: the GPTConfig.
     """
     T, D = len(idx), c.head_width
@@ -104,7 +116,8 @@ def reference(w, c, idx):
         return x @ w[f'{name}.weight'].T + w.get(f'{name}.bias', 0)
 
     def rms(x, name):  # Zhang and Sennrich 2019, (4)
-        return x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt() * w[f'{name}.weight'] + w.get(f'{name}.bias', 0)
+        normalized = x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
+        return normalized * w[f'{name}.weight'] + w.get(f'{name}.bias', 0)
 
     def norm(x, name):  # LayerNorm is RMSNorm of the centred x
         return rms(x - x.mean(-1, keepdim=True) if c.norm == 'layernorm' else x, name)
@@ -112,15 +125,18 @@ def reference(w, c, idx):
     def turn(x):  # RoFormer (Su et al. 2021), 3.2.2: pair j of position t turns by t * theta^(-2j/D)
         if c.pos != 'rope':
             return x
-        angle = torch.arange(T).double()[:, None] * torch.tensor([c.rope_theta ** (-2 * j / D) for j in range(D // 2)])
+        frequencies = torch.tensor([c.rope_theta ** (-2 * j / D) for j in range(D // 2)])
+        angle = torch.arange(T).double()[:, None] * frequencies
         z = torch.complex(x[:, :D // 2], x[:, D // 2:]) * torch.exp(1j * angle)
         return torch.cat((z.real, z.imag), -1)
 
     def attention(x, name):
         heads = []
         for h in range(c.n_head):
-            g = h // (c.n_head // c.n_kv_head)  # consecutive query heads share a key/value head (Ainslie et al. 2023)
-            q, k, v = (linear(x, f'{name}.c_{p}')[:, i * D:(i + 1) * D] for p, i in (('q', h), ('k', g), ('v', g)))
+            # Consecutive query heads share a key/value head (Ainslie et al. 2023).
+            g = h // (c.n_head // c.n_kv_head)
+            q, k, v = (linear(x, f'{name}.c_{p}')[:, i * D:(i + 1) * D]
+                       for p, i in (('q', h), ('k', g), ('v', g)))
             if c.qk_norm:
                 q, k = rms(q, f'{name}.q_norm'), rms(k, f'{name}.k_norm')
             weights = (turn(q) @ turn(k).T / math.sqrt(D)).exp().tril()
@@ -155,7 +171,10 @@ def reference(w, c, idx):
 @pytest.mark.parametrize('in_parts', [False, True])
 @variants
 def test_logits_loss_and_gradients_equal_the_formulas(monkeypatch, options, in_parts):
-    """The loss: a sum over the valid targets, with none of the probability in the padding rows; also from four targets at a time."""
+    """The loss is a sum over the valid targets, with none of the probability in the padding rows.
+
+    in_parts: the loss is computed from four targets at a time.
+    """
     model, idx, targets = build(options), tokens(2, 12), tokens(2, 12, seed=1)
     rows, of_logits = [], model.loss.of_logits  # rows: of each part that the loss is computed from
 
@@ -180,9 +199,11 @@ def test_logits_loss_and_gradients_equal_the_formulas(monkeypatch, options, in_p
     (3 * loss).backward()
     (3 * expected_loss).backward()
     largest = max(p.grad.abs().max() for p in w.values())
-    for name, p in model.named_parameters():  # what is summed may cancel (in c_k.bias to zero): a floor of 1e-6 of the largest
+    # The terms of a gradient may cancel (in c_k.bias to zero), hence a floor of 1e-6 of the largest gradient.
+    for name, p in model.named_parameters():
         error = (p.grad - w[name].grad).abs().max()
-        assert error < 1e-4 * w[name].grad.abs().max() + 1e-6 * largest, f'gradient of {name} is off by {error:.1e}'
+        tolerance = 1e-4 * w[name].grad.abs().max() + 1e-6 * largest
+        assert error < tolerance, f'gradient of {name} is off by {error:.1e}'
 
 
 def test_rope_depends_on_the_distance_alone():
@@ -198,7 +219,7 @@ def test_rope_depends_on_the_distance_alone():
     assert abs(score(5, 0) - score(6, 0)) > 1e-2
 
 
-# --- weights, sizes, configs --------------------------------------------------------------------------------------------
+# --- weights, sizes, configs --------------------------------------------------------------------------------
 
 def test_weights_depend_on_seed_and_name_alone():
     def weights(seed=1337, **options):
@@ -221,7 +242,9 @@ def test_weights_start_as_gpt2s():
     for name, p in model.named_parameters():
         if p.dim() == 1:
             assert p.eq(name.endswith('weight')).all(), name
-        else:  # a standard deviation from n draws errs by 1/sqrt(2n): 0.6% for the 16,384 of the smallest matrix
+        else:
+            # A standard deviation from n draws errs by 1/sqrt(2n): 0.6% for the 16,384 draws of the smallest
+            # matrix.
             std = 0.02 / math.sqrt(16) if 'c_proj' in name else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.03) and abs(p.mean().item()) < 0.03 * std, name
     tied = GPT(GPTConfig(**TINY))
@@ -234,19 +257,25 @@ def test_builds_on_the_meta_device_and_runs_in_bfloat16(options):
         model = GPT(GPTConfig(**TINY | options))
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])
     loss, low = (m(tokens(2, 16), tokens(2, 16, seed=1)) for m in (build(options), build(options).bfloat16()))
-    assert low.dtype == torch.float32 and low.item() == pytest.approx(loss.item(), rel=0.05)  # bfloat16 keeps 8 bits
+    # bfloat16 keeps 8 bits.
+    assert low.dtype == torch.float32 and low.item() == pytest.approx(loss.item(), rel=0.05)
 
 
 def test_gpt2s_size():
     with torch.device('meta'):
-        assert GPT(GPTConfig()).num_params() == 124_439_808 + (50304 - 50257) * 768  # the published weights, padding rows
+        # The two terms are the published weights and the padding rows.
+        assert GPT(GPTConfig()).num_params() == 124_439_808 + (50304 - 50257) * 768
 
 
 @variants
 def test_flops_per_token_equals_what_the_operations_count(options):
-    """Exactly: PyTorch counts all of the causal square, the formula the half that is needed, so one attention is added."""
+    """The counts are equal exactly, once one attention is added.
+
+    PyTorch counts all of the causal square, the formula only the half that is needed.
+    """
     model, T = build(options), 12
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    backend = torch.nn.attention.SDPBackend.MATH
+    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(backend):
         model(tokens(2, T), tokens(2, T)).backward()
     attention = 6 * model.config.n_layer * T * model.config.n_head * model.config.head_width
     assert counter.get_total_flops() == 2 * T * (model.flops_per_token(T) + attention)
@@ -254,13 +283,15 @@ def test_flops_per_token_equals_what_the_operations_count(options):
 
 @pytest.mark.parametrize('bad, message', [
     (dict(n_embd=30), 'n_embd=30 is not divisible by n_head=4: n_embd=32'),
-    (dict(n_kv_head=3), 'n_kv_head=3 .* n_head=4'), (dict(n_kv_head=-1), 'n_kv_head'), (dict(n_kv_head=8), 'n_kv_head'),
+    (dict(n_kv_head=3), 'n_kv_head=3 .* n_head=4'),
+    (dict(n_kv_head=-1), 'n_kv_head'), (dict(n_kv_head=8), 'n_kv_head'),
     (dict(pos='alibi'), "pos is 'alibi': choose one of learned, rope"),
     (dict(norm='batchnorm'), "norm is 'batchnorm': choose one of layernorm, rmsnorm"),
     (dict(mlp='tanh'), "mlp is 'tanh': choose one of gelu, gelu_tanh, relu2, swiglu"),
     (dict(pos='rope', n_embd=20), 'pos=rope .* n_embd'), (dict(softcap=-1.0), 'softcap is -1.0'),
     (dict(dropout=1.0), 'dropout is 1.0'), (dict(dropout=-0.1), 'dropout is -0.1'),
-    *((dict([(key, 0)]), f'{key} is 0') for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')),
+    *((dict([(key, 0)]), f'{key} is 0')
+      for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')),
 ], ids=str)
 def test_impossible_configs_are_exit_on_error(bad, message):
     with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):
@@ -272,7 +303,7 @@ def test_dropout_is_on_in_training_alone():
     assert model(idx).equal(build()(idx)) and not model.train()(idx).equal(model(idx))
 
 
-# --- the cache, and sampling --------------------------------------------------------------------------------------------
+# --- the cache, and sampling --------------------------------------------------------------------------------
 
 @variants
 @torch.no_grad()
@@ -280,8 +311,10 @@ def test_logits_with_a_cache_equal_those_without(options):
     model, idx = build(options), tokens(3, 16)
     for chunks in ([16], [1] * 16, [5, 1, 1, 6, 3], [15, 1]):
         cache = model.new_cache(3)
-        logits = torch.cat([model(chunk, cache=cache) for chunk in idx.split(chunks, dim=1)], dim=1)  # of each chunk's last
-        torch.testing.assert_close(logits, model(idx)[:, torch.tensor(chunks).cumsum(0) - 1], atol=1e-4, rtol=0)
+        # With a cache, the model returns the logits of each chunk's last position.
+        logits = torch.cat([model(chunk, cache=cache) for chunk in idx.split(chunks, dim=1)], dim=1)
+        last_positions = torch.tensor(chunks).cumsum(0) - 1
+        torch.testing.assert_close(logits, model(idx)[:, last_positions], atol=1e-4, rtol=0)
     with pytest.raises(ValueError, match='17 positions, but block_size is 16'):
         model(idx[:, :1], cache=cache)
 
@@ -317,11 +350,15 @@ def test_samples_of_one_prompt_share_its_reading(options):
 
 @few_variants
 def test_the_compiled_step_is_one_graph_for_all_tokens(options):
-    """Traced once, at whatever position, and without a number that only the device knows, which no CUDA graph can have."""
+    """The step is traced once, whatever the position.
+
+    The graph does not read a number that only the device knows, because a CUDA graph cannot.
+    """
     model, idx, graphs = build(options), tokens(2, 3), []
     expected = model.generate(idx, 20, temperature=0)  # past block_size
     torch.compiler.reset()
-    model.compile(backend=lambda graph, inputs: graphs.append(graph.code) or graph, fullgraph=True, dynamic=False)
+    model.compile(backend=lambda graph, inputs: graphs.append(graph.code) or graph,
+                  fullgraph=True, dynamic=False)
     assert model.generate(idx, 20, temperature=0).equal(expected)
     assert model.generate(expected[:, :5], 18, temperature=0).equal(expected)
     assert len(graphs) == 1 and 'item()' not in graphs[0]
@@ -338,20 +375,23 @@ class FixedLogits(GPT):
         return self.values.expand(*idx.shape, 8)
 
     def draw(self, rows, *arguments, **sampling):
-        return self.generate(torch.zeros(rows, 1, dtype=torch.long), *arguments, generator=seeded(0), **sampling)[:, 1:]
+        prompt = torch.zeros(rows, 1, dtype=torch.long)
+        return self.generate(prompt, *arguments, generator=seeded(0), **sampling)[:, 1:]
 
 
 @pytest.mark.parametrize('temperature, top_k, top_p, support', [
-    (1.0, None, None, 8), (0.5, None, None, 8), (2.0, 2, None, 2), (1.0, 1, None, 1), (1.0, 100, 1.0, 8), (1.0, None, 0.5, 2),
-    (1.0, None, 1e-6, 1), (1.5, None, 0.9, 6), (1.0, 2, 0.6, 1), (3.0, 6, 0.8, 5)])
+    (1.0, None, None, 8), (0.5, None, None, 8), (2.0, 2, None, 2), (1.0, 1, None, 1), (1.0, 100, 1.0, 8),
+    (1.0, None, 0.5, 2), (1.0, None, 1e-6, 1), (1.5, None, 0.9, 6), (1.0, 2, 0.6, 1), (3.0, 6, 0.8, 5)])
 def test_sampling_draws_from_the_stated_distribution(temperature, top_k, top_p, support):
     weights = [math.exp(value / temperature) for value in FixedLogits.values.tolist()]  # the likeliest first
     kept = weights[:top_k]
-    while top_p and sum(kept[:-1]) >= top_p * sum(weights[:top_k]):  # the fewest that reach top_p of what top_k left
+    # Keep the fewest tokens that reach top_p of the probability that top_k left.
+    while top_p and sum(kept[:-1]) >= top_p * sum(weights[:top_k]):
         kept.pop()
     assert len(kept) == support
     n = 40_000
-    counts = FixedLogits().draw(n, 1, temperature=temperature, top_k=top_k, top_p=top_p).flatten().bincount(minlength=8)
+    drawn = FixedLogits().draw(n, 1, temperature=temperature, top_k=top_k, top_p=top_p)
+    counts = drawn.flatten().bincount(minlength=8)
     for token, count in enumerate(counts.tolist()):
         p = kept[token] / sum(kept) if token < support else 0
         assert abs(count / n - p) <= 4 * math.sqrt(p * (1 - p) / n), token  # four standard errors

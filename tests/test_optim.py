@@ -1,4 +1,8 @@
-"""Learning-rate schedules against nanoGPT's formula and their definitions; AdamW's groups; Muon against PyTorch's and its definition."""
+"""Learning-rate schedules, AdamW's groups and Muon.
+
+The schedules are compared with nanoGPT's formula and their definitions, Muon with PyTorch's Muon and its
+definition.
+"""
 import math
 
 import pytest
@@ -22,7 +26,8 @@ def remaining(schedule, it, warmup, decay):
 
 @pytest.mark.parametrize('schedule', ['cosine', 'linear', 'wsd'])
 @pytest.mark.parametrize('warmup, decay, floor', [
-    (20, 200, 6e-5), (0, 7, 0.0), (190, 200, 6e-5), (200, 200, 6e-5), (1, 3, 0.0), (2000, 600_000, 6e-5), (5, 3, 0.0)])
+    (20, 200, 6e-5), (0, 7, 0.0), (190, 200, 6e-5), (200, 200, 6e-5), (1, 3, 0.0), (2000, 600_000, 6e-5),
+    (5, 3, 0.0)])
 def test_schedules_are_their_formulas(schedule, warmup, decay, floor):
     """nanoGPT's get_lr(it), with the other schedules' decay in place of its cosine."""
     def get_lr(it):
@@ -40,15 +45,18 @@ def test_schedules_are_their_formulas(schedule, warmup, decay, floor):
     assert values[-1] == floor and values[top] <= PEAK * (1 + 1e-12)
     if warmup < decay:
         assert scheduled_lr(warmup, schedule, PEAK, floor, warmup, decay) == pytest.approx(PEAK)
-        assert scheduled_lr(decay - 1e-6, schedule, PEAK, floor, warmup, decay) == pytest.approx(floor, abs=1e-5 * PEAK)
+        last = scheduled_lr(decay - 1e-6, schedule, PEAK, floor, warmup, decay)
+        assert last == pytest.approx(floor, abs=1e-5 * PEAK)
 
 
 @pytest.mark.parametrize('tie', [True, False])
 def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
-    model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=tie, qk_norm=True))
+    model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=tie,
+                          qk_norm=True))
     optimizer = build_adamw(model.named_parameters(), 1e-3, 0.1, (0.8, 0.9))
     decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
-    assert sum(len(group['params']) for group in optimizer.param_groups) == len(decay) == len(list(model.parameters()))
+    n_parameters = sum(len(group['params']) for group in optimizer.param_groups)
+    assert n_parameters == len(decay) == len(list(model.parameters()))
     for name, p in model.named_parameters():
         is_matrix = name.endswith('weight') and 'ln_' not in name and '_norm' not in name
         assert decay[id(p)] == (0.1 if is_matrix else 0), name
@@ -57,15 +65,21 @@ def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
 
 @pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='torch 2.11 need not have it')
 def test_muon_is_pytorchs_and_adamw_for_the_rest():
-    """Five steps, to the bit: the same products, only several matrices at a time. An update that found_inf leaves out leaves no trace."""
+    """Five steps are equal to the bit: the products are the same, only several matrices at a time.
+
+    An update that found_inf skips leaves no trace.
+    """
     def parameters():
         torch.manual_seed(0)
         shapes = {'h.0.a': (48, 32), 'wte': (50, 32), 'h.0.b': (32, 48), 'h.1.a': (48, 32), 'h.0.norm': (32,)}
         return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     ours, theirs = parameters(), parameters()
     matrices = ('h.0.a', 'h.0.b', 'h.1.a')
-    references = (torch.optim.Muon([theirs[name] for name in matrices], lr=1e-2, weight_decay=0.1, momentum=0.95, adjust_lr_fn='match_rms_adamw'),
-                  build_adamw([(name, theirs[name]) for name in theirs if name not in matrices], 1e-2, 0.1, (0.9, 0.95)))
+    references = (
+        torch.optim.Muon([theirs[name] for name in matrices], lr=1e-2, weight_decay=0.1, momentum=0.95,
+                         adjust_lr_fn='match_rms_adamw'),
+        build_adamw([(name, theirs[name]) for name in theirs if name not in matrices],
+                    1e-2, 0.1, (0.9, 0.95)))
     optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), blocks='h')
     for step in range(5):
         if step in (0, 2):
@@ -88,7 +102,10 @@ def test_muon_is_pytorchs_and_adamw_for_the_rest():
 
 @pytest.mark.parametrize('shape', [(3, 16, 16), (2, 40, 12), (2, 12, 40)])
 def test_orthogonalize_keeps_the_directions_and_levels_the_sizes(shape):
-    """Against the SVD in float64: singular vectors stay, singular values from 0.3 of the largest on come to lie in 0.65 to 1.25."""
+    """Against the SVD in float64: singular vectors stay, singular values move into 0.65 to 1.25.
+
+    The singular values tested are from 0.3 of the largest to the largest.
+    """
     torch.manual_seed(0)
     m = min(shape[1:])
     u, v = (torch.linalg.qr(torch.randn(shape[0], n, m, dtype=torch.float64))[0] for n in shape[1:])

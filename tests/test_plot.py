@@ -46,7 +46,8 @@ def test_picture_of_folders_and_a_text(folder, tmp_path):
     second = folder(evaluation(0, 4.1), training(1), name='out-b')
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
     picture = tmp_path / 'runs.png'
-    run_script('kilogpt.plot', first, second, f'nanoGPT={tmp_path}/nanogpt.log', '--x=seconds', f'--out={picture}')
+    run_script('kilogpt.plot', first, second, f'nanoGPT={tmp_path}/nanogpt.log', '--x=seconds',
+               f'--out={picture}')
     assert picture.read_bytes().startswith(b'\x89PNG')
 
 

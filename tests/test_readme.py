@@ -23,7 +23,7 @@ FEW_TOKENS = '--device=cpu --num_samples=2 --max_new_tokens=8'
 BENCH = f'{SHAPE} --gradient_accumulation_steps=8 --iters=2 --warmup=0'
 
 
-# --- the commands ----------------------------------------------------------------------------------------
+# --- the commands -------------------------------------------------------------------------------------------
 
 def step(command, extra='', nproc=1, stdin=''):
     """A command as a page shows it, with the arguments that make it small, run in nproc processes."""
@@ -45,26 +45,30 @@ FIGURE = [
     step('python train.py config/quickstart.py', SMALL),
     step('python train.py config/shakespeare_cpu.py', SMALL),
     step('python train.py config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 '
-         '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 '
-         '--lr_decay_iters=2000 --dropout=0.0', SMALL),
+         '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 '
+         '--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0', SMALL),
     step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "the same command line=out-shakespeare-char" '
-         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" --x=seconds --out=assets/loss.png'),
+         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" --x=seconds '
+         '--out=assets/loss.png'),
 ]
 SESSIONS = dict(
     own_text=[
-        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks", '--num_proc=1'),
+        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks",
+             '--num_proc=1'),
         step('python train.py config/quickstart.py --dataset=mybooks --out_dir=out-mybooks', SMALL),
         step('python train.py config/finetune_shakespeare.py --init_from=out-mybooks --block_size=64', SMALL),
     ],
     own_settings=[
-        step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False', SMALL),
+        step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False',
+             SMALL),
         step('python train.py out-shakespeare-char/config.json --seed=1 --out_dir=out-seed-1'),
         step('python -m kilogpt.convert export out-shakespeare-char ckpt.pt'),
         step('python -m kilogpt.convert import ckpt.pt out-imported'),
         step('python -m kilogpt.convert inspect out-imported'),
         step('python train.py config/finetune_shakespeare.py --init_from=nanoGPT/out/ckpt.pt', SMALL),
         step('python sample.py --init_from=nanoGPT/out/ckpt.pt --start="Once"', FEW_TOKENS),
-        step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt --dataset=shakespeare_char'),
+        step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt '
+             '--dataset=shakespeare_char'),
     ],
     help=[
         step('python train.py --help'),
@@ -113,16 +117,19 @@ SLOW_SESSIONS = dict(
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10 --iters=40',
              BENCH + ' --saves=1 --iters=3'),
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=8 --iters=28 --batch_size=1 '
-             '--gradient_accumulation_steps=1 --block_size=64 --compile=False', BENCH + ' --saves=1 --iters=3'),
+             '--gradient_accumulation_steps=1 --block_size=64 --compile=False',
+             BENCH + ' --saves=1 --iters=3'),
         step('python bench.py config/quickstart.py --profile', BENCH),
-        step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 --n_embd=256 '
-             '--block_size=256 --random_tokens=256 --batch_size=4 --gradient_accumulation_steps=2 --iters=10 '
-             '--warmup=3 --scaling=1,2 --zero_stage=0', BENCH + ' --scaling=1'),
+        step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 '
+             '--n_embd=256 --block_size=256 --random_tokens=256 --batch_size=4 '
+             '--gradient_accumulation_steps=2 --iters=10 --warmup=3 --scaling=1,2 --zero_stage=0',
+             BENCH + ' --scaling=1'),
         step('python -m kilogpt.versus --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
         step('python -m kilogpt.versus --part=start config/quickstart.py --rounds=5', f'{SHAPE} --rounds=1'),
         step('OMP_NUM_THREADS=1 python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 '
              '--n_head=4 --n_embd=256 --block_size=256 --random_tokens=256 --batch_size=2 '
-             '--gradient_accumulation_steps=4 --nproc_per_node=2 --iters=4 --layouts="dp1; dp2; dp2 zero2; dp2 zero3; tp2; cp2; pp2 gpipe; '
+             '--gradient_accumulation_steps=4 --nproc_per_node=2 --iters=4 '
+             '--layouts="dp1; dp2; dp2 zero2; dp2 zero3; tp2; cp2; pp2 gpipe; '
              'pp2 1f1b; pp2 interleaved1f1b; pp2 interleavedzb; pp2 zbv; pp2 dualpipev"',
              BENCH + ' --layouts="tp2"'),
     ],
@@ -134,7 +141,8 @@ NEEDS = {
     'pip install': 'a package index: .ci/run installs both requirements files',
     'python -m pytest': 'to be this very program: .ci/run runs the default tests and the slow ones',
     'python sample.py --init_from=gpt2-xl': 'a download of 6 GB: test_sample.py has a small folder',
-    'python train.py config/finetune_shakespeare.py --init_from=gpt2': 'a download: test_train.py has a folder',
+    'python train.py config/finetune_shakespeare.py --init_from=gpt2':
+        'a download: test_train.py has a folder',
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
@@ -186,7 +194,8 @@ def checkout(tmp_path):
     shutil.copytree(ROOT, folder, ignore=unwanted)
     for name in ('shakespeare_char', 'shakespeare', 'openwebtext'):
         write_random_tokens(folder / 'data' / name, len(string.printable), count=2 ** 13)
-        meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char', chars=string.printable)
+        meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char',
+                    chars=string.printable)
         (folder / 'data' / name / 'meta.json').write_text(json.dumps(meta))
     for name in ('books', 'documents', 'nanoGPT/out'):
         (folder / name).mkdir(parents=True)
@@ -201,7 +210,10 @@ def checkout(tmp_path):
 
 
 def run_step(step, checkout, **env):
-    """Run a step in a copy of the repository, as a user would type it there; what helpers.run_forked returns."""
+    """Run a step in a copy of the repository, as a user would type it there.
+
+    Return what helpers.run_forked returns.
+    """
     words = shlex.split(step.command) + shlex.split(step.extra)
     while '=' in words[0]:
         name, _, env[name] = words.pop(0).partition('=')
@@ -212,15 +224,19 @@ def run_step(step, checkout, **env):
     if program == 'torchrun':  # test_faults.py tests its options; here processes are forked as it starts them
         words = words[words.index('train.py'):]
     script, *arguments = words
-    return run_forked(checkout / script, *arguments, nproc=step.nproc, stdin=step.stdin, cwd=checkout, env=env)
+    return run_forked(checkout / script, *arguments, nproc=step.nproc, stdin=step.stdin, cwd=checkout,
+                      env=env)
 
 
 def shape_of(line):
-    """A line of a log without its numbers. bfloat16 and float32 are the same: the default depends on the CPU."""
+    """A line of a log without its numbers.
+
+    bfloat16 and float32 are the same, because the default depends on the CPU.
+    """
     return re.sub(r'\d[\d.,:]*(e[+-]\d+)?', '#', line.replace('bfloat', 'float'))
 
 
-# --- tests -----------------------------------------------------------------------------------------------
+# --- tests --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', SESSIONS)
 def test_commands_run(name, checkout, vocabulary):
@@ -267,8 +283,9 @@ def test_readme_opens_with_the_two_commands():
 
 def test_nanogpts_command_line_for_a_cpu(dataset, tmp_path):
     """The command of nanoGPT's README as it is, but for the dataset and the number of iterations."""
-    arguments = ('config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 '
-                 '--block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --max_iters=2000 '
-                 '--lr_decay_iters=2000 --dropout=0.0').split()
-    done = run_forked('train.py', *arguments, f'--dataset={dataset}', f'--out_dir={tmp_path}', '--max_iters=2')
+    arguments = ('config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 '
+                 '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 '
+                 '--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0').split()
+    done = run_forked('train.py', *arguments, f'--dataset={dataset}', f'--out_dir={tmp_path}',
+                      '--max_iters=2')
     assert 'step 2: train loss' in done.stdout and (tmp_path / 'ckpt' / 'iter_00000002').exists()

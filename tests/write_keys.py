@@ -14,7 +14,8 @@ A value on the command line is read as the type of its key. Integers are accepte
 booleans are `true` or `false` in any case, and `--flag` alone means true. In a config file a key is an
 assignment, `n_layer = 6`.
 '''
-KEY = re.compile(r'  --(?P<key>\w+)=(?P<default>.+?) +(?P<type>(int|float|bool|str)( or None)?) +(?P<meaning>.+)')
+KEY = re.compile(r'  --(?P<key>\w+)=(?P<default>.+?) +'
+                 r'(?P<type>(int|float|bool|str)( or None)?) +(?P<meaning>.+)')
 
 
 def help_of(script):
@@ -32,7 +33,8 @@ def section(script, text):
         if found and not in_table:
             lines += ['', '| key | default | type | meaning |', '| --- | --- | --- | --- |']
         if found:
-            lines.append(f'| `{found["key"]}` | `{found["default"]}` | {found["type"]} | {found["meaning"]} |')
+            lines.append(f'| `{found["key"]}` | `{found["default"]}` '
+                         f'| {found["type"]} | {found["meaning"]} |')
         elif line:
             lines += ['', f'**{line}**']
         in_table = bool(found)
