@@ -19,9 +19,9 @@ if torch.cuda.is_available():
     max_iters = lr_decay_iters = 5000
 else:
     compile = False  # compiling would take longer than the run
-    eval_interval, eval_iters, log_interval = 165, 20, 15
+    eval_interval, eval_iters, log_interval = 160, 20, 20
     batch_size, block_size = 24, 64
     n_layer, n_head, n_embd = 4, 4, 128
     tie_weights, zero_init, optimizer = False, True, 'muon'
     learning_rate, min_lr, lr_schedule, warmup_iters = 6e-3, 0.0, 'linear', 5
-    max_iters = lr_decay_iters = 165
+    max_iters = lr_decay_iters = 160
