@@ -1,4 +1,4 @@
-# A first run, on Shakespeare letter by letter: about ten seconds on two CPU cores; on a GPU a model as
+# A first run, on Shakespeare letter by letter: ten to fifteen seconds on two CPU cores; on a GPU a model as
 # large as nanoGPT's baby GPT. The blocks are Qwen3's (RoPE, RMSNorm, SwiGLU, grouped-query heads, QK-norm),
 # so that `python -m kilogpt.convert export` can write the model for other software.
 import torch

@@ -116,7 +116,7 @@ def test_tokenize_compares_commands_that_write_the_same_tokens(tmp_path, vocabul
     assert done.returncode == 1 and 'the two have written different tokens' in done.stdout
 
 
-@pytest.mark.matrix  # half a minute of launches
+@pytest.mark.slow
 def test_sample_draws_from_the_same_weights(tmp_path):
     (tmp_path / 'sample.py').write_text(SAMPLE)
     arguments = ['--part=sample', '--new_tokens=3', *TINIEST, '--rounds=1', '--json']
@@ -125,7 +125,7 @@ def test_sample_draws_from_the_same_weights(tmp_path):
     assert (tmp_path / 'calls').read_text() == '16 50257 3 cpu\n16 50257 1 cpu\n'
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_start_needs_no_checkout():
     arguments = ['--random_tokens=65', '--gradient_accumulation_steps=1', *TINIEST, '--rounds=1', '--json']
     row = json.loads(versus('--part=start', *arguments).stdout)
