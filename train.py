@@ -389,7 +389,7 @@ def log_training(update, iterations, seconds):
 # --- the loop -----------------------------------------------------------------------------------------------
 saves_checkpoints = keep_checkpoints > 0 or eval_iters > 0
 saved_iteration, saved_time = iteration, time.monotonic()
-unchecked = None  # the last Update, until the host has seen whether the device made it
+pending_update = None  # the last Update, until the host has seen whether the device made it
 stop_signal, ending = 0, None
 # Iteration and time of the last log line; the clock stands still while the run evaluates and saves.
 timed_from, clock = iteration, time.perf_counter()
@@ -399,7 +399,7 @@ while True:
     save_due = is_save_due()
     if (evaluation_due or save_due) and not (ending or stop_signal):
         metrics.synchronize(processes.device)  # work still under way counts as training time
-        ending, unchecked = check_update(unchecked), None
+        ending, pending_update = check_update(pending_update), None
     evaluation_due = evaluation_due and not (ending or stop_signal)
     pause_began = time.perf_counter()
     if profiler:
@@ -417,7 +417,7 @@ while True:
     # end, and save
     stop_signal = stop_signal or poll_stop_signal()
     if stop_signal and not ending:
-        ending, unchecked = check_update(unchecked), None
+        ending, pending_update = check_update(pending_update), None
     if ending:
         iteration -= 1  # that update was not made: a run that resumes from here comes to it again
     elif stop_signal:
@@ -461,12 +461,12 @@ while True:
         if stop_signal:
             continue  # to the save above; this iteration is left to the run that resumes
         # The device made the update of the iteration before long ago, so that this check does not wait.
-        ending, unchecked = check_update(unchecked), None
+        ending, pending_update = check_update(pending_update), None
         if ending:
             continue
         with record_function('optimizer'):
             grad_norm = step_optimizer()
-    update = unchecked = Update(iteration, lr, loss_sum, grad_norm)
+    update = pending_update = Update(iteration, lr, loss_sum, grad_norm)
     iteration += 1
     watchdog.first_iteration_done()
     if async_checkpoint and saves_checkpoints:
@@ -475,7 +475,7 @@ while True:
     # log
     if iteration % log_interval == 0:
         metrics.synchronize(processes.device)
-        ending, unchecked = check_update(unchecked), None
+        ending, pending_update = check_update(pending_update), None
         if ending:
             continue
         now = time.perf_counter()
