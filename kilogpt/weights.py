@@ -9,7 +9,7 @@ import shutil
 
 import torch
 
-from data.loader import read_meta
+from data.loader import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.optim import build_adamw
@@ -441,8 +441,7 @@ def import_weights(source, out_dir, dataset=None):
         raise ValueError(f'{out_dir} has checkpoints already: name another folder')
     arguments, weights, meta = read_weights(source)
     if dataset:
-        repository = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-        meta = read_meta(os.path.join(repository, 'data', dataset))
+        meta = read_meta(os.path.join(DATA, dataset))
     if meta and meta['vocab_size'] > arguments['vocab_size']:
         raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, the weights have '
                          f'{arguments["vocab_size"]}: name the dataset they were trained with, '
