@@ -15,6 +15,9 @@ pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), b
 communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the
 wire. Bubble is the idle share of the pipeline: simulated with equal stages / measured on the main process,
 without the optimizer and the data (on a CPU, Python between operators counts as idle).
+
+MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that of
+the fastest of three matrix products, timed at the start with the threads of a process.
 """
 import argparse
 import functools

@@ -199,7 +199,7 @@ class GPT(nn.Module):
         """Built on torch's default device. seed: of the weights; None leaves them to be filled later."""
         super().__init__()
         self.config = config
-        with torch.device('meta'):  # shapes only: no time is spent on values that init_weights replaces
+        with torch.device('meta'):  # shapes only: no time is spent on values that are replaced
             self.transformer = nn.ModuleDict(dict(
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
@@ -216,33 +216,35 @@ class GPT(nn.Module):
         self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
         self.tie()
         if seed is not None:
-            self.init_weights(seed)
+            with torch.no_grad():
+                for name, parameter in self.named_parameters():
+                    parameter.copy_(self.initial_value(name, parameter.shape, seed))
 
     def tie(self):
         """Make the head share the embedding's weight, where both are here and the config says so."""
         if self.tied and self.transformer.wte is not None and self.lm_head is not None:
             self.lm_head.weight = self.transformer.wte.weight
 
-    @torch.no_grad()
-    def init_weights(self, seed):
-        """GPT-2's initialisation: each parameter depends on (seed, name) alone, by a generator of its own."""
-        for name, parameter in self.named_parameters():
-            parameter.copy_(self.initial_value(name, parameter.shape, seed))
+    def initial_value(self, name, shape, seed, rows=slice(None)):
+        """The `rows` of what parameter `name` of this shape starts from, as in GPT-2: float32, on the CPU.
 
-    def initial_value(self, name, shape, seed):
-        """The value parameter `name` starts from: a float32 CPU tensor of that shape."""
-        if name.endswith('bias'):
-            return torch.zeros(shape)
-        if len(shape) == 1:  # a norm's weight
-            return torch.ones(shape)
-        if self.config.zero_init and name.endswith('c_proj.weight'):
-            return torch.zeros(shape)
-        digest = hashlib.blake2b(f'{seed} {name}'.encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+        Values come in blocks of rows, each from a generator seeded by (seed, name, block): a process draws
+        the blocks that its rows lie in, and every layout starts from the same values.
+        """
+        start, stop, _ = rows.indices(shape[0])
+        if len(shape) == 1:  # norms start at 1, biases at 0
+            return torch.full((stop - start,), float(name.endswith('weight')))
         std = 0.02
         if name.endswith('c_proj.weight'):  # scaled by residual layers (Radford et al. 2019, 2.3)
-            std /= math.sqrt(2 * self.config.n_layer)
-        return torch.empty(shape, device='cpu').normal_(0.0, std, generator=generator)
+            std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
+        size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; starting a generator takes 7% of a block
+        first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # of whole blocks
+        value = torch.empty(last - first, *shape[1:], device='cpu')
+        for number, block in enumerate(value.split(size), first // size):
+            digest = hashlib.blake2b(f'{seed} {name} {number}'.encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+            block.normal_(0.0, std, generator=generator)
+        return value[start - first:stop - first]
 
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
@@ -419,8 +421,9 @@ class LossInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, loss, size):
         total, grad_x, grad_weight = 0, [], torch.zeros_like(weight, dtype=torch.float32)
+        head_weight = cast_for_linears(weight).detach().requires_grad_()  # once, rather than for each part
         for part, part_targets in zip(x.split(size), targets.split(size)):
-            inputs = part.detach().requires_grad_(), weight.detach().requires_grad_()
+            inputs = part.detach().requires_grad_(), head_weight
             with torch.enable_grad():
                 part_loss = loss(*inputs, part_targets)
             part_grad_x, part_grad_weight = torch.autograd.grad(part_loss, inputs)
@@ -492,8 +495,6 @@ class Cache:
         else:
             S = int(self.length) + T
             check_length(S, config)
-        mask = None
-        if S > T:
-            mask = torch.arange(S, device=positions.device) <= positions[:, None]
+        mask = torch.arange(S, device=positions.device) <= positions[:, None] if S > T else None
         return {str(i): CacheView(keys, values, positions, mask)
                 for i, (keys, values) in enumerate(self.layers)}

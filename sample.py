@@ -12,9 +12,10 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint, weights
+from kilogpt.compiler import compile_failure
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.parallel import fill
-from kilogpt.processes import compile_failure, find_device, resolve_dtype
+from kilogpt.processes import find_device, resolve_dtype
 from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -67,7 +68,7 @@ def load_model():
         arguments, tensors, meta = weights.read_weights(init_from)
         tokenizer = get_tokenizer(meta)
         model = GPT(GPTConfig(**arguments), seed=None)
-        fill(model.named_parameters(), lambda name, shape: weights.pad_rows(tensors[name], shape))
+        fill(model.named_parameters(), lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
     return model, tokenizer
 
 

@@ -26,11 +26,12 @@ from torch.profiler import record_function
 from data.loader import Batches, TokenLoader, find_dataset, prepare_small_dataset, read_meta
 from kilogpt import checkpoint, cpu, metrics, trace, weights
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.health import Ending, NonfiniteUpdates, StopRequest, Update, Watchdog
+from kilogpt.health import Agreement, Ending, NonfiniteUpdates, StopRequest, Update, Watchdog
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
 from kilogpt.parallel import Parallel, fill
-from kilogpt.processes import Processes, compile_failure, resolve_dtype
+from kilogpt.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
+from kilogpt.settings import check_settings, compare_settings
 from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -89,18 +90,20 @@ min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate /
 zero_stage = 0  # 0 = DDP; 1 = DDP, optimizer sharded; 2 = FSDP2; 3 = FSDP2, parameters freed after forward
 dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that each hold one replica (HSDP)
 tp = 1  # tensor (and sequence) parallel degree
+async_tp = False  # with tp, compile and NVLink: its collectives run beside matrix products
 cp = 1  # context parallel degree: processes that share each sequence
 pp = 1  # pipeline parallel degree
 pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
 activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but matmuls and attention), 'full'
 cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
-comm_timeout = 600  # seconds without progress after which the run ends and the process that hung is named
+comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
 dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
 fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
+deterministic = False  # operations that repeat to the bit on GPUs too, where the faster ones do not
 compile = True  # torch.compile; falls back to eager where there is no compiler
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
@@ -114,27 +117,14 @@ stop_request = StopRequest()
 cpu.keep_freed_memory()
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
 
-
-def check_settings():
-    """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
-    for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size',
-                'max_iters', 'comm_timeout'):
-        if config[key] < 1:
-            raise ValueError(f'{key} is {config[key]}: it must be at least 1')
-    for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters', 'seed'):
-        if config[key] < 0:
-            raise ValueError(f'{key} is {config[key]}: it cannot be negative')
-    for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
-                             on_nonfinite=('abort', 'skip')).items():
-        if config[key] not in allowed:
-            raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
-
-
 with exit_on_error():
-    check_settings()
+    check_settings(config)
+    if deterministic:
+        make_deterministic()
     processes = Processes(device)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
     processes.join(layout, backend, comm_timeout)
+    watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
 say = processes.say
@@ -150,6 +140,7 @@ for is_preparer in (processes.is_main, processes.local_rank == 0):
 with exit_on_error():
     data_dir = find_dataset(dataset)
     meta = read_meta(data_dir)
+watchdog.beat()
 
 # --- set-up: where the weights come from --------------------------------------------------------------------
 with exit_on_error():
@@ -157,21 +148,6 @@ with exit_on_error():
     if processes.is_main and not eval_only and os.path.isdir(out_dir):
         lock = checkpoint.lock_folder(out_dir)
 processes.barrier()
-
-
-def compare_settings(saved):
-    """Say which keys differ from those of the checkpoint, and refuse what cannot change."""
-    former = saved['config']
-    if former.get('optimizer', optimizer) != optimizer:
-        raise ValueError(
-            f'optimizer is {optimizer!r}, but {source} holds the state of {former["optimizer"]!r}: '
-            f'set that, or start from its weights with --init_from={out_dir} and another out_dir')
-    for key, value in former.items():
-        if config.get(key, value) != value and key != 'init_from':
-            is_fixed = key != 'dropout' and saved['model'].get(key, config[key]) != config[key]
-            decision = ' (the checkpoint decides)' if is_fixed else ''
-            say(f'resuming with another {key}: {value!r} -> {config[key]!r}{decision}')
-
 
 source, tensors, saved = None, None, {}  # a checkpoint to load, or tensors; the state of a run to resume
 with exit_on_error():
@@ -181,7 +157,7 @@ with exit_on_error():
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
     if saved:
-        compare_settings(saved)
+        compare_settings(config, saved, source, say)
         model_args = saved['model']
     elif init_from in ('scratch', 'auto'):
         model_args = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
@@ -194,6 +170,7 @@ with exit_on_error():
         raise ValueError(
             f'block_size is {block_size}, but the model of {source or init_from} was made for '
             f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
+watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps  # sequences in an iteration
@@ -203,18 +180,17 @@ micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
 with exit_on_error():
     train_loader = TokenLoader(data_dir, 'train', block_size, model_args['vocab_size'], meta, seed)
     val_loader = TokenLoader(data_dir, 'val', block_size, model_args['vocab_size'], meta, seed)
+    sizes = train_loader.n_tokens, val_loader.n_tokens
+    if processes.any(sizes != processes.share(sizes)):
+        raise ValueError(f'{data_dir} does not hold the same data on every node ({sizes[0]:,} training '
+                         'tokens here): copy one folder to all of them')
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args), seed=None)
     n_parameters, flops_per_token = model.num_params(), model.flops_per_token(block_size)
-    if compile:
-        failure = compile_failure(processes.device)
-        if processes.any(failure):
-            say(f'torch.compile does not work here ({failure}): continuing without it, '
-                'as with --compile=False')
-            compile = False
     parallel.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps,
                      block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
+                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
+                     async_tp=async_tp)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
@@ -222,18 +198,28 @@ with exit_on_error():
     if source:
         checkpoint.load(source, parallel.named_parameters(), optimizer if saved else None)
     elif tensors:
-        fill(parallel.named_parameters(), lambda name, shape: weights.pad_rows(tensors[name], shape))
+        fill(parallel.named_parameters(),
+             lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
     else:
-        fill(parallel.named_parameters(), lambda name, shape: model.initial_value(name, shape, seed))
+        fill(parallel.named_parameters(),
+             lambda name, shape, rows: model.initial_value(name, shape, seed, rows))
 scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
+first_iteration, first_token = iteration, saved.get('tokens', 0)
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
+saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
+watchdog.beat()
 
 # --- set-up: batches ----------------------------------------------------------------------------------------
 # A pipeline takes all micro-batches of an iteration in one step.
 rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batch, micro_steps)
+
+
+def tokens_before(iteration):
+    """Training tokens before an iteration. An earlier part of the run may have had another batch size."""
+    return first_token + (iteration - first_iteration) * tokens_per_iter
 
 
 def batches_of(loader, starts, steps):
@@ -244,21 +230,18 @@ def batches_of(loader, starts, steps):
 
 def starts_of_iteration(iteration):
     """Where the sequences of an iteration begin in the stream of tokens."""
-    return train_loader.train_starts(iteration * global_batch + np.arange(global_batch))
+    first = -(-tokens_before(iteration) // block_size)
+    return train_loader.train_starts(first + np.arange(global_batch))
 
 
 train_batches = batches_of(train_loader, starts_of_iteration, steps)
-watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
 
-if compile:
+if parallel.compiles:
     say('compiling the model (up to a minute or so) ...')
-if compile or processes.world_size > 1:
-    # A pass whose gradients are dropped compiles the model and lets DDP order its buckets: a resumed run must
-    # add up gradients in the order of an unbroken one.
+if parallel.compiles or processes.world_size > 1:
     with exit_on_error():
         x, y = train_batches(iteration, 0)
-    parallel.forward_backward(x, y)
-    parallel.zero_grad()
+    parallel.warm_up(x, y)
 
 # --- set-up: what the run will be ---------------------------------------------------------------------------
 parameter_bytes, moment_bytes = (processes.max(count) for count in parallel.bytes_held(optimizer))
@@ -268,14 +251,18 @@ say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
 say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
-for note in layout.notes + parallel.notes:
+for note in layout.notes + layout.split_notes(global_batch, batch_size) + parallel.notes:
     say(f'  note        {note}')
+if spans_nodes():
+    say(f'  nodes       all share {os.path.abspath(out_dir)}; each has the whole dataset in {data_dir}')
 if saved:
     say(f'resuming {source} at iteration {iteration}')
 
 with exit_on_error():
     if processes.is_main:
         os.makedirs(out_dir, exist_ok=True)
+    if saves_checkpoints:
+        checkpoint.check_shared(out_dir, processes)
     if processes.is_main and not eval_only:
         lock = lock or checkpoint.lock_folder(out_dir)
         earlier = None if saved else checkpoint.set_aside(out_dir)
@@ -304,24 +291,26 @@ nonfinite = NonfiniteUpdates(on_nonfinite, parallel, report_nonfinite, scaler.is
 
 
 # --- the phases of the loop ---------------------------------------------------------------------------------
-def poll_stop_signal():
-    """The number of a signal that has reached any process, the same on all of them; 0 for none."""
+agreement = Agreement(processes, stop_request)
+
+
+def exchange(line=None):
+    """Tell the other processes what this one knows, and log the line whose sums have arrived."""
+    wants_save = save_minutes > 0 and time.monotonic() - saved_time >= 60 * save_minutes
+    log_training(agreement.exchange(wants_save, line))
+
+
+def poll(step):
+    """Report progress in a long iteration or evaluation, and learn of signals that have reached others."""
     watchdog.beat()
-    return stop_request.poll(processes)
+    if agreement.is_due() and step > 0:
+        exchange()
 
 
 def check_update(update):
     """Wait for the device to make or skip an update; returns an Ending if the run cannot continue."""
     if nonfinite.check(update) == 'fatal':
         return Ending('failed', nonfinite.problem, 1)
-
-
-def is_save_due():
-    """Whether save_interval or save_minutes asks for a checkpoint, the same on all processes."""
-    if save_interval and iteration % save_interval == 0:
-        return True
-    return save_minutes > 0 and processes.any(
-        processes.is_main and time.monotonic() - saved_time >= 60 * save_minutes)
 
 
 @torch.no_grad()
@@ -335,7 +324,8 @@ def evaluate():
         batches = batches_of(loader, lambda batch: starts, eval_steps)
         loss_sum = torch.zeros((), device=processes.device)
         for step in range(eval_steps):
-            if poll_stop_signal():
+            poll(step)
+            if agreement.stop_signal:
                 parallel.train(True)
                 return None
             with exit_on_error():
@@ -347,14 +337,16 @@ def evaluate():
 
 
 def save(val_loss, in_background):
-    """Save a checkpoint of the present iteration, and log how long training waited for it."""
-    state = dict(iteration=iteration, tokens=iteration * tokens_per_iter, val_loss=val_loss,
+    """Save a checkpoint of the present iteration. The log has its line once it is written."""
+    state = dict(iteration=iteration, tokens=tokens_before(iteration), val_loss=val_loss,
                  best_val_loss=best_val_loss, skipped=[nonfinite.skipped, nonfinite.skipped_in_a_row],
                  wandb_id=log.wandb_id, scaler=scaler.state_dict(), model=dataclasses.asdict(model.config),
                  tokenizer=meta, config=config)
     began = time.perf_counter()
     path = saver.save(iteration, parallel.named_parameters(), optimizer, state, background=in_background)
-    log.checkpoint(dict(iter=iteration, ckpt_stall_ms=1000 * (time.perf_counter() - began)), path)
+    log.save_started(path, iteration, time.perf_counter() - began, clock)
+    if not in_background:
+        log.save_written(iteration, clock)
 
 
 def step_optimizer():
@@ -370,38 +362,46 @@ def step_optimizer():
     return grad_norm
 
 
-def log_training(update, iterations, seconds):
-    """Log the last update; `seconds` is the mean time of the `iterations` since the line before."""
+def line_of(update, iterations, seconds):
+    """The last update's line of the log; `seconds` is the mean of the `iterations` since the line before."""
     flops = flops_per_token * tokens_per_iter / seconds
-    line = dict(
-        iter=iteration, loss=parallel.sum_losses(update.loss_sum) / tokens_per_iter,
-        grad_norm=update.grad_norm.item(), lr=update.lr, dt_ms=1000 * seconds,
-        tokens_per_sec=tokens_per_iter / seconds,
+    return dict(
+        iter=iteration, loss_sum=update.loss_sum.item(), grad_norm=update.grad_norm.item(), lr=update.lr,
+        dt_ms=1000 * seconds, tokens_per_sec=tokens_per_iter / seconds,
         mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
-        mem_gb=metrics.peak_memory_gb(processes.device), tokens=iteration * tokens_per_iter,
-        seconds=time.perf_counter() - _started)
-    if processes.world_size > 1:
-        line['slowest_rank'], lag = processes.slowest()
-        line['lag_ms'] = 1000 * lag / iterations
-    log.train(line, eta_seconds=(max_iters - iteration) * seconds)
+        mem_gb=metrics.peak_memory_gb(processes.device), tokens=tokens_before(iteration),
+        seconds=time.perf_counter() - _started, iterations=iterations)
+
+
+def log_training(line):
+    """Log the line of an update, once the sums over all processes have arrived. line: may be None."""
+    if line:
+        # Tensor-parallel ranks have the same loss, which counts once.
+        loss = line.pop('loss_sum') / layout.tp / tokens_per_iter
+        if 'lag_ms' in line:
+            line['lag_ms'] /= line['iterations']
+        del line['iterations']
+        log.train(dict(iter=line['iter'], loss=loss) | line,
+                  eta_seconds=(max_iters - line['iter']) * line['dt_ms'] / 1000)
 
 
 # --- the loop -----------------------------------------------------------------------------------------------
-saves_checkpoints = keep_checkpoints > 0 or eval_iters > 0
 saved_iteration, saved_time = iteration, time.monotonic()
 pending_update = None  # the last Update, until the host has seen whether the device made it
-stop_signal, ending = 0, None
-# Iteration and time of the last log line; the clock stands still while the run evaluates and saves.
-timed_from, clock = iteration, time.perf_counter()
+ending = None
+paused = 0.0  # seconds of evaluations and saves, for which the clock of the iterations stands still
+timed_from, timed_at = iteration, time.perf_counter()  # iteration and clock of the last log line
 while True:
     # evaluate
     evaluation_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
-    save_due = is_save_due()
-    if (evaluation_due or save_due) and not (ending or stop_signal):
+    save_due = agreement.save_requested or (save_interval and iteration % save_interval == 0)
+    if ending or agreement.stop_signal or evaluation_due or save_due:
+        log_training(agreement.finish())
         metrics.synchronize(processes.device)  # work still under way counts as training time
-        ending, pending_update = check_update(pending_update), None
-    evaluation_due = evaluation_due and not (ending or stop_signal)
+        ending, pending_update = ending or check_update(pending_update), None
+    evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
     pause_began = time.perf_counter()
+    clock = pause_began - paused
     if profiler:
         profiler.step()
     losses = evaluate() if evaluation_due and eval_iters else None
@@ -415,31 +415,32 @@ while True:
         best_val_loss = val_loss
 
     # end, and save
-    stop_signal = stop_signal or poll_stop_signal()
-    if stop_signal and not ending:
-        ending, pending_update = check_update(pending_update), None
     if ending:
         iteration -= 1  # that update was not made: a run that resumes from here comes to it again
-    elif stop_signal:
+    elif agreement.stop_signal:
         resumes = '; --init_from=resume continues from here' if iteration else ''
-        name = signal.Signals(stop_signal).name
+        name = signal.Signals(agreement.stop_signal).name
         ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
     elif eval_only or iteration >= max_iters:
         ending = Ending('finished', '', 0)
     watchdog.beat(pause=STORAGE_LIMIT)
     if ending:
         saver.wait()
+    if not saver.under_way:
+        log.save_written(iteration, clock)
     wants_save = ending or save_due or (evaluation_due and (always_save_checkpoint or improved))
     # At the end, a save that failed is tried once more.
     is_unsaved = iteration > saved_iteration or (ending and saver.problem)
-    if wants_save and is_unsaved and not eval_only:
+    if wants_save and is_unsaved:
         if saves_checkpoints:
-            save(val_loss, in_background=async_checkpoint and not ending)
+            log.save_written(iteration, clock)  # the one before, for which this one waits
+            save(val_loss, in_background=async_checkpoint and not cpu_offload and not ending)
         saved_iteration, saved_time = iteration, time.monotonic()
+        agreement.forget_save_request()
     watchdog.beat()
     if ending:
         break
-    clock += time.perf_counter() - pause_began
+    paused += time.perf_counter() - pause_began
 
     # update
     with processes.waits_counted():
@@ -452,13 +453,13 @@ while True:
             group['lr'] = lr
         loss_sum = torch.zeros((), device=processes.device)
         for step in range(steps):
-            stop_signal = poll_stop_signal() if step > 0 else 0
-            if stop_signal:
+            poll(step)
+            if agreement.stop_signal:
                 break
             with record_function('data'), exit_on_error():
                 x, y = train_batches(iteration, step)
             loss_sum += parallel.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
-        if stop_signal:
+        if agreement.stop_signal:
             continue  # to the save above; this iteration is left to the run that resumes
         # The device made the update of the iteration before long ago, so that this check does not wait.
         ending, pending_update = check_update(pending_update), None
@@ -469,18 +470,20 @@ while True:
     update = pending_update = Update(iteration, lr, loss_sum, grad_norm)
     iteration += 1
     watchdog.first_iteration_done()
-    if async_checkpoint and saves_checkpoints:
+    if async_checkpoint and saves_checkpoints and not cpu_offload:
         saver.allocate(parallel.named_parameters(), optimizer)
 
     # log
+    line = None
     if iteration % log_interval == 0:
         metrics.synchronize(processes.device)
         ending, pending_update = check_update(pending_update), None
         if ending:
             continue
-        now = time.perf_counter()
-        log_training(update, iteration - timed_from, (now - clock) / (iteration - timed_from))
-        timed_from, clock = iteration, now
+        clock = time.perf_counter() - paused
+        line = line_of(update, iteration - timed_from, (clock - timed_at) / (iteration - timed_from))
+        timed_from, timed_at = iteration, clock
+    exchange(line)
 
 # --- the end ------------------------------------------------------------------------------------------------
 if profiler:

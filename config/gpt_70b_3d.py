@@ -4,9 +4,13 @@
 #     train.py config/gpt_70b_3d.py
 # The model has 55.9B parameters, since the hidden width of our SwiGLU, 8/3 * n_embd up to a multiple of 64,
 # is 21,888 (Llama's: 28,672). n_layer = 100 would make 69.7B.
+# The 1.1T tokens are of FineWeb-Edu, which has 1.3T. They take 2.6 TB that every node sees; about 4 TB are
+# downloaded and not kept:
+# python data/fineweb/prepare.py --repository=HuggingFaceFW/fineweb-edu --subset=default --out=fineweb-edu \
+#     --shard_tokens=1000000000
 out_dir = 'out-gpt-70b'
-dataset = 'fineweb'
-wandb_project = 'fineweb'
+dataset = 'fineweb-edu'
+wandb_project = 'fineweb-edu'
 wandb_run_name = 'gpt-70b-3d'
 
 pos = 'rope'
@@ -28,7 +32,6 @@ batch_size = 1
 block_size = 4096
 gradient_accumulation_steps = 64 * 16
 
-comm_timeout = 1800  # compiling and the first collectives of 1,024 processes take long
 # Learning rate, batch and warm-up are those of Llama 2 70B (Touvron et al. 2023, "Llama 2", table 1).
 learning_rate = 1.5e-4
 min_lr = 1.5e-5

@@ -7,7 +7,7 @@
 # The model has 6.86B parameters: the hidden width of our SwiGLU, 8/3 * n_embd up to a multiple of 64, is
 # 10,944 (Llama's: 11,008), and the vocabulary is that of the dataset, here GPT-2's.
 out_dir = 'out-llama-7b'
-dataset = 'fineweb'
+dataset = 'fineweb-edu'  # 1.3T tokens, 2.6 TB; config/gpt_70b_3d.py has the command that prepares them
 wandb_project = 'fineweb'
 wandb_run_name = 'llama-7b-tp-fsdp'
 

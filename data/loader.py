@@ -16,7 +16,7 @@ import torch
 
 # llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
 HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256
-# Files up to this size are searched for bad ids at start. Every token is checked as it is read.
+# Tokens of a split that each process searches for bad ids at start. Every token is checked as it is read.
 SCAN_TOKENS = 2 ** 26
 # Sequences shuffled in one call, since a step asks for few of them and numpy's overhead is per call.
 SHUFFLE_BLOCK = 4096
@@ -115,8 +115,10 @@ class TokenLoader:
                 f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of block_size='
                 f'{block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} or less')
         for path, shard in zip(self.paths, self.shards):
-            if len(shard) <= SCAN_TOKENS:
-                self._check(shard, path)
+            # Not through the memory map, where each first access reads megabytes ahead.
+            first_tokens = np.fromfile(path, shard.dtype, max(1, SCAN_TOKENS // len(self.shards)),
+                                       offset=os.path.getsize(path) - shard.nbytes)
+            self._check(first_tokens, path)
         self._starts = functools.lru_cache(2)(self._starts)
 
     def _check(self, tokens, source):

@@ -10,20 +10,20 @@ import glob
 import json
 import os
 import pathlib
-import pickle
 import re
 import shutil
+import socket
 import sys
 import time
+import uuid
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
 from filelock import FileLock, SoftFileLock, Timeout
 
-from kilogpt.optim import local_part
+from kilogpt.shards import ShardWriter, checksum, comes_true, safe_reader, size_of, write_json
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns of a run of one process
 
@@ -80,17 +80,16 @@ class Saver:
         self.folder = os.path.join(out_dir, 'ckpt')
         self.keep = keep
         self.problem = None
+        self.under_way = False  # whether a save in the background is being written
         self.rank = 0
-        self.world_size = 1
-        self.group = None
+        group = None
         if dist.is_initialized():
             self.rank = dist.get_rank()
-            self.world_size = dist.get_world_size()
             # The saver's thread communicates at the same time as training does, hence in a group of its own.
-            self.group = dist.new_group(backend='gloo', group_desc='checkpoint')
-        # One OpenMP thread: beside a second pool, even an idle one, libgomp wakes the threads of the first
-        # pool so late that they compute at half the speed.
-        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
+            group = dist.new_group(backend='gloo', group_desc='checkpoint')
+        self.shards = ShardWriter(group)
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self.thread = ThreadPoolExecutor(1, initializer=_set_up_thread, initargs=(gpu,))
         self.pending = None
         self.host_copies = {}
 
@@ -103,19 +102,21 @@ class Saver:
         """
         self.wait()
         path = os.path.join(self.folder, f'iter_{iteration:08d}')
-        tensors = self._tensors_to_write(parameters, optimizer)
+        parts = self.shards.prepare(_named_tensors(parameters, optimizer))
         if background:
-            tensors = self._stage_to_host(tensors)
-        self.pending = self.thread.submit(self._write, path, tensors, state)
-        if not background:
-            self.wait()
+            # The thread gets copies alone: it does not know the stream in which training writes to a GPU.
+            copies = self._copy_to_host(parts)
+            self.under_way = True
+            self.pending = self.thread.submit(self._write_in_background, path, copies, state)
+        else:
+            self._write(path, parts, state)
         return path
 
     def allocate(self, parameters, optimizer):
         """Allocate the host memory for saves in the background, so that the first of them does not wait."""
         if not self.host_copies and self.pending is None:
-            tensors = self._tensors_to_write(parameters, optimizer)
-            self.pending = self.thread.submit(self._stage_to_host, tensors)
+            parts = self.shards.parts_to_write(_named_tensors(parameters, optimizer))
+            self.pending = self.thread.submit(self._allocate, parts)
 
     def wait(self):
         """Wait until no save is under way."""
@@ -123,86 +124,68 @@ class Saver:
             self.pending.result()
             self.pending = None
 
-    def _tensors_to_write(self, parameters, optimizer):
-        """{key: tensor} that this process hands to DCP.
+    def _allocate(self, parts):
+        """Allocate host memory for the copies of tensors, of which only shape and dtype are read."""
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+        on_gpu = any(part.is_cuda for part in parts.values())
+        # The stager pins memory as it is; pin_memory=True would take the next power of two.
+        stager = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_non_blocking_copy=False,
+                                              use_shared_memory=False, use_async_staging=False))
+        self.host_copies = {key: stager.stage(torch.empty_like(part, device='cpu'))
+                            for key, part in parts.items()}
 
-        A tensor that every process holds whole is written by one of them, in turn. Sharded tensors are handed
-        over by all processes: DCP writes each shard once.
-        """
-        tensors = _named_tensors(parameters, optimizer)
-        whole = [key for key, tensor in tensors if tensor.dim() and not hasattr(tensor, 'placements')]
-        left_to_others = {key for i, key in enumerate(whole) if i % self.world_size != self.rank}
-        return {key: tensor for key, tensor in tensors if key not in left_to_others}
-
-    def _stage_to_host(self, tensors):
+    def _copy_to_host(self, parts):
         """Copy tensors to host memory, which the first call allocates and later calls overwrite."""
-        if self.host_copies.keys() != tensors.keys():
-            from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-            on_gpu = any(local_part(tensor).is_cuda for tensor in tensors.values())
-            options = StagingOptions(use_pinned_memory=on_gpu, use_non_blocking_copy=on_gpu,
-                                     use_shared_memory=False, use_async_staging=False)
-            self.host_copies = DefaultStager(options).stage(tensors)
-            return self.host_copies
-        for key, tensor in tensors.items():  # on a CPU three times as fast as the stager
-            local_part(self.host_copies[key]).copy_(local_part(tensor), non_blocking=True)
+        if self.host_copies.keys() != parts.keys():
+            self._allocate(parts)
+        for key, part in parts.items():
+            self.host_copies[key].copy_(part, non_blocking=part.is_cuda)
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         return self.host_copies
 
-    def _write(self, path, tensors, state):
-        """Write a checkpoint and prune old ones, or report the problem: in the thread of every process."""
+    def _write_in_background(self, path, parts, state):
+        """`_write` in the saver's thread."""
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(1e-4)  # seconds for which training waits whenever this thread runs Python
+        try:
+            self._write(path, parts, state)
+        finally:
+            sys.setswitchinterval(interval)
+            self.under_way = False
+
+    def _write(self, path, parts, state):
+        """Write a checkpoint and prune old ones, or report the problem: called by every process.
+
+        parts: {key: this process's part of the tensor}.
+        """
         unfinished = path + '.tmp'
-        outcomes = self._gather(self._write_shards(unfinished, tensors))
-        problem = next((problem for _, problem in outcomes if problem), None)
-        if self.rank == 0 and not problem:
-            try:
-                self._commit(unfinished, path, state, [checksums for checksums, _ in outcomes])
-                self._prune()
-            except OSError as error:
-                problem = str(error)
-        # The first process alone commits, and all processes decide by `problem` whether to save again.
-        self.problem = self._gather(problem)[0]
-        if self.rank == 0 and problem:
+        self.problem = self.shards.write(unfinished, parts, self._delete_leftovers,
+                                         lambda checksums: self._commit(unfinished, path, state, checksums))
+        if self.problem and self.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             last = next(iter(find(self.out_dir)), 'none')
-            print(f'warning: {path} could not be saved ({problem}); the last good checkpoint is {last}. '
+            print(f'warning: {path} could not be saved ({self.problem}); the last good checkpoint is {last}. '
                   'Make room or mend the folder before the next save', file=sys.stderr, flush=True)
 
-    def _gather(self, value):
-        """The values that the processes pass, in order of rank."""
-        if not self.group:
-            return [value]
-        values = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+    def _delete_leftovers(self):
+        """Delete the folders that a killed run may have left. The next save tries again."""
+        for leftover in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):
+            shutil.rmtree(leftover, ignore_errors=True)
 
-    def _write_shards(self, folder, tensors):
-        """Write this process's tensors; returns ({file name: checksum}, the problem in words or None)."""
-        import torch.distributed.checkpoint as dcp  # takes half a second, which the start need not wait for
-        try:
-            if self.rank == 0:
-                # A killed run may leave folders. The next save tries again to delete them.
-                for leftover in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):
-                    shutil.rmtree(leftover, ignore_errors=True)
-            if self.group:
-                dist.barrier(self.group)
-            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(folder), process_group=self.group)
-            return _checksums(folder, f'__{self.rank}_*'), None
-        except (Exception, dcp.api.CheckpointException) as error:  # a failed save does not end a run
-            return {}, _first_cause(error)
+    def _commit(self, unfinished, path, state, checksums):
+        """On the first process: complete a checkpoint whose tensors are written, give it its name, and prune.
 
-    def _commit(self, unfinished, path, state, shard_checksums):
-        """Complete a checkpoint whose shards are written, and give the checkpoint its final name."""
+        checksums: {file name: checksum} of the files of tensors.
+        """
         write_json(os.path.join(unfinished, 'state.json'), state)
-        checksums = {}
-        for of_one_process in shard_checksums:
-            checksums |= of_one_process
-        checksums |= _checksums(unfinished, '.metadata') | _checksums(unfinished, 'state.json')
+        checksums['state.json'] = checksum(os.path.join(unfinished, 'state.json'))
         write_json(os.path.join(unfinished, 'checksums.json'), checksums)
         _sync_folder(unfinished)
         shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint that this run did not resume from
         os.rename(unfinished, path)
         _sync_folder(self.folder)
+        self._prune()
 
     def _prune(self):
         """Delete all checkpoints but the newest `keep` and the best."""
@@ -211,13 +194,16 @@ class Saver:
             shutil.rmtree(path + '.tmp', ignore_errors=True)  # the next save tries again
 
 
-def _first_cause(error):
-    """One line that says why a save failed. DCP wraps the error, with the traceback of each process."""
-    while getattr(error, 'failures', None):
-        error = next(iter(error.failures.values()))[0]
-    first_line = (str(error).strip().splitlines() or [''])[0]
-    return f'{type(error).__name__}: {first_line}'
+def _set_up_thread(gpu):
+    """Set up the saver's thread. gpu: the index of this process's CUDA device, or None."""
+    # One OpenMP thread: beside a second pool, even an idle one, libgomp wakes the threads of the first pool
+    # so late that they compute at half the speed.
+    torch.set_num_threads(1)
+    if gpu is not None:  # a thread that names no device opens a context on GPU 0
+        torch.cuda.set_device(gpu)
 
+
+# --- finding and loading ------------------------------------------------------------------------------------
 
 def damage(path, rank=0, world_size=1):
     """What is wrong with a checkpoint, in words, or None. Each of several processes verifies a part."""
@@ -226,24 +212,71 @@ def damage(path, rank=0, world_size=1):
             expected = sorted(json.load(file).items())
     except (OSError, ValueError):
         return 'checksums.json cannot be read'
-    for name, checksum in expected[rank::world_size]:
-        found = _checksums(path, name).get(name)
-        if found is None:
-            return f'{name} is missing'
-        if found != checksum:
+    for name, written in expected[rank::world_size]:
+        try:
+            found = checksum(os.path.join(path, name))
+        except OSError as error:
+            return f'{name} cannot be read: {error.strerror}'
+        if found != written:
             return f'{name} is not as it was written'
     return None
 
 
+def damage_on_any(path, processes):
+    """What a process finds wrong with a checkpoint that the main process chose, or None; the same on all.
+
+    ValueError on all processes if one of them does not see the checkpoint.
+    """
+    _require_visible(os.path.join(path, '.metadata'))
+    found = processes.first_problem(damage(path, processes.rank, processes.world_size))
+    return found[1] if found else None
+
+
 def find_undamaged(out_dir, processes):
-    """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) without one."""
-    for path in find(out_dir):
-        problem = damage(path, processes.rank, processes.world_size)
-        if problem:
-            print(f'{path} is damaged ({problem}): going back to the one before it', flush=True)
-        if not processes.any(problem):
-            return path, read_state(path)
+    """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) without one.
+
+    The main process decides for all: the folder's list of files may be out of date on other nodes.
+    """
+    for path in processes.share(find(out_dir) if processes.is_main else None):
+        problem = damage_on_any(path, processes)
+        if not problem:
+            return path, processes.share(read_state(path) if processes.is_main else None)
+        processes.say(f'{path} is damaged ({problem}): going back to the one before it')
     return None, {}
+
+
+def check_shared(out_dir, processes):
+    """Raise ValueError on all processes unless all see in out_dir what the main process writes there."""
+    name = f'.shared-{uuid.uuid4().hex}'
+    if processes.is_main:
+        os.makedirs(out_dir, exist_ok=True)
+        pathlib.Path(out_dir, name).touch()
+    # No process looks for the file before it exists: NFS would remember for a while that it did not.
+    path = os.path.join(out_dir, processes.share(name))
+    try:
+        _require_visible(path)
+    finally:
+        if processes.is_main:
+            os.remove(path)
+
+
+def _require_visible(path):
+    """Wait until all processes see a file that the main process sees; ValueError on all if one does not."""
+    found = _all_gather((socket.gethostname(), comes_true(lambda: size_of(path) is not None)))
+    blind = sorted({host for host, is_visible in found if not is_visible})
+    if blind:
+        names = ', '.join(blind[:3]) + (f' and {len(blind) - 3} more' if len(blind) > 3 else '')
+        raise ValueError(f'{os.path.abspath(path)} of host {found[0][0]} is not visible on {names}: '
+                         'this folder must be on storage that all nodes share')
+
+
+def _all_gather(value):
+    """The picklable values that the processes pass, in order of rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def load(path, parameters, optimizer=None):
@@ -262,12 +295,12 @@ def load(path, parameters, optimizer=None):
         _allocate_state(optimizer, stored)
     tensors = {}
     copies = []
-    for key, tensor in _named_tensors(parameters, optimizer):
+    for key, (tensor, _) in _named_tensors(parameters, optimizer):
         if key in tensors:
             copies.append((tensor, tensors[key]))
         else:
             tensors[key] = tensor
-    dcp.load(tensors, storage_reader=_reader(path))
+    dcp.load(tensors, storage_reader=safe_reader(path))
     for tensor, original in copies:
         tensor.copy_(original)
 
@@ -290,42 +323,7 @@ def _allocate_state(optimizer, stored):
 
 def stored_tensors(path):
     """{key: DCP's metadata (`size`, `properties.dtype`)} of a checkpoint's tensors, in the files' order."""
-    return _reader(path).read_metadata().state_dict_metadata
-
-
-def _reader(path):
-    """DCP's reader of a checkpoint, safe to use on a file from others.
-
-    .metadata is a pickle. The pickle may name only the classes that DCP writes there, so it cannot run code.
-    """
-    from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
-
-    class Unpickler(pickle.Unpickler):
-        allowed = {(kind.__module__, kind.__qualname__): kind for kind in (
-            metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata,
-            metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.StorageMeta,
-            metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
-            torch.Size, torch.serialization._get_layout)}
-        # Windows cannot make a PosixPath, nor other systems a WindowsPath.
-        allowed |= {('pathlib', name): pathlib.PurePath for name in ('PosixPath', 'WindowsPath')}
-
-        def find_class(self, module, name):
-            module = module.removesuffix('._local')  # pathlib's, from Python 3.13 on
-            if (module, name) in self.allowed:
-                return self.allowed[module, name]
-            if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
-                return getattr(torch, name)
-            raise ValueError(f'{path}/.metadata names {module}.{name}, which no checkpoint of ours does: '
-                             'it was not loaded')
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args, **kwargs):
-            with open(os.path.join(path, '.metadata'), 'rb') as file:
-                found = Unpickler(file).load()
-            found.storage_meta.load_id = self.load_id
-            return found
-
-    return Reader(path)
+    return safe_reader(path).read_metadata().state_dict_metadata
 
 
 def lock_folder(out_dir, patience=30):
@@ -364,14 +362,6 @@ def set_aside(out_dir):
     return folder
 
 
-def write_json(path, content):
-    """Write a JSON file, and wait until the file is on disk."""
-    with open(path, 'w', encoding='utf-8') as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def _sync_folder(folder):
     """Wait until a folder's list of files is on disk; the files are already."""
     try:
@@ -380,20 +370,6 @@ def _sync_folder(folder):
         return
     os.fsync(handle)
     os.close(handle)
-
-
-def _checksums(folder, pattern):
-    """{file name: [bytes, CRC-32]} of the files of a folder that match a pattern."""
-    checksums = {}
-    for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
-        size = 0
-        crc = 0
-        with open(path, 'rb') as file:
-            while chunk := file.read(2 ** 24):
-                size += len(chunk)
-                crc = zlib.crc32(chunk, crc)
-        checksums[os.path.basename(path)] = [size, crc]
-    return checksums
 
 
 def _named_parameters(optimizer):
@@ -405,10 +381,10 @@ def _named_parameters(optimizer):
 
 
 def _named_tensors(parameters, optimizer):
-    """[(key in a checkpoint, tensor)]; tensors of one key are copies of each other."""
-    named = [(f'model.{name}', parameter.detach()) for name, parameter in parameters]
+    """[(key in a checkpoint, (tensor, the parameter it belongs to))]; tensors of one key are copies."""
+    named = [(f'model.{name}', (parameter.detach(), parameter)) for name, parameter in parameters]
     if optimizer is not None:
         for name, parameter in _named_parameters(optimizer):
             for kind, tensor in optimizer.state.get(parameter, {}).items():
-                named.append((f'optimizer.{name}.{kind}', tensor))
+                named.append((f'optimizer.{name}.{kind}', (tensor, parameter)))
     return named

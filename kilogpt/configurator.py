@@ -57,6 +57,29 @@ def configure(script, argv=None):
     return config
 
 
+def config_of(path, argv):
+    """Return the config that the script at `path` would have with these arguments, without running it.
+
+    Takes the script's assignments to public names above its line `config = configure(globals())`.
+    """
+    script = {'__file__': path}
+    with tokenize.open(path) as file:
+        module = ast.parse(file.read(), path)
+    for node in module.body:
+        target = _assigned_name(node)
+        if target == 'config':
+            break
+        if target and not target.startswith('_'):
+            exec(compile(ast.Module([node], []), path, 'exec'), script)
+    return configure(script, argv)
+
+
+def _assigned_name(node):
+    """Return the name that a statement assigns to, or None."""
+    target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
+    return target.id if isinstance(target, ast.Name) else None
+
+
 def _types_of_keys(config, annotations):
     """Return {key: tuple of the types it takes}."""
     key_types = {}
@@ -153,9 +176,9 @@ def _help(path, config, key_types):
         module = ast.parse(file.read())
     definitions = {}  # {key: (first line, last line)}
     for node in module.body:
-        target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
-        if isinstance(target, ast.Name) and target.id in config:
-            definitions.setdefault(target.id, (node.lineno, node.end_lineno))
+        target = _assigned_name(node)
+        if target in config:
+            definitions.setdefault(target, (node.lineno, node.end_lineno))
 
     lines = [ast.get_docstring(module) or '', '',
              f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]']

@@ -1,5 +1,7 @@
 """What can end a run, or must not: signals, updates that are not finite, and processes that hang."""
+import datetime
 import faulthandler
+import itertools
 import json
 import math
 import os
@@ -29,10 +31,11 @@ class StopRequest:
     of a job. A second signal ends the process at once, but within five seconds of the first it counts as the
     same request: Slurm signals every process, and torchrun passes its own signal on to them.
     """
+    SIGNALS = 'SIGTERM', 'SIGINT', 'SIGUSR1'
 
     def __init__(self):
         self._number, self._time = 0, 0.0
-        for name in ('SIGTERM', 'SIGINT', 'SIGUSR1'):
+        for name in self.SIGNALS:
             if hasattr(signal, name):  # Windows has no SIGUSR1
                 signal.signal(getattr(signal, name), self._receive)
 
@@ -42,9 +45,82 @@ class StopRequest:
         elif time.monotonic() - self._time > 5:
             os._exit(128 + number)
 
-    def poll(self, processes):
-        """The number of a signal that has reached any process, the same on all of them; 0 for none."""
-        return int(processes.max(self._number))
+    def votes(self):
+        """For each of SIGNALS, 1.0 if it has reached this process, else 0.0."""
+        return [float(self._number == getattr(signal, name, None)) for name in self.SIGNALS]
+
+
+class Agreement:
+    """What all processes of a run know together, without waiting for each other.
+
+    Each `exchange` sends this process's numbers and takes over the sums of the exchange before, which have
+    arrived while the processes computed. At the same exchange all processes therefore know the same:
+    stop_signal: the number of a signal that has reached any process; 0 for none.
+    save_requested: whether the main process has asked for a checkpoint since the last `forget_save_request`.
+    """
+    PERIOD = 1.0  # seconds from one exchange to the next; a longer micro-step is not interrupted
+
+    def __init__(self, processes, stop_request):
+        self.processes, self.stop_request = processes, stop_request
+        self.stop_signal, self.save_requested = 0, False
+        self._interval = 1  # micro-steps from one exchange to the next
+        self._steps = 0  # micro-steps since the last exchange
+        self._time = time.perf_counter()  # of the last exchange
+        self._sent = None  # (function that waits for the sums, line) of the last exchange
+
+    def forget_save_request(self):
+        """Forget the request, now that a checkpoint is saved."""
+        self.save_requested = False
+
+    def is_due(self):
+        """Whether to call `exchange` after one more micro-step, the same on all processes."""
+        self._steps += 1
+        return self._steps >= self._interval
+
+    def exchange(self, request_save=False, line=None):
+        """Send this process's numbers; returns a line of the log whose sums have arrived, or None.
+
+        request_save: counts on the main process.
+        line: a dict whose `loss_sum` is to be added up. It comes back from the next exchange, or from
+        `finish`, with the sum over all processes; where there are several, also with `slowest_rank`, the
+        process that waited least for others since the line before, and `lag_ms`, how much longer another did.
+        """
+        processes, now = self.processes, time.perf_counter()
+        seconds_per_step = (now - self._time) / max(1, self._steps)
+        self._steps, self._time = 0, now
+        waits = [0.0] * processes.world_size
+        if line is not None:
+            waits[processes.rank] = processes.seconds_waited()
+        main_numbers = [0.0, 0.0]
+        if processes.is_main:
+            main_numbers = [float(request_save), seconds_per_step]
+        loss_sum = line['loss_sum'] if line else 0.0
+        numbers = [*self.stop_request.votes(), *main_numbers, loss_sum, *waits]
+        arrived, self._sent = self._sent, (processes.sum_later(numbers), line)
+        return self.finish() if processes.world_size == 1 else self._take_over(arrived)
+
+    def finish(self):
+        """Wait for the sums of the last exchange; returns its line, or None."""
+        arrived, self._sent = self._sent, None
+        return self._take_over(arrived)
+
+    def _take_over(self, arrived):
+        if arrived is None:
+            return None
+        wait, line = arrived
+        sums, n_signals = wait(), len(StopRequest.SIGNALS)
+        save_requests, seconds_per_step, loss_sum, *waits = sums[n_signals:]
+        for name, votes in zip(StopRequest.SIGNALS, sums):
+            if votes:
+                self.stop_signal = self.stop_signal or int(getattr(signal, name))
+        self.save_requested = self.save_requested or save_requests > 0
+        self._interval = max(1, int(self.PERIOD / max(seconds_per_step, 1e-6)))
+        if line is not None:
+            line['loss_sum'] = loss_sum
+            if len(waits) > 1:
+                line['slowest_rank'] = waits.index(min(waits))
+                line['lag_ms'] = 1000 * (max(waits) - min(waits))
+        return line
 
 
 # --- updates that are not finite ----------------------------------------------------------------------------
@@ -108,17 +184,17 @@ class Watchdog:
     """A thread that ends this process when `beat` has not been called for a time, and says which one hung.
 
     One process that stops halts all others, each in a collective that never ends. Each process then writes
-    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorder: the last
+    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorders: the last
     collectives), and tells the others through the process group's store where it is; `culprits` finds the
     ranks that hung. Those end first, so that torchrun names them too.
 
-    limit: seconds between two beats. first_limit: the same until `first_iteration_done`, since the first
-    iteration may compile.
+    limit: seconds between two beats; three times as many until `first_iteration_done`, since a start loads,
+    compiles and connects.
     """
 
-    def __init__(self, processes, folder, limit, first_limit=1800):
+    def __init__(self, processes, folder, limit):
         self.rank, self.world_size, self.folder = processes.rank, processes.world_size, folder
-        self.limit, self.later_limit = first_limit, limit
+        self.later_limit, self.limit = limit, 3 * limit
         self.last_beat = time.monotonic()
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
@@ -138,96 +214,152 @@ class Watchdog:
     def _watch(self):
         while time.monotonic() - self.last_beat <= self.limit:
             time.sleep(min(1, self.limit / 20))
-        trace = _flight_recorder()
-        own_report = _report_of_this_process(trace)
-        self._write_stacks(trace)
-        reports = self._exchange(own_report, seconds=max(5, self.limit / 10))
-        hung = culprits(reports, self.world_size)
-        # One process speaks: the first rank that hung, or the first of all if none that hung has reported.
-        if self.rank == min(set(hung) & set(reports) or reports):
-            print(f'error: no progress for {self.limit:g} seconds (comm_timeout). '
-                  f'{_describe(reports, hung)}Stacks and the last collectives of each are in {self.folder}',
-                  file=sys.stderr, flush=True)
+        limit = f'{self.limit:g} seconds (comm_timeout)'
+        if self.limit != self.later_limit:
+            limit = f'{self.limit:g} seconds (3 × comm_timeout until the first iteration is done)'
+        seconds = max(5, self.later_limit / 10)  # for the reports of all to arrive
+        self._write_stacks(exit_after=seconds + 60)
+        try:
+            hung = self._find_hung(limit, seconds)
+        except RuntimeError:  # the process with the store, or the one that collects the reports, has ended
+            hung = []
         if self.rank not in hung:
             time.sleep(3)  # torchrun calls the process that ends first the cause
         os._exit(1)
 
-    def _write_stacks(self, trace):
-        path = os.path.join(self.folder, f'rank_{self.rank}')
+    def _write_stacks(self, exit_after):
+        """Write the stacks of all threads, and end the process after that many seconds whatever happens."""
         try:
             os.makedirs(self.folder, exist_ok=True)
-            with open(path + '.json', 'w', encoding='utf-8') as file:
-                json.dump(trace, file)
-            with open(path + '.txt', 'w', encoding='utf-8') as file:
-                faulthandler.dump_traceback(file)
+            file = open(os.path.join(self.folder, f'rank_{self.rank}.txt'), 'w', encoding='utf-8')
         except OSError as error:
             print(f'warning: no stacks in {self.folder} ({error})', file=sys.stderr)
+            file = sys.__stderr__
+        else:
+            faulthandler.dump_traceback(file)
+        # NCCL's recorder asks the driver for the state of events, with the interpreter's lock held: behind a
+        # hung kernel this thread may wait for ever. faulthandler's own thread does not need the lock.
+        faulthandler.dump_traceback_later(exit_after, exit=True, file=file)
 
-    def _exchange(self, own_report, seconds):
-        """Send this process's report; returns {rank: report}, those that arrive within `seconds`."""
-        reports = {self.rank: own_report}
+    def _find_hung(self, limit, seconds):
+        """Tell the others where this process is; returns the ranks that hung.
+
+        The first process to get here collects the reports, speaks, and tells the others who hung: if each of
+        1,024 processes read all reports, the store would have a million requests to answer (25 µs each).
+        """
         deadline = time.monotonic() + seconds
+        at, is_in_distributed = _position_of_main_thread()
+        self.store.set(f'position of {self.rank}', json.dumps(report_of({}, at, True)))
+        records = _flight_recorders()
         try:
-            self.store.set(str(self.rank), json.dumps(own_report))
-            while len(reports) < self.world_size and time.monotonic() < deadline:
-                for rank in set(range(self.world_size)) - reports.keys():
-                    if self.store.check([str(rank)]):
-                        reports[rank] = json.loads(self.store.get(str(rank)))
-                time.sleep(0.1)
-        except RuntimeError:  # the process that keeps the store has ended
+            with open(os.path.join(self.folder, f'rank_{self.rank}.json'), 'w', encoding='utf-8') as file:
+                json.dump(records, file)
+        except OSError:  # the folder, of which the warning was
             pass
+        self.store.set(f'report of {self.rank}', json.dumps(report_of(records, at, is_in_distributed)))
+        if self.store.add('processes here', 1) > 1:
+            self.store.wait(['hung'], datetime.timedelta(seconds=seconds + 30))
+            return json.loads(self.store.get('hung'))
+        reports = self._collect(deadline)
+        hung = culprits(reports, self.world_size)
+        print(f'error: no progress for {limit}. {_describe(reports, hung)}'
+              f'Stacks and the last collectives of each are in {self.folder}', file=sys.stderr, flush=True)
+        self.store.set('hung', json.dumps(hung))
+        return hung
+
+    def _collect(self, deadline):
+        """{rank: report} of those that arrive before the deadline; the position of others, if known."""
+        reports = {}
+
+        def read(kind):
+            for rank in set(range(self.world_size)) - reports.keys():
+                if self.store.check([f'{kind} of {rank}']):
+                    reports[rank] = json.loads(self.store.get(f'{kind} of {rank}'))
+
+        while len(reports) < self.world_size and time.monotonic() < deadline:
+            read('report')
+            time.sleep(0.1)
+        read('position')
         return reports
+
+
+def report_of(records, at, is_in_distributed):
+    """Where a process is and what it waits for, as plain data.
+
+    records: of _flight_recorders. at: where its main thread is, and whether that is in torch.distributed.
+
+    In the report, `waits` is whether the process waits for others, `reached` {group: number of the last
+    collective that the process or its device has begun}, and `unfinished` {group: (number, name, has begun)}
+    of the first collective that has not ended.
+    """
+    report = dict(at=at, host=socket.gethostname(), pid=os.getpid(), reached={}, unfinished={})
+    launches = {}
+    for entry in itertools.chain.from_iterable(record.get('entries', []) for record in records.values()):
+        backend = entry['profiling_name'].partition(':')[0]
+        name, description = entry['process_group']
+        if description != 'checkpoint':  # the collectives of the thread that saves
+            # NCCL notes the parts of a launch, which never end, then the launch itself, under equal numbers.
+            launches[f'{backend}:{name}', entry['collective_seq_id'], entry['p2p_seq_id']] = entry
+    # Without TORCH_NCCL_ENABLE_TIMING a device does not tell what it has begun.
+    tells_begin = any(entry['time_discovered_started_ns'] for entry in launches.values())
+    for (group, number, _), entry in launches.items():
+        has_ended = entry['retired'] or entry['state'] == 'completed'
+        has_begun = has_ended or entry['state'] == 'started' or group.startswith('gloo') or not tells_begin
+        reached = report['reached'].get(group, number - 1)
+        report['reached'][group] = max(reached, number) if has_begun else reached
+        if not has_ended:
+            report['unfinished'].setdefault(group, (number, entry['profiling_name'], has_begun))
+    report['waits'] = is_in_distributed or bool(report['unfinished'])
+    begun_on_device = [has_begun for group, (_, _, has_begun) in report['unfinished'].items()
+                       if group.startswith('nccl')]
+    if begun_on_device:
+        # The main thread runs ahead of its GPU and may wait anywhere, as in .item(). The GPU waits in a
+        # collective that it has begun; before it has begun one it is busy, or hangs in a kernel.
+        report['waits'] = any(begun_on_device)
+    return report
 
 
 def culprits(reports, world_size):
     """The ranks that hold up the others.
 
     They are those that wait for nobody; if there are none, those that sent no report; and if all did, those
-    that are in an earlier collective than others.
+    that have not reached a collective in which others wait, while all have reached the ones they wait in.
     """
-    silent = [rank for rank in range(world_size) if rank not in reports]
     busy = [rank for rank, report in reports.items() if not report['waits']]
-    newest = {}  # {process group: number of the last collective that any rank has entered}
-    for report in reports.values():
-        for group, number in report['entered'].items():
-            newest[group] = max(number, newest.get(group, 0))
-    behind = []
+    silent = [rank for rank in range(world_size) if rank not in reports]
+    waits_for = {rank: set() for rank in reports}  # the ranks that have not reached what a rank waits in
     for rank, report in reports.items():
-        if any(number < newest[group] for group, number in report['entered'].items()):
-            behind.append(rank)
+        for group, (number, _, has_begun) in report['unfinished'].items():
+            for other, other_report in reports.items():
+                if has_begun and other_report['reached'].get(group, number) < number:
+                    waits_for[rank].add(other)
+    behind = [rank for rank in set().union(*waits_for.values()) if not waits_for[rank]]
     for ranks in (busy, silent, behind):
         if 0 < len(ranks) < world_size:
             return sorted(ranks)
     return []
 
 
-def _report_of_this_process(trace):
-    """Where this process is and what it waits for, as plain data."""
-    at, is_in_distributed = _position_of_main_thread()
-    report = dict(at=at, host=socket.gethostname(), pid=os.getpid(), under_way=[], entered={})
-    for entry in trace.get('entries', []):
-        if 'checkpoint' in entry['process_group']:  # the collectives of the thread that saves
-            continue
-        group, number = str(entry['process_group']), entry['collective_seq_id']
-        report['entered'][group] = max(number, report['entered'].get(group, 0))
-        if not entry['retired']:
-            report['under_way'].append(entry['profiling_name'])
-    report['waits'] = bool(report['under_way']) or is_in_distributed
-    return report
-
-
 def _describe(reports, hung):
     """Sentences that name the ranks that hung and what the others wait for."""
-    names, waiting = [], []
+    names, waiting = [], {}  # waiting: {what for and where: ranks}
     for rank in hung:
-        report = reports.get(rank)
-        names.append(f'rank {rank} (host {report["host"]}, pid {report["pid"]}, at {report["at"]})' if report
-                     else f'rank {rank} (silent)')
+        where = 'silent'
+        if rank in reports:
+            where = 'host {host}, pid {pid}, at {at}'.format(**reports[rank])
+            for _, name, _ in reports[rank]['unfinished'].values():
+                where += f', before {name}'
+        names.append(f'rank {rank} ({where})')
     for rank in sorted(reports.keys() - set(hung)):
-        collectives = ', '.join(reports[rank]['under_way']) or 'point-to-point'
-        waiting.append(f'rank {rank} in {collectives} at {reports[rank]["at"]}')
+        collectives = ', '.join(name for _, name, _ in reports[rank]['unfinished'].values())
+        where = f'{collectives or "point-to-point"} at {reports[rank]["at"]}'
+        waiting.setdefault(where, []).append(rank)
+    groups = []
+    for where, ranks in waiting.items():
+        others = f' and {len(ranks) - 1:,} more' if len(ranks) > 1 else ''
+        groups.append(f'rank {ranks[0]}{others} in {where}')
     cause = f'Hung: {", ".join(names)}. ' if hung else 'All processes wait for each other. '
-    return f'{cause}Waiting: {"; ".join(waiting) or "none yet"}. '
+    return f'{cause}Waiting: {"; ".join(groups) or "none yet"}. '
 
 
 def _position_of_main_thread():
@@ -240,7 +372,11 @@ def _position_of_main_thread():
     return ' > '.join(dict.fromkeys(lines)), is_in_distributed
 
 
-def _flight_recorder():
-    """PyTorch's record of the last collectives; {} where this version of PyTorch keeps none."""
-    dump = getattr(torch._C._distributed_c10d, '_dump_fr_trace_json', None)
-    return json.loads(dump()) if dump else {}
+def _flight_recorders():
+    """PyTorch's records of the last collectives, {'cpu': record, 'nccl': record}, as far as it keeps them."""
+    records = {}
+    for name, function in dict(cpu='_dump_fr_trace_json', nccl='_dump_nccl_trace_json').items():
+        dump = getattr(torch._C._distributed_c10d, function, None)  # NCCL's is in builds for CUDA alone
+        if dump:
+            records[name] = json.loads(dump())
+    return records

@@ -1,4 +1,4 @@
-"""How the processes of a run divide into a layout, and which slice of the global batch each of them takes.
+"""How the processes divide into a layout, which slice of the batch each takes, and what cannot be laid out.
 
 Plain arithmetic: no torch, no device, no communication. `processes.py` makes the device mesh of a layout and
 `parallel.py` lays the model out on it.
@@ -93,23 +93,40 @@ class Layout:
     def split_batch(self, global_batch, batch_size):
         """(micro_batch, micro_steps) in which a data-parallel rank takes its share of global_batch sequences.
 
-        micro_batch is the largest size up to batch_size that divides the share into a number of micro-batches
-        that the pipeline's schedule can run. Where there is none, the last micro-batches are padded with
-        sequences that count for nothing.
+        micro_batch is at most batch_size, and micro_steps a number that the pipeline's schedule can run. Of
+        these the cheapest is taken, where a micro-step costs as much as its sequences and an eighth of
+        batch_size more. Beyond the share, micro-batches are padded with sequences that count for nothing.
         """
         share = -(-global_batch // self.dp)
-        largest = min(batch_size, share)
-        micro_steps = next(n for n in itertools.count(-(-share // largest)) if self._pipeline_runs(n))
-        micro_batch = -(-share // micro_steps)
-        if global_batch % self.dp == 0:
-            for size in range(largest, 0, -1):
-                if share % size == 0 and self._pipeline_runs(share // size):
-                    micro_batch, micro_steps = size, share // size
-                    break
-        if self.pp > 1 and micro_batch < largest:
-            self.notes.append(f'micro-batch {micro_batch} rather than {largest}: the pipeline of '
-                              f'{self.n_stages} stages ({self.pp_schedule}) runs {micro_steps} of them')
-        return micro_batch, micro_steps
+        most = next(n for n in itertools.count(share) if self._pipeline_runs(n))  # one sequence in each
+        possible = [n for n in range(-(-share // batch_size), most + 1) if self._pipeline_runs(n)]
+        micro_steps = min(possible, key=lambda n: n * (-(-share // n) + batch_size / 8))
+        return -(-share // micro_steps), micro_steps
+
+    def split_notes(self, global_batch, batch_size):
+        """A sentence for each way in which `split_batch` differs from micro-batches of batch_size."""
+        notes, (micro_batch, micro_steps) = [], self.split_batch(global_batch, batch_size)
+        steps_that_fit = -(-global_batch // (self.dp * batch_size))
+        steps_that_fit = next(n for n in itertools.count(steps_that_fit) if self._pipeline_runs(n))
+        advice = f'gradient_accumulation_steps={self.dp * steps_that_fit} would fit'
+        if micro_batch != batch_size:
+            reason = f'{self.dp} data-parallel rank(s) divide {global_batch} sequences'
+            if self.pp > 1:
+                reason += f' and the pipeline of {self.n_stages} stages ({self.pp_schedule}) '
+                reason += f'runs {micro_steps} micro-batches'
+            notes.append(f'micro-batch {micro_batch} rather than {batch_size}, since {reason}: {advice}')
+        n_computed = self.dp * micro_batch * micro_steps
+        n_idle = self.dp - min(self.dp, -(-global_batch // micro_batch))
+        n_padding = n_computed - global_batch
+        if n_idle:
+            least = -(-self.dp // batch_size)
+            notes.append(f'{n_idle} of {self.dp} data-parallel ranks are without any of {global_batch} '
+                         'sequences: start fewer processes, or set gradient_accumulation_steps to '
+                         f'{least} or more')
+        elif n_padding:
+            notes.append(f'{n_padding} of the {n_computed} sequences that an iteration computes are padding, '
+                         f'which counts for nothing: {advice}')
+        return notes
 
     def _pipeline_runs(self, micro_steps):
         """Whether the schedule can run that many micro-batches.
@@ -138,6 +155,68 @@ class Layout:
         return (f'pp {self.pp}{schedule} × dp {self.dp} ({self.dp_replicate} × {self.dp_shard}) '
                 f'× cp {self.cp} × tp {self.tp} = {self.world_size}; '
                 f'zero_stage {self.zero_stage} ({data_parallel})')
+
+
+# --- what cannot be laid out --------------------------------------------------------------------------------
+
+def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress, fp8,
+                 async_tp=False):
+    """Raise ValueError, with the keys to change, if a model cannot run under a Layout with these options.
+
+    model: any module with the `split_plan` and `config` of model.py's GPT.
+    """
+    n_parts = len(model.get_submodule(model.split_plan['blocks'])) + 2  # embedding, blocks, head
+    if obstacle := _split_obstacle(model, block_size, layout.tp, layout.cp):
+        processes = layout.world_size // layout.pp
+        fits = []
+        for tp in range(1, processes + 1):
+            for cp in range(1, processes // tp + 1):
+                if processes % (tp * cp) == 0 and not _split_obstacle(model, block_size, tp, cp):
+                    fits.append(f'tp={tp} cp={cp}')
+        raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
+                         f'on these processes this model can have {", ".join(fits)}')
+    if layout.n_stages > n_parts:
+        raise ValueError(
+            f'pp={layout.pp} with pp_schedule={layout.pp_schedule} makes {layout.n_stages} stages, but '
+            f'n_layer={n_parts - 2} gives {n_parts} parts to cut between (embedding, blocks, head): set pp '
+            f'to at most {n_parts // layout.stages_per_rank}, or n_layer to at least {layout.n_stages - 2}')
+    if activation_checkpoint not in ('none', 'selective', 'full'):
+        raise ValueError(
+            f'activation_checkpoint is {activation_checkpoint!r}: choose one of none, selective, full')
+    if cpu_offload and not layout.uses_fsdp:
+        raise ValueError(f'cpu_offload=True needs sharded parameters, but zero_stage is {layout.zero_stage}: '
+                         'set zero_stage to 2 or 3')
+    if grad_compress not in ('none', 'bf16', 'powersgd'):
+        raise ValueError(f'grad_compress is {grad_compress!r}: choose one of none, bf16, powersgd')
+    if grad_compress != 'none' and layout.uses_fsdp:
+        raise ValueError(f"grad_compress={grad_compress} compresses DDP's all-reduce, but this layout runs "
+                         'FSDP2 (zero_stage 2 or 3, or tp or pp above 1): set grad_compress to none')
+    if dtype == 'float16' and layout.zero_stage > 0:
+        raise ValueError(
+            'dtype=float16 needs a gradient scaler, which works with zero_stage=0 and tp=pp=1 alone, '
+            f'but zero_stage is {layout.zero_stage} here: set dtype to bfloat16 or float32')
+    if async_tp and layout.tp == 1:
+        raise ValueError('async_tp=True runs collectives of tensor parallelism beside products, but tp is '
+                         '1: set tp above 1, or async_tp to False')
+    if fp8 and (dtype != 'bfloat16' or layout.tp > 1):
+        raise ValueError(f'fp8=True goes with dtype=bfloat16 and tp=1, but they are {dtype} and {layout.tp}: '
+                         'change those, or set fp8 to False')
+
+
+def _split_obstacle(model, block_size, tp, cp):
+    """The first size of a model that tp × cp or tp ranks do not divide, such as 'n_head=25', or None."""
+    config, plan = model.config, model.split_plan
+    sizes = [('n_head', config.n_head, tp * cp), ('block_size', block_size, tp * cp),
+             ('n_kv_head', config.n_kv_head, tp)]
+    for name, module in model.get_submodule(plan['blocks'])['0'].named_modules():
+        if name in plan['colwise']:
+            sizes.append((name, module.out_features, tp))
+    for name in plan['embedding']:
+        sizes.append((f'{name} (rows)', model.get_submodule(name).weight.size(0), tp))
+    for name, size, ranks in sizes:
+        if size % ranks:
+            return f'{name}={size}'
+    return None
 
 
 def _divisors(number):

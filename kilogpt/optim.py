@@ -25,7 +25,20 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
         (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
     groups = [group for group in groups if group['params']]  # a stage of a pipeline may have no vectors
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    return LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW, element by element, on the parts of DTensors that this process holds.
+
+    An operation on DTensors first works out their layout, which takes longer than the update of a small one.
+    """
+
+    def _init_group(self, group, *lists):
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [local_part(tensor) for tensor in tensors]
+        return has_complex
 
 
 class Muon(torch.optim.Optimizer):

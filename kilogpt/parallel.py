@@ -16,11 +16,13 @@ import math
 import warnings
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from kilogpt import cpu
-from kilogpt.layout import SPLIT_BACKWARD
+from kilogpt import cpu, cuda
+from kilogpt.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
+from kilogpt.ddp import PowerSGD, Zero1, replicate
+from kilogpt.layout import SPLIT_BACKWARD, check_layout
+from kilogpt.matrices import apply_to_whole_matrices
 from kilogpt.optim import local_part
 from kilogpt.pipeline import Pipeline, cut_stage
 from kilogpt.processes import autocast
@@ -40,9 +42,11 @@ class Parallel:
         self.device, self.mesh = processes.device, processes.mesh
         self.notes = []  # one line for each choice that differs from what was asked for, with the reason
         self._contexts = contextlib.ExitStack()  # stay open, since the backward pass needs them too
+        self._zero1 = self._powersgd = None
 
     def lay_out(self, model, *, global_tokens, micro_batch, micro_steps, block_size, compile=False, fp8=False,
-                dtype='float32', activation_checkpoint='none', cpu_offload=False, grad_compress='none'):
+                dtype='float32', activation_checkpoint='none', cpu_offload=False, grad_compress='none',
+                async_tp=False):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run it, and `named_parameters` are what this process
@@ -51,16 +55,16 @@ class Parallel:
         global_tokens: those of an iteration, by which the sum of all losses is divided.
         """
         check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
+                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
+                     async_tp=async_tp)
         layout, plan = self.layout, model.split_plan
         # DDP and FSDP2 average gradients over ranks; the loss of each rank is scaled up by their number.
         self.loss_scale = layout.gradient_ranks / global_tokens
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
         splits_backward = layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD
-        if compile and splits_backward:
-            self.notes.append('compile=False: a compiled backward pass cannot be split as '
-                              f'pp_schedule={layout.pp_schedule} does')
-            compile = False
+        self.compiles = compile = compile and set_up_compiler(self.processes, layout, self.notes)
+        if async_tp:
+            set_up_async_tp(self.processes, compile, self.mesh.get_group('tp'), self.notes)
 
         self.stages = {0: model}
         if layout.pp > 1:
@@ -81,10 +85,12 @@ class Parallel:
                 for block in blocks:
                     for name in plan['attention']:
                         exchange_heads(block.get_submodule(name), self.processes.cp_mesh)
+            if self.device.type == 'cuda':  # after cp, which may repeat key/value heads itself
+                cuda.use_fused_attention(stage, self.device, dtype)
             for block in blocks:
                 apply_to_block(block, activation_checkpoint, compile)
-            if compile:
-                self._compile_loss(stage)
+            if compile and layout.tp == 1:
+                stage.loss.of_hidden = torch.compile(stage.loss.of_hidden)
             if layout.uses_fsdp:
                 shard_parameters(stage, blocks, layout, self.mesh, dtype, cpu_offload)
             stage.to_empty(device='cpu' if cpu_offload else self.device)
@@ -94,7 +100,9 @@ class Parallel:
                 assert not came_apart, 'the tied weights came apart'
 
         self.network = model
-        if not layout.uses_fsdp and layout.world_size > 1:
+        self._is_ddp = layout.world_size > 1 and not layout.uses_fsdp
+        self._accumulates = micro_steps > 1
+        if self._is_ddp:
             self.network = self._replicate(model, grad_compress)
         self.pipeline = None
         if layout.pp > 1:
@@ -106,10 +114,6 @@ class Parallel:
         for stage in self.stages.values():
             for name, parameter in stage.named_parameters():
                 self._named_parameters.append((model.tied.get(name, name), parameter))
-        self._optimizer_parameters = self._named_parameters
-        if layout.zero_stage == 1 and layout.world_size > 1:
-            self._optimizer_parameters = [(name, torch.nn.Parameter(self._rows_of(parameter)))
-                                          for name, parameter in self._named_parameters]
 
     # --- the parts of a layout ------------------------------------------------------------------------------
 
@@ -122,27 +126,13 @@ class Parallel:
         self._contexts.enter_context(loss_parallel())  # cross-entropy on logits sharded by vocabulary
         self._contexts.enter_context(implicit_replication())  # plain tensors beside DTensors
 
-    def _compile_loss(self, stage):
-        if self.layout.tp == 1:
-            stage.loss.of_hidden = torch.compile(stage.loss.of_hidden)
-        elif self.device.type == 'cuda':  # asynchronous: collectives run beside matrix products
-            from torch.distributed._symmetric_memory import enable_symm_mem_for_group
-            torch._inductor.config._micro_pipeline_tp = True
-            enable_symm_mem_for_group(self.mesh['tp'].get_group().group_name)
-
     def _replicate(self, model, grad_compress):
-        """DDP, without sending weights first: every rank fills in the same, and the model has no buffers."""
-        device_ids = [self.device] if self.device.type == 'cuda' else None
-        network = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, init_sync=False)
-        if grad_compress == 'bf16':
-            from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-            # On gloo DDP refuses this hook by name, but runs it under another name.
-            network.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-        elif grad_compress == 'powersgd':  # Vogels et al. 2019, with error feedback
-            from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-            state = PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=10)
-            network.register_comm_hook(state, powerSGD_hook)
-
+        """DDP, with the buckets of gradients that ZeRO-1 and grad_compress ask for."""
+        if grad_compress == 'powersgd':
+            grad_compress = self._powersgd = PowerSGD()
+        if self.layout.zero_stage == 1:
+            self._zero1 = Zero1(model.named_parameters(), self.mesh['dp_shard_cp'], grad_compress)
+        network = replicate(model, self.device, self._zero1, grad_compress)
         # The gradient of the embedding is the last one. From then on this process waits for the others.
         self._gradients_ready = []
 
@@ -156,6 +146,23 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
+    def warm_up(self, x, y):
+        """Compile, and let DDP order its buckets, in passes whose gradients are dropped.
+
+        A resumed run then adds up gradients in the order of an unbroken one.
+        """
+        self.forward_backward(x, y)
+        self._drop_gradients()
+        if self._zero1:
+            self._zero1.is_first_pass = False
+        if self.compiles:
+            note = agree_on_fallbacks(self.processes)
+            if note:
+                self.notes.append(note)
+        if self._is_ddp and self._accumulates:  # makes the gradients views of the buckets in their new order
+            self.forward_backward(x, y)
+            self.zero_grad()
+
     def forward_backward(self, x, y, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (a pipeline: of all); returns this process's sum of losses.
 
@@ -163,13 +170,19 @@ class Parallel:
         """
         if self.pipeline:
             return self.pipeline.forward_backward(x, y)
-        is_replicated = isinstance(self.network, DistributedDataParallel)
-        if is_replicated:
+        if self._is_ddp:
             self.network.require_backward_grad_sync = last  # read by the forward pass
+        if self.layout.uses_fsdp:
+            # Replicas (HSDP) add up the gradients of all micro-batches before they exchange them. What stays
+            # gathered between forward and backward stays so until the parameters change.
+            self.network.set_requires_all_reduce(last)
+            self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
         with self._autocast:
             loss = self.network(x, y)
         scale(loss * self.loss_scale).backward()
-        if is_replicated and last:
+        if self._zero1 and last:
+            self._zero1.finish_reducing()
+        if self._is_ddp and last:
             self.processes.record_wait(self._gradients_ready.pop(), self.processes.device_time())
         return loss.detach()
 
@@ -193,20 +206,33 @@ class Parallel:
     @torch.no_grad()
     def clip_gradients(self, max_norm):
         """Clip gradients to max_norm (0: do not); returns the norm of all, where a tied pair counts once."""
-        parameters = [parameter for _, parameter in self._named_parameters if parameter.grad is not None]
+        parameters = [p for _, p in self.optimizer_parameters() if p.grad is not None]
         second_copy = self.pipeline.tied_pair[-1] if self.pipeline and self.pipeline.tied_pair else None
-        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p is not second_copy])
+        counted = [p.grad for p in parameters if p is not second_copy]
+        if self._zero1:  # as plain tensors, which DTensor's norm would take ten times as long for
+            counted = [local_part(gradient) for gradient in counted]
+        norm = torch.nn.utils.get_total_norm(counted)
         if hasattr(norm, 'full_tensor'):
             norm = norm.full_tensor()
-        if self.pipeline:
+        if self.pipeline or self._zero1:  # the processes have gradients of different elements
             squares = norm.square()
-            torch.distributed.all_reduce(squares, group=self.mesh.get_group('pp'))
+            group = self.mesh.get_group('pp' if self.pipeline else 'dp_shard_cp')
+            torch.distributed.all_reduce(squares, group=group)
             norm = squares.sqrt()
         if max_norm:
-            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+            gradients = [local_part(p.grad) for p in parameters]
+            torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1).to(gradients[0].device))
+        if self._powersgd:
+            self._powersgd.recover(norm.isfinite())
         return norm
 
     def zero_grad(self):
+        if self._is_ddp and self._accumulates:  # in the memory of DDP's buckets, of which gradients are views
+            torch._foreach_zero_([p.grad for _, p in self._named_parameters if p.grad is not None])
+        else:
+            self._drop_gradients()
+
+    def _drop_gradients(self):
         for _, parameter in self._named_parameters:
             parameter.grad = None
 
@@ -218,7 +244,7 @@ class Parallel:
 
     def optimizer_parameters(self):
         """named_parameters, or for ZeRO-1 this process's rows of them as DTensors over the same memory."""
-        return self._optimizer_parameters
+        return self._zero1.named_rows if self._zero1 else self._named_parameters
 
     def bytes_held(self, optimizer):
         """Bytes on this process: (parameters, optimizer state). AdamW has two float32 moments, Muon one."""
@@ -229,143 +255,51 @@ class Parallel:
             state += moments * 4 * sum(local_part(parameter).numel() for parameter in group['params'])
         return parameters, state
 
-    def _rows_of(self, tensor):
-        """This process's rows of a replicated parameter or gradient: a DTensor over the same memory."""
-        from torch.distributed.tensor import DTensor, Shard
-        tensor = tensor.detach()
-        chunks = tensor.chunk(self.layout.world_size)
-        rows = chunks[self.processes.rank] if self.processes.rank < len(chunks) else tensor[:0]
-        return DTensor.from_local(rows, self.mesh['dp_shard_cp'], [Shard(0)], run_check=False,
-                                  shape=tensor.shape, stride=tensor.stride())
-
     def attach(self, optimizer):
-        """For ZeRO-1: a step takes rows of the gradients first, and gathers the parameters afterwards."""
-        if self._optimizer_parameters is self._named_parameters:
-            return
-
-        def take_rows_of_gradients(*_):
-            for (_, parameter), (_, rows) in zip(self._named_parameters, self._optimizer_parameters):
-                rows.grad = self._rows_of(parameter.grad)
-
-        @torch.no_grad()
-        def gather_parameters(*_):
-            for (_, parameter), (_, rows) in zip(self._named_parameters, self._optimizer_parameters):
-                parameter.copy_(rows.full_tensor())
-                rows.grad = None
-
-        optimizer.register_step_pre_hook(take_rows_of_gradients)
-        optimizer.register_step_post_hook(gather_parameters)
+        """For ZeRO-1: gather the parameters after each step."""
+        if self._zero1:
+            optimizer.register_step_post_hook(self._zero1.gather_parameters)
 
     def apply_to_whole_matrices(self, function, parameter, parts):
         """Apply a function of whole matrices where each process holds parts; returns the results' parts.
 
         parts (n, rows, columns): this process's parts of n matrices that are laid out as `parameter` is.
-        The processes divide the n matrices. Each of DDP's replicas takes a share of them. Otherwise the ranks
-        of each mesh dimension, FSDP's first, exchange parts of n matrices for n / ranks whole ones.
+        The processes divide the n matrices: DDP's replicas, or the ranks of each mesh dimension in turn.
         """
-        from torch.distributed.tensor import Replicate
-        dimensions = []  # (mesh of one dimension, placement on it), outermost first
+        dimensions = []  # (process group, dimension of a matrix that its ranks cut or None), outermost first
         if hasattr(parameter, 'placements'):
             mesh = parameter.device_mesh
             for name, placement in zip(mesh.mesh_dim_names, parameter.placements):
                 if mesh[name].size() > 1:
-                    dimensions.append((mesh[name], placement))
+                    cut = None if placement.is_replicate() else placement.dim
+                    dimensions.append((mesh.get_group(name), cut))
         elif self.layout.world_size > 1:
-            dimensions.append((self.processes.world_mesh, Replicate()))
-        return _exchange_for_whole(function, parameter.shape, parts, dimensions)
-
-
-def _exchange_for_whole(function, matrix_shape, parts, dimensions):
-    """`Parallel.apply_to_whole_matrices` over the mesh dimensions that still divide the matrices."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
-    if len(parts) == 0:
-        return parts
-    if not dimensions:
-        return function(parts)
-    (mesh, placement), *inner = dimensions
-    shape, held = parts.shape, Replicate()
-    if not placement.is_replicate():
-        held = Shard(placement.dim + 1)  # dimension 0 of parts counts the matrices
-        rows_and_columns = list(matrix_shape)
-        for inner_mesh, inner_placement in inner:  # cut the matrix before this dimension does, and evenly
-            rows_and_columns[inner_placement.dim] //= inner_mesh.size()
-        shape = torch.Size((len(parts), *rows_and_columns))
-    whole = dict(device_mesh=mesh, run_check=False, shape=shape, stride=(shape[1] * shape[2], shape[2], 1))
-    share = DTensor.from_local(parts, placements=[held], **whole).redistribute(placements=[Shard(0)])
-    results = _exchange_for_whole(function, matrix_shape, share.to_local(), inner).contiguous()
-    results = DTensor.from_local(results, placements=[Shard(0)], **whole).redistribute(placements=[held])
-    return results.to_local()
+            dimensions.append((torch.distributed.group.WORLD, None))
+        # With cpu_offload the parts are in host memory.
+        return apply_to_whole_matrices(function, parameter.shape, parts.to(self.device), dimensions)
 
 
 @torch.no_grad()
 def fill(named_parameters, value):
-    """Set each parameter, sharded or not, from value(name, shape), a tensor of the whole parameter."""
+    """Set each parameter, sharded or not, from value(name, shape, rows).
+
+    value: gives the slice `rows` of the whole parameter of that shape. A process asks for no more rows than
+    it holds, and cuts the columns itself.
+    """
     for name, parameter in named_parameters:
-        part, local = value(name, parameter.shape), parameter
+        local, cuts = parameter, []
         if hasattr(parameter, 'placements'):
             local, mesh = parameter.to_local(), parameter.device_mesh
             cuts = list(zip(mesh.shape, parameter.placements, mesh.get_coordinate()))
-            for ranks, placement, coordinate in reversed(cuts):  # FSDP cuts what tensor parallelism has cut
-                if placement.is_replicate():
-                    continue
-                chunks = part.chunk(ranks, placement.dim)
-                part = chunks[coordinate] if coordinate < len(chunks) else part.narrow(placement.dim, 0, 0)
-        local.copy_(part)
-
-
-# --- what cannot be laid out --------------------------------------------------------------------------------
-
-def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress, fp8):
-    """Raise ValueError, with the keys to change, if a model cannot run under a Layout with these options."""
-    n_parts = len(model.get_submodule(model.split_plan['blocks'])) + 2  # embedding, blocks, head
-    if obstacle := _split_obstacle(model, block_size, layout.tp, layout.cp):
-        processes = layout.world_size // layout.pp
-        fits = []
-        for tp in range(1, processes + 1):
-            for cp in range(1, processes // tp + 1):
-                if processes % (tp * cp) == 0 and not _split_obstacle(model, block_size, tp, cp):
-                    fits.append(f'tp={tp} cp={cp}')
-        raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
-                         f'on these processes this model can have {", ".join(fits)}')
-    if layout.n_stages > n_parts:
-        raise ValueError(
-            f'pp={layout.pp} with pp_schedule={layout.pp_schedule} makes {layout.n_stages} stages, but '
-            f'n_layer={n_parts - 2} gives {n_parts} parts to cut between (embedding, blocks, head): set pp '
-            f'to at most {n_parts // layout.stages_per_rank}, or n_layer to at least {layout.n_stages - 2}')
-    if activation_checkpoint not in ('none', 'selective', 'full'):
-        raise ValueError(
-            f'activation_checkpoint is {activation_checkpoint!r}: choose one of none, selective, full')
-    if cpu_offload and not layout.uses_fsdp:
-        raise ValueError(f'cpu_offload=True needs sharded parameters, but zero_stage is {layout.zero_stage}: '
-                         'set zero_stage to 2 or 3')
-    if grad_compress not in ('none', 'bf16', 'powersgd'):
-        raise ValueError(f'grad_compress is {grad_compress!r}: choose one of none, bf16, powersgd')
-    if grad_compress != 'none' and layout.uses_fsdp:
-        raise ValueError(f"grad_compress={grad_compress} compresses DDP's all-reduce, but this layout runs "
-                         'FSDP2 (zero_stage 2 or 3, or tp or pp above 1): set grad_compress to none')
-    if dtype == 'float16' and layout.zero_stage > 0:
-        raise ValueError(
-            'dtype=float16 needs a gradient scaler, which works with zero_stage=0 and tp=pp=1 alone, '
-            f'but zero_stage is {layout.zero_stage} here: set dtype to bfloat16 or float32')
-    if fp8 and (dtype != 'bfloat16' or layout.tp > 1):
-        raise ValueError(f'fp8=True goes with dtype=bfloat16 and tp=1, but they are {dtype} and {layout.tp}: '
-                         'change those, or set fp8 to False')
-
-
-def _split_obstacle(model, block_size, tp, cp):
-    """The first size of a model that tp × cp or tp ranks do not divide, such as 'n_head=25', or None."""
-    config, plan = model.config, model.split_plan
-    sizes = [('n_head', config.n_head, tp * cp), ('block_size', block_size, tp * cp),
-             ('n_kv_head', config.n_kv_head, tp)]
-    for name, module in model.get_submodule(plan['blocks'])['0'].named_modules():
-        if name in plan['colwise']:
-            sizes.append((name, module.out_features, tp))
-    for name in plan['embedding']:
-        sizes.append((f'{name} (rows)', model.get_submodule(name).weight.size(0), tp))
-    for name, size, ranks in sizes:
-        if size % ranks:
-            return f'{name}={size}'
-    return None
+        held = [slice(0, size) for size in parameter.shape]  # of each dimension
+        for ranks, placement, coordinate in reversed(cuts):  # FSDP cuts what tensor parallelism has cut
+            if not placement.is_replicate():
+                whole = held[placement.dim]
+                size = -(-(whole.stop - whole.start) // ranks)
+                start = min(whole.start + coordinate * size, whole.stop)
+                held[placement.dim] = slice(start, min(start + size, whole.stop))
+        rows, *columns = held
+        local.copy_(value(name, parameter.shape, rows)[(slice(None), *columns)])
 
 
 # --- parts, in the order of lay_out -------------------------------------------------------------------------

@@ -4,15 +4,19 @@ Knows no model. `Processes(device)` is enough for a script of one process; `join
 """
 import contextlib
 import datetime
-import functools
+import ipaddress
 import os
 import re
+import socket
+import struct
 import sys
 import time
 import uuid
 
 import torch
 import torch.distributed as dist
+
+SIOCGIFADDR = 0x8915  # Linux: the request for an interface's IPv4 address (linux/sockios.h)
 
 
 class Processes:
@@ -38,8 +42,10 @@ class Processes:
 
         backend: 'auto' is NCCL for CUDA tensors and gloo for CPU tensors. comm_timeout: in seconds.
         """
+        raise_file_limit()
         if self.world_size == 1 and not layout.uses_fsdp:
             return
+        choose_gloo_interface()
         if backend == 'nccl' and self.device.type != 'cuda':
             raise ValueError(f'backend=nccl needs CUDA GPUs, but the device is {self.device}: '
                              'use --backend=gloo')
@@ -48,12 +54,19 @@ class Processes:
         if backend == 'nccl':
             # Flags and sums of single numbers travel over gloo, which does not synchronize the device.
             backend = 'cpu:gloo,cuda:nccl'
-        # The group's own timeout is longer than any wait should be. The watchdog ends a run that hangs, since
-        # the watchdog gives the first iteration, which compiles, more time than the others.
-        timeout = datetime.timedelta(seconds=max(3600, 2 * comm_timeout))
+        # The group's own timeout is longer than any wait that the watchdog allows. The watchdog ends a run
+        # that hangs, since it names the process that hung and gives a start and a save more time.
+        timeout = datetime.timedelta(seconds=3600 + 3 * comm_timeout)
+        # A monitor of NCCL's own watchdog aborts the process, and names no other, where the driver has not
+        # answered for 8 minutes, as behind a hung kernel. Our watchdog has to speak first.
+        os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
+        # An event before each collective tells the watchdog which device has reached the collective.
+        os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
         store = dist.HashStore() if self.world_size == 1 else _fresh_store()
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
                                 timeout=timeout)
+        # The groups of meshes would otherwise have NCCL's own timeout, which comm_timeout may exceed.
+        dist.distributed_c10d.default_pg_nccl_timeout = timeout
         sys.excepthook = _report_lost_connection
         self.build_meshes(layout)
 
@@ -71,12 +84,6 @@ class Processes:
             cp_meshes = init_device_mesh(self.device.type, (layout.pp * layout.dp, layout.cp, layout.tp),
                                          mesh_dim_names=('pp_dp', 'cp', 'tp'))
             self.cp_mesh = cp_meshes['cp']
-
-    @functools.cached_property
-    def world_mesh(self):
-        """A mesh of one dimension over all processes."""
-        from torch.distributed.device_mesh import init_device_mesh
-        return init_device_mesh(self.device.type, (self.world_size,))
 
     def say(self, text):
         """Print on the main process only."""
@@ -112,6 +119,37 @@ class Processes:
         values[self.rank] = value
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
+    def sum_later(self, numbers):
+        """Start adding up every process's list of numbers; returns a function that waits for the sums."""
+        sums = torch.tensor(numbers, dtype=torch.float64)
+        if self.world_size == 1:
+            return sums.tolist
+        under_way = dist.all_reduce(sums, async_op=True)
+
+        def wait():
+            begin = time.perf_counter()
+            under_way.wait()
+            self.record_wait(begin, time.perf_counter())
+            return sums.tolist()
+
+        return wait
+
+    def share(self, value, rank=0):
+        """The value of one rank, the main process's by default, any picklable object, on every process."""
+        if self.world_size == 1:
+            return value
+        values = [value]
+        dist.broadcast_object_list(values, src=rank, device=torch.device('cpu'))
+        return values[0]
+
+    def first_problem(self, problem):
+        """(rank, problem) of the first process that passes one, on every process; None if none does."""
+        has_problem = self.gather(bool(problem))
+        if not any(has_problem):
+            return None
+        rank = has_problem.index(1)
+        return rank, self.share(problem, rank)
+
     def barrier(self):
         """Wait until every process has called this."""
         self.any(False)
@@ -130,7 +168,7 @@ class Processes:
 
     @contextlib.contextmanager
     def waits_counted(self):
-        """Count the waits within this context, for `slowest`."""
+        """Count the waits within this context, for `seconds_waited`."""
         self._counts_waits = True
         try:
             yield
@@ -150,19 +188,17 @@ class Processes:
         event.record()
         return event
 
-    def slowest(self):
-        """(rank, seconds): which process the others waited for since the last call, and how long.
+    def seconds_waited(self):
+        """Seconds that this process has waited for others since the last call.
 
-        The slowest process is the one that waits least. Waits between micro-steps and for DDP's gradients are
-        counted. FSDP2, tensor, context and pipeline parallelism also wait within the model, where nothing is
-        measured.
+        Waits for DDP's gradients are counted. FSDP2, tensor, context and pipeline parallelism wait within the
+        model, where nothing is measured.
         """
         seconds = 0.0
         for begin, end in self._waits:
             seconds += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
         self._waits.clear()
-        waited = self.gather(seconds)
-        return waited.index(min(waited)), max(waited) - min(waited)
+        return seconds
 
 
 # --- device and dtype ---------------------------------------------------------------------------------------
@@ -198,16 +234,17 @@ def find_device(device='auto', local_rank=0, world_size=1):
 def resolve_dtype(dtype, device, training=True):
     """The dtype that a `dtype` key means on a device: 'float32', 'bfloat16' or 'float16'.
 
-    'auto' is bfloat16 on CUDA GPUs, or float16 on those that lack bfloat16. On other devices it is float32,
-    but bfloat16 for training on CPUs that multiply in bfloat16 (AVX512-BF16, AMX). Sampling on a CPU stays at
-    float32: in bfloat16, attention to a long text loses more time than reading fewer bytes of weights saves.
+    'auto' is bfloat16 on CUDA GPUs, or float16 on those that only emulate bfloat16 (T4, V100, RTX 20). On
+    other devices it is float32, but bfloat16 for training on CPUs that multiply in bfloat16 (AVX512-BF16,
+    AMX). Sampling on a CPU stays at float32: in bfloat16, attention to a long text loses more time than
+    reading fewer bytes of weights saves.
     """
     if dtype not in ('auto', 'float32', 'bfloat16', 'float16'):
         raise ValueError(f'dtype is {dtype!r}: use auto, float32, bfloat16 or float16')
     if dtype != 'auto':
         return dtype
     if device.type == 'cuda':
-        return 'bfloat16' if torch.cuda.is_bf16_supported() else 'float16'
+        return 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
     if device.type == 'cpu' and training and _cpu_multiplies_in_bfloat16():
         return 'bfloat16'
     return 'float32'
@@ -229,19 +266,99 @@ def autocast(dtype, device):
     return torch.autocast(device.type, getattr(torch, dtype))
 
 
-def compile_failure(device):
-    """Why torch.compile does not work here (no compiler, no Triton), in one line; None if it works."""
+def make_deterministic():
+    """Make equal runs on equal GPUs equal to the bit. To be called before CUDA starts.
+
+    Otherwise the backward pass of flash attention adds in any order, and TorchInductor takes the kernels that
+    happened to be faster. An operation that does not have a deterministic form raises RuntimeError.
+    """
+    # Under this setting the backward pass of flash attention adds in a fixed order, cuDNN's attention is not
+    # taken, and the process group keeps NCCL from summing within the switch (NCCL_ALGO=^NVLS).
+    torch.use_deterministic_algorithms(True)
+    # The setting would also fill every new tensor with NaN, a pass over its memory that changes no result.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # the same workspace for every product
+    from torch._inductor import config  # slow, and not needed without this setting
+    config.deterministic = True
+
+
+# --- limits and networks ------------------------------------------------------------------------------------
+
+def raise_file_limit():
+    """Raise the limit of open files to the hard limit, in this process and in the torchrun that started it.
+
+    gloo keeps a socket for each other process, once for the run and once for the saves: 2N of them, where
+    many systems allow 1,024 files. torchrun on the first node, which keeps the store, has as many. A dataset
+    takes one for each of its shards.
+    """
     try:
-        torch.compile(lambda x: x.sin() + 1)(torch.ones(8, device=device))
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # whatever TorchInductor and the compiler that it calls raise
-        lines = str(error).strip().splitlines() or ['']
-        return f'{type(error).__name__}: {lines[0]}'
-    torch._dynamo.config.suppress_errors = True  # code that the compiler cannot follow runs as it is
-    # Blocks are compiled one by one, so that DDP's buckets need no more graph breaks (pytorch#104674).
-    torch._dynamo.config.optimize_ddp = False
+        import resource
+    except ImportError:  # Windows
+        return
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 'TORCHELASTIC_RUN_ID' in os.environ and hasattr(resource, 'prlimit'):  # Linux
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def spans_nodes():
+    """Whether the processes of this run are on several nodes."""
+    world_size = os.environ.get('WORLD_SIZE', '1')
+    return os.environ.get('LOCAL_WORLD_SIZE', world_size) != world_size
+
+
+def choose_gloo_interface():
+    """On several nodes, set GLOO_SOCKET_IFNAME to the interface that other nodes reach, unless it is set.
+
+    Otherwise gloo listens at the address that the host's name resolves to, which on Debian is 127.0.1.1. The
+    interface is the one whose route leads to the first node (MASTER_ADDR); on the first node itself, whose
+    name may be a loopback address, it is the default route's. Where neither is known nothing is set.
+    """
+    if not spans_nodes() or 'GLOO_SOCKET_IFNAME' in os.environ:
+        return
+    # The second address is reserved for documentation (RFC 5737): only the default route leads there.
+    for host in (os.environ.get('MASTER_ADDR'), '192.0.2.1'):
+        name = _interface_to(host)
+        if name:
+            os.environ['GLOO_SOCKET_IFNAME'] = name
+            return
+
+
+def _interface_to(host):
+    """The network interface whose route leads to a host; None if it is unknown or the loopback interface."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)  # sends nothing, but chooses the address that packets would be sent from
+            source = ipaddress.ip_address(probe.getsockname()[0])
+        if source.is_loopback:
+            return None
+        for name, addresses in _interfaces().items():
+            if source in addresses:
+                return name
+    except OSError:  # no such host, or no route
+        pass
     return None
+
+
+def _interfaces():
+    """{name of a network interface: its IP addresses}; {} where the system is not Linux."""
+    if sys.platform != 'linux':
+        return {}
+    import fcntl
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack('256s', name.encode()))
+                found.setdefault(name, []).append(ipaddress.ip_address(reply[20:24]))
+    with contextlib.suppress(FileNotFoundError), open('/proc/net/if_inet6') as file:
+        for line in file:
+            address, *_, name = line.split()
+            found.setdefault(name, []).append(ipaddress.ip_address(bytes.fromhex(address)))
+    return found
 
 
 # --- the store ----------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from data.loader import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.optim import build_adamw
+from kilogpt.shards import write_json
 from model import GPT, GPTConfig
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub
@@ -72,19 +73,21 @@ def find_initial(init_from, processes):
     tensors. The other of the two is None. Raises what read_weights raises, and ValueError if the checkpoint
     is damaged.
     """
-    path = checkpoint.find_best(init_from)
+    path = processes.share(checkpoint.find_best(init_from) if processes.is_main else None)
     if not path:
         arguments, tensors, _ = read_weights(init_from)
         return None, tensors, arguments
-    if problem := checkpoint.damage(path, processes.rank, processes.world_size):
+    if problem := checkpoint.damage_on_any(path, processes):
         raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best is taken')
     return path, None, checkpoint.read_state(path)['model']
 
 
-def pad_rows(tensor, shape):
-    """A float32 copy of a tensor of read_weights, extended by rows of zeros to the model's shape."""
-    padded = torch.zeros(shape)
-    padded[:len(tensor)] = tensor
+def pad_rows(tensor, shape, rows=slice(None)):
+    """A float32 copy of rows of a tensor of read_weights, extended by rows of zeros to the model's shape."""
+    start, stop, _ = rows.indices(shape[0])
+    padded = torch.zeros(stop - start, *shape[1:])
+    stored = tensor[start:stop]
+    padded[:len(stored)] = stored
     return padded
 
 
@@ -396,13 +399,13 @@ def write_hugging_face(target, path, config, state, dtype):
     os.makedirs(target)
     if tokenizer:
         for name, content in tokenizer.hugging_face(config.block_size).items():
-            checkpoint.write_json(os.path.join(target, name), content)
-    checkpoint.write_json(os.path.join(target, 'generation_config.json'), ends)
+            write_json(os.path.join(target, name), content)
+    write_json(os.path.join(target, 'generation_config.json'), ends)
     tensor_file = os.path.join(target, 'model.safetensors')
     config_file = os.path.join(target, 'config.json')
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, tensor_file, metadata=dict(format='pt'))
-    checkpoint.write_json(config_file, theirs)
+    write_json(config_file, theirs)
     shutil.copymode(config_file, tensor_file)  # safetensors lets no one but the owner read the file
 
 

@@ -1,6 +1,7 @@
 """bench.py as a user runs it, and the arithmetic of its layouts and tables."""
 import json
 import sys
+import warnings
 
 import pytest
 from helpers import TINY, run_script
@@ -14,7 +15,11 @@ ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_it
 
 def rows_of(*arguments, **options):
     """The rows that bench.py prints as JSON."""
-    done = run_script('bench.py', *arguments, '--json', **options)
+    done = run_script('bench.py', *arguments, '--json', check=False, **options)
+    if 'lost its connection' in done.stdout:  # as in run_forked: one process in hundreds has died (LOG.md)
+        warnings.warn(f'a process of this run died, which is repeated: {arguments}, {done.stdout}')
+        done = run_script('bench.py', *arguments, '--json', check=False, **options)
+    assert done.returncode == 0, f'{done.stdout}\n{done.stderr}'
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
@@ -72,25 +77,46 @@ def test_bubble_is_the_textbooks_for_every_schedule(p):
         assert {name: bench.bubble(p, m, name) for name in expected} == pytest.approx(expected), (p, m)
 
 
-def test_layouts_communicate_the_bytes_that_theory_says(dataset, tmp_path):
-    """Two processes, 12 sequences in an iteration: 2 micro-steps of 3 each, or in the pipeline 3 of 4."""
-    ddp, fsdp, pipeline = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--nproc_per_node=2',
-                                  '--layouts=dp2; zero3 dp2; pp2', cwd=tmp_path)
-    assert [row['processes'] for row in (ddp, fsdp, pipeline)] == [2, 2, 2]
-    assert not list(tmp_path.iterdir())
+BYTES_TOLERANCE = 256  # the losses, the signals and the gradient's norm are summed too, number by number
+
+
+def model_bytes():
+    """Bytes of float32 gradients: (of the whole model, of its blocks, of the tied embedding)."""
     gpt = GPT(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False))
-    whole_model = 4 * sum(p.numel() for p in gpt.parameters())
-    blocks = 4 * sum(p.numel() for p in gpt.transformer.h.parameters())
-    tolerance = 256  # bytes: the loss, the stop flag and the gradient's norm are summed too, number by number
-    assert ddp['bytes'] == pytest.approx({'all_reduce': whole_model}, abs=tolerance)
-    assert fsdp['bytes'] == pytest.approx({'all_reduce': 0, 'reduce_scatter': 2 * whole_model,
-                                           'all_gather': 2 * (whole_model + blocks)}, abs=tolerance)
+    return [4 * sum(p.numel() for p in part.parameters())
+            for part in (gpt, gpt.transformer.h, gpt.transformer.wte)]
+
+
+def test_layouts_communicate_the_bytes_that_theory_says(dataset, tmp_path):
+    """12 sequences in an iteration: on two processes 2 micro-steps of 3, in the pipeline 3 of 4."""
+    ddp, zero1, pipeline = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--nproc_per_node=2',
+                                   '--layouts=dp2; zero1 dp2; pp2', cwd=tmp_path)
+    assert [row['processes'] for row in (ddp, zero1, pipeline)] == [2, 2, 2]
+    assert not list(tmp_path.iterdir())
+    whole_model, _, tied = model_bytes()
+    assert ddp['bytes'] == pytest.approx({'all_reduce': whole_model}, abs=BYTES_TOLERANCE)
+    assert zero1['bytes'] == pytest.approx({'all_reduce': 0, 'reduce_scatter': whole_model,
+                                            'all_gather': whole_model}, abs=BYTES_TOLERANCE)
     activations = 3 * 4 * 4 * 32 * 32
-    tied = 4 * gpt.transformer.wte.weight.numel()
     assert pipeline['bytes'] == pytest.approx(
-        {'send': activations, 'recv': activations, 'all_reduce': tied}, abs=tolerance)
+        {'send': activations, 'recv': activations, 'all_reduce': tied}, abs=BYTES_TOLERANCE)
     assert pipeline['bubble_theory'] == pytest.approx(1 / 4) and 'bubble_theory' not in ddp
     assert 0 < pipeline['bubble_measured'] < 1
+
+
+@pytest.mark.slow
+def test_fsdp_communicates_the_bytes_that_theory_says(dataset):
+    """Two processes take 2 micro-steps of 3 sequences, four of HSDP 3 of 1."""
+    fsdp, hsdp = rows_of(
+        *ARGUMENTS, f'--dataset={dataset}', '--iters=1',
+        '--layouts=zero3 dp2; zero2 rep2 dp4 batch_size=1 gradient_accumulation_steps=12')
+    whole_model, blocks, _ = model_bytes()
+    # Embeddings stay gathered until the update, blocks are gathered four times.
+    assert fsdp['bytes'] == pytest.approx({'all_reduce': 0, 'reduce_scatter': 2 * whole_model,
+                                           'all_gather': whole_model + 3 * blocks}, abs=BYTES_TOLERANCE)
+    # Each group of two gathers once an iteration, and the replicas exchange their shards once.
+    assert hsdp['bytes'] == pytest.approx({'all_gather': whole_model, 'reduce_scatter': 3 * whole_model,
+                                           'all_reduce': whole_model / 2}, abs=BYTES_TOLERANCE)
 
 
 def test_scaling_is_relative_to_the_smallest_size(dataset, tmp_path):

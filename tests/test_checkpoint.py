@@ -1,9 +1,11 @@
 """Checkpoints as a library. How runs save and resume: test_train, test_faults, test_errors, test_parallel."""
+import gc
 import os
 import pathlib
 import pickle
 import subprocess
 import sys
+import threading
 import warnings
 
 import pytest
@@ -11,7 +13,8 @@ import torch
 from helpers import ROOT, read_tensors
 from test_weights import make_run
 
-from kilogpt import checkpoint
+from kilogpt import checkpoint, shards
+from kilogpt.optim import build_adamw
 
 pytestmark = pytest.mark.quick
 
@@ -81,6 +84,118 @@ def test_save_without_folders_that_open(tmp_path, monkeypatch):
     make_run(tmp_path)
     (path,) = checkpoint.find(str(tmp_path))
     assert checkpoint.damage(path) is None
+
+
+# --- saves ----------------------------------------------------------------------------------------------
+
+def model_of_ones():
+    return [(name, torch.nn.Parameter(torch.ones(16, 16))) for name in 'abcd']
+
+
+def save(saver, iteration, parameters, optimizer=None, background=False):
+    """Save and wait; returns {key: tensor} of what the checkpoint then holds."""
+    path = saver.save(iteration, parameters, optimizer, dict(val_loss=None), background)
+    saver.wait()
+    assert saver.problem is None and checkpoint.damage(path) is None
+    return read_tensors(path)
+
+
+@pytest.fixture
+def writes(monkeypatch):
+    """A list that gets (thread, {key: address}, interval of thread switches) of each write of a file."""
+    def recorded(path, items, parts):
+        addresses = {key: part.data_ptr() for key, part in parts.items()}
+        found.append((threading.current_thread(), addresses, sys.getswitchinterval()))
+        return write_items(path, items, parts)
+    found, write_items = [], shards._write_items
+    monkeypatch.setattr(shards, '_write_items', recorded)
+    return found
+
+
+def test_thread_gets_copies_alone_and_a_blocking_save_needs_neither(tmp_path, writes):
+    """A thread does not know in which stream, on which GPU, training writes the tensors."""
+    saver, parameters = checkpoint.Saver(str(tmp_path), 9), model_of_ones()
+    interval = sys.getswitchinterval()
+    save(saver, 1, parameters, background=True)
+    save(saver, 2, parameters)
+    (thread, in_background, short), (main, blocking, usual) = writes
+    live = {f'model.{name}': parameter.data_ptr() for name, parameter in parameters}
+    assert thread is not main and main is threading.main_thread()
+    assert blocking == live and not set(in_background.values()) & set(live.values())
+    assert short == pytest.approx(1e-4) and usual == interval == sys.getswitchinterval()
+
+
+def test_thread_uses_the_gpu_of_its_process(tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setattr(torch.cuda, 'is_initialized', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 3)
+    monkeypatch.setattr(torch.cuda, 'set_device',
+                        lambda index: used.append((threading.current_thread(), index)))
+    monkeypatch.setattr(torch.cuda, 'synchronize', lambda: None)
+    save(checkpoint.Saver(str(tmp_path), 1), 1, model_of_ones(), background=True)
+    ((thread, index),) = used
+    assert index == 3 and thread is not threading.main_thread()
+
+
+def test_save_in_the_background_is_under_way_until_it_is_written(tmp_path, monkeypatch):
+    gate, write_items = threading.Event(), shards._write_items
+    monkeypatch.setattr(shards, '_write_items', lambda *args: gate.wait() and write_items(*args))
+    saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
+    saver.allocate(parameters, None)
+    assert not saver.under_way
+    saver.save(1, parameters, None, dict(val_loss=None), background=True)
+    assert saver.under_way
+    gate.set()
+    saver.wait()
+    assert not saver.under_way
+
+
+def test_blocking_save_copies_one_tensor_at_a_time(tmp_path, monkeypatch):
+    """Parameters that FSDP2 pads are views of larger memory, which has to be copied to be written."""
+    def counting_save(tensor, file):
+        storages = {}
+        for found in gc.get_objects():
+            if type(found) in (torch.Tensor, torch.nn.Parameter) and found.device.type == 'cpu':
+                storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
+        held.append(sum(storages.values()))
+        return torch_save(tensor, file)
+    held, torch_save = [], torch.save
+    monkeypatch.setattr(torch, 'save', counting_save)
+    parameters = [(f'p{i}', torch.nn.Parameter(torch.zeros(10_001)[:10_000])) for i in range(5)]
+    save(checkpoint.Saver(str(tmp_path), 1), 1, parameters)
+    assert len(held) == 5 and max(held) - min(held) <= 40_000
+
+
+def test_saves_of_one_plan_hold_the_tensors_of_their_time(tmp_path):
+    """Also when the first checkpoint is deleted, when a save has failed, and in a run that resumes."""
+    saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
+    for iteration in range(1, 7):
+        for _, parameter in parameters:
+            parameter.data.fill_(iteration)
+        if iteration == 3:
+            (tmp_path / 'ckpt' / 'iter_00000003.tmp').write_text('a file where the folder should be')
+            saver.save(3, parameters, None, dict(val_loss=None))
+            assert saver.problem.startswith('FileExistsError')
+            (tmp_path / 'ckpt' / 'iter_00000003.tmp').unlink()
+        if iteration == 5:
+            saver = checkpoint.Saver(str(tmp_path), 1)
+        found = save(saver, iteration, parameters, background=iteration % 2 == 0)
+        assert found.keys() == {f'model.{name}' for name in 'abcd'}
+        assert all((tensor == iteration).all() for tensor in found.values())
+        assert [os.path.basename(path) for path in checkpoint.find(tmp_path)] == [f'iter_{iteration:08d}']
+
+
+def test_save_plans_again_when_the_optimizer_has_state(tmp_path):
+    saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
+    optimizer = build_adamw(parameters, 1e-3, 0.1, (0.9, 0.95))
+    assert len(save(saver, 1, parameters, optimizer, background=True)) == 4
+    for _, parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    for iteration in (2, 3):
+        found = save(saver, iteration, parameters, optimizer, background=True)
+        assert len(found) == 4 * 4
+        assert found['optimizer.a.exp_avg'].equal(optimizer.state[parameters[0][1]]['exp_avg'])
 
 
 # --- the lock -------------------------------------------------------------------------------------------

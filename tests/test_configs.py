@@ -11,9 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from helpers import ROOT
 from kilogpt.configurator import configure
 from kilogpt.layout import Layout
-from kilogpt.parallel import Parallel
+from kilogpt.optim import local_part
+from kilogpt.parallel import Parallel, fill
 from kilogpt.processes import Processes
 from model import GPT, GPTConfig
+
+TOKENS = {'openwebtext': 9e9, 'fineweb': 10e9, 'fineweb-edu': 1.3e12}  # as the configs' comments prepare them
 
 
 def commands_of(name):
@@ -69,6 +72,10 @@ def lay_out(monkeypatch, world_size, rank, arguments):
     *commands_of('gpt2_xl_fsdp'), *commands_of('llama_7b_tp_fsdp'),
     *(pytest.param(*command, marks=pytest.mark.slow) for command in commands_of('gpt_70b_3d'))])
 def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
+    def value(name, shape, rows):
+        assert rows.stop - rows.start == rows_held[name], f'{name}: no rank draws what others hold'
+        return torch.empty(rows.stop - rows.start, *shape[1:], device='meta')
+
     no_optimizer = SimpleNamespace(param_groups=[])
     total, pp = 0, settings(arguments)['pp']
     for rank in range(0, world_size, world_size // pp):  # one of each pipeline rank
@@ -79,11 +86,26 @@ def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments)
         held = parallel.bytes_held(no_optimizer)[0]
         assert held == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
         total += held * share
-        assert layout.notes + parallel.notes == []  # nothing but what the file says
+        rows_held = {name: local_part(parameter).size(0) for name, parameter in parallel.named_parameters()}
+        fill(parallel.named_parameters(), value)
+        # Nothing but what the file says.
+        global_batch = config.batch_size * config.gradient_accumulation_steps
+        assert layout.notes + layout.split_notes(global_batch, config.batch_size) + parallel.notes == []
         assert micro_batch == config.batch_size
         assert micro_steps * layout.dp == config.gradient_accumulation_steps
         assert pp == 1 or micro_steps >= layout.n_stages and micro_steps % pp == 0
     assert total == pytest.approx(4 * n_parameters, rel=0.01)  # each parameter somewhere, none twice
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('name, most_epochs', [
+    ('gpt_70b_3d', 1), ('llama_7b_tp_fsdp', 1), ('gpt2_xl_fsdp', 4), ('train_gpt2_modern', 4),
+    ('train_gpt2', 40)])
+def test_dataset_of_a_config_has_the_tokens_that_it_wants(name, most_epochs):
+    """Repeating data up to 4 times costs little (Muennighoff et al. 2023); train_gpt2 is nanoGPT's run."""
+    config = SimpleNamespace(**settings(f'config/{name}.py'))
+    tokens = config.max_iters * config.gradient_accumulation_steps * config.batch_size * config.block_size
+    assert tokens < most_epochs * TOKENS[config.dataset]
 
 
 @pytest.mark.quick

@@ -8,7 +8,7 @@ import sys
 import pytest
 from helpers import ROOT, run_script
 
-from kilogpt.configurator import configure
+from kilogpt.configurator import config_of, configure
 
 SCRIPT = '''"""What the script does."""
 import os
@@ -146,6 +146,17 @@ def test_help_has_every_key_with_default_type_comment_and_group(tmp_path, capsys
         "--long='a string that goes on' str the comment of its last line",
         '--top_k=200 int or None 0 or None = all',
         '--top_p=None float or None']
+
+
+def test_a_config_is_known_without_running_the_script(tmp_path):
+    path = tmp_path / 'script.py'
+    path.write_text(SCRIPT.replace('later = 1', 'raise AssertionError("the script ran")'))
+    arguments = ['--steps=3', '--top_k=None', '--flag']
+    assert config_of(path, arguments) == result(*arguments)
+    with pytest.raises(SystemExit, match="^error: unknown key 'stepz' .*did you mean steps"):
+        config_of(path, ['--stepz=3'])
+    assert config_of(f'{ROOT}/train.py', ['--tp=2'])['tp'] == 2
+    assert config_of(f'{ROOT}/sample.py', ['--top_k=None'])['top_k'] is None
 
 
 def test_help_whose_reader_stops_shows_no_trace(tmp_path):

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from data.loader import SCAN_TOKENS
-from helpers import curve, first_iterations, run_script, saved_iterations, side_by_side
+from helpers import FAULTS, curve, first_iterations, run_script, saved_iterations, side_by_side
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -111,6 +111,16 @@ def test_sentence_is_there_under_torchrun(train):
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
     assert sentence in failure.stderr.splitlines()
+
+
+def test_nodes_with_different_data_are_refused(train, dataset, tmp_path):
+    other = shutil.copytree(dataset, tmp_path / 'other')
+    np.fromfile(dataset / 'train.bin', dtype='<u2')[:-32].tofile(other / 'train.bin')
+    failure = train('--max_iters=1', nproc=2, check=False, faults=[FAULTS / 'other_dataset.py'],
+                    env=dict(OTHER_DATASET=str(other)))
+    assert failure.codes == [1, 1] and failure.lines == {}
+    assert 'does not hold the same data on every node (20,000 training tokens here)' in failure.outputs[0]
+    assert '(19,968 training tokens here)' in failure.outputs[1]
 
 
 # --- damaged checkpoints --------------------------------------------------------------------------------

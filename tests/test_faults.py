@@ -14,7 +14,6 @@ import torch
 from helpers import (FAULTS, ROOT, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
                      read_tensors, saved_iterations, side_by_side, torchrun, wait_until, worker_pids)
 from kilogpt import checkpoint
-from kilogpt.health import culprits
 from kilogpt.metrics import Metrics
 
 OPTIONS = ['--dropout=0.1', '--eval_interval=20', '--lr_decay_iters=100']
@@ -160,11 +159,11 @@ def test_nodes_come_and_go(train, dataset, tmp_path):
 
 @pytest.mark.parametrize('nproc', [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('phase, iterations', [
-    ('training', [8]), ('evaluation', [6]), ('saving', range(6, 12))])
+    ('training', [8]), ('iteration', [10]), ('evaluation', [6]), ('saving', range(6, 12))])
 def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_path, phase, iterations, nproc):
     """Every process ends with exit code 143, within 30 seconds, and one of them says why."""
-    # each process has 3 micro-steps in an iteration, and 3 in an evaluation of a split
-    options = ['--dropout=0.1', f'--gradient_accumulation_steps={3 * nproc}', f'--eval_iters={3 * nproc}']
+    # each process has 5 micro-steps in an iteration, and 3 in an evaluation of a split
+    options = ['--dropout=0.1', f'--gradient_accumulation_steps={5 * nproc}', f'--eval_iters={3 * nproc}']
     stopped = train(*options, '--max_iters=100000', nproc=nproc, check=False,
                     faults=[FAULTS / 'sigterm_in_phase.py'],
                     env=dict(FAULT_PHASE=phase, FAULT_FOLDER=str(tmp_path)))
@@ -177,43 +176,7 @@ def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_pa
     assert_same_run(resumed, train(*options, '--max_iters=16', nproc=nproc), 16)
 
 
-# --- hung, slow -----------------------------------------------------------------------------------------
-
-def test_process_that_hangs_is_named(dataset, tmp_path):
-    arguments = [*TINY, '--max_iters=1000', '--eval_iters=0', '--comm_timeout=3', f'--dataset={dataset}',
-                 f'--out_dir={tmp_path}/out']
-    script = WITH_FAULT, FAULTS / 'hang_in_loader.py'
-    with torchrun(['--standalone', '--nproc_per_node=2'], tmp_path, *script, *arguments) as process:
-        assert process.wait(60) == 1
-        output = process.output()
-    # our sentence, once
-    assert output.count('error: no progress') == 1, output
-    sentence = re.search('^error: no progress .*', output, re.M)[0]
-    assert 'for 3 seconds (comm_timeout)' in sentence
-    assert re.search(r'Hung: rank 1 \(host .*, pid \d+, at loader.py:\d+ __call__', sentence)
-    assert re.search(r'Waiting: rank 0 in gloo:all_?reduce at (train|parallel|processes).py', sentence)
-    # torchrun's
-    assert re.search(r'rank\s*: 1 ', output[output.index('Root Cause'):])
-    # the stack that hangs, and the flight recorder of the process that waits
-    assert 'hanging_batch' in (tmp_path / 'out' / 'hang' / 'rank_1.txt').read_text()
-    entries = json.loads((tmp_path / 'out' / 'hang' / 'rank_0.json').read_text())['entries']
-    assert [entry['process_group'][1] for entry in entries if not entry['retired']] == ['default_pg']
-
-
-@pytest.mark.quick
-def test_culprit_is_the_process_that_others_wait_for():
-    def report(waits=True, **entered):
-        return dict(waits=waits, entered=entered)
-
-    # rank 1 computes, or sleeps
-    assert culprits({0: report(), 1: report(waits=False), 2: report()}, 3) == [1]
-    # rank 1 says nothing
-    assert culprits({0: report(), 2: report()}, 3) == [1]
-    # rank 1 waits in an earlier collective
-    assert culprits({0: report(a=7, b=3), 1: report(a=6, b=3), 2: report(a=7)}, 3) == [1]
-    # each waits for the other
-    assert culprits({0: report(a=7), 1: report(b=7)}, 2) == []
-
+# --- slow -----------------------------------------------------------------------------------------------
 
 def test_slowest_process_and_its_lag_are_logged(train):
     """Two layers, three micro-steps, 10 ms in each: 60 ms that the other process waits in every iteration."""
@@ -262,7 +225,8 @@ def test_all_processes_learn_that_the_first_could_not_finish_a_save(train):
     run = train(nproc=2, check=False, faults=[FAULTS / 'no_room_for_state.py'])
     assert len(run.lines) == 12 and saved_iterations(run.out_dir) == []
     # at iterations 6 and 12, and why the run ended
-    assert run.outputs[0].count('could not be saved ([Errno 28] No space left on device)') == 3, run.outputs
+    problem = 'could not be saved (OSError: [Errno 28] No space left on device)'
+    assert run.outputs[0].count(problem) == 3, run.outputs
     assert run.codes == [1, 1], run.outputs
 
 

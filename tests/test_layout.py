@@ -1,5 +1,8 @@
 """A layout's arithmetic: degrees that fit, batches that divide, and who holds what."""
+import re
+
 import pytest
+from helpers import assert_near
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -7,13 +10,13 @@ from kilogpt.layout import SCHEDULES, Layout
 
 pytestmark = pytest.mark.quick
 
-
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4),
+@given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4),
        st.sampled_from(sorted(SCHEDULES)))
 def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
     """Every sequence once, micro-batches of batch_size at most, as many as the schedule wants."""
     layout, seen = Layout(dp * pp, pp=pp, pp_schedule=schedule), []
+    before = repr(layout), list(layout.notes)
     micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
     # Only the first pipeline rank is asked; the others take the same rows. A pipeline takes the rows of all
     # micro-steps at once.
@@ -23,8 +26,51 @@ def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batc
     assert 1 <= micro_batch <= batch_size and micro_steps >= layout.n_stages
     if schedule.startswith('interleaved') and pp > 1:
         assert micro_steps % pp == 0
-    if pp == 1 and global_batch % dp == 0:
-        assert -1 not in seen
+    if pp == 1:  # less than a sequence of padding in a micro-step
+        assert micro_batch * micro_steps < -(-global_batch // dp) + micro_steps
+    # What differs from micro-batches of batch_size is said, and a layout that is asked stays as it is.
+    notes = layout.split_notes(global_batch, batch_size)
+    is_as_asked = micro_batch == batch_size and -1 not in seen
+    assert is_as_asked == (notes == []) and (repr(layout), layout.notes) == before
+    steps, rest = divmod(global_batch, dp * batch_size)
+    fits = rest == 0 and steps >= layout.n_stages
+    if fits and (pp == 1 or steps % pp == 0):
+        assert is_as_asked
+    for note in notes:  # advice that leads to a batch without notes
+        if 'would fit' in note:
+            advised = int(re.search(r'gradient_accumulation_steps=(\d+) would fit', note)[1])
+            assert layout.split_notes(advised * batch_size, batch_size) == []
+
+
+@pytest.mark.parametrize('global_batch, dp, batch_size, split, notes', [
+    (480, 8, 12, (12, 5), ''),
+    (480, 16, 12, (10, 3),
+     'micro-batch 10 rather than 12, since 16 data-parallel rank(s) divide 480 sequences: '
+     'gradient_accumulation_steps=48 would fit'),
+    (492, 12, 12, (11, 4),
+     'micro-batch 11 rather than 12, since 12 data-parallel rank(s) divide 492 sequences: '
+     'gradient_accumulation_steps=48 would fit\n'
+     '36 of the 528 sequences that an iteration computes are padding, which counts for nothing: '
+     'gradient_accumulation_steps=48 would fit'),
+    (480, 1024, 12, (1, 1),
+     'micro-batch 1 rather than 12, since 1024 data-parallel rank(s) divide 480 sequences: '
+     'gradient_accumulation_steps=1024 would fit\n'
+     '544 of 1024 data-parallel ranks are without any of 480 sequences: start fewer processes, or set '
+     'gradient_accumulation_steps to 86 or more'),
+], ids=str)
+def test_padding_is_cheaper_than_tiny_micro_batches(global_batch, dp, batch_size, split, notes):
+    layout = Layout(dp)
+    assert layout.split_batch(global_batch, batch_size) == split
+    assert '\n'.join(layout.split_notes(global_batch, batch_size)) == notes
+
+
+def test_padded_split_trains_as_one_process_does(train):
+    """22 sequences on 2 processes: 6 micro-batches of 2 each, of which the last one is padding."""
+    arguments = '--batch_size=2', '--gradient_accumulation_steps=11', '--max_iters=4'
+    padded = train(*arguments, nproc=2)
+    assert 'micro-batch 2, 6 micro-step(s)' in padded.stdout
+    assert '  note        2 of the 24 sequences that an iteration computes are padding' in padded.stdout
+    assert_near(padded, train(*arguments))
 
 
 @pytest.mark.parametrize('schedule', SCHEDULES)

@@ -180,6 +180,20 @@ def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
         load(tmp_path, vocab_size=200, meta=meta)
 
 
+def test_the_scan_at_start_is_bounded_in_total_and_reaches_every_shard(tmp_path, monkeypatch):
+    """30 shards of 100 tokens each, of which 600 tokens are read: 20 of each shard."""
+    monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 600)
+    n_read, check = [], TokenLoader._check
+    monkeypatch.setattr(TokenLoader, '_check', lambda loader, tokens, source: (
+        n_read.append(len(tokens)), check(loader, tokens, source)))
+    for shard in range(30):
+        write(tmp_path / f'train_{shard:02d}.bin', range(100))
+    assert load(tmp_path, vocab_size=200).n_tokens == 3000 and n_read == [20] * 30
+    write(tmp_path / 'train_29.bin', [*range(19), 200, *range(80)])
+    with pytest.raises(ValueError, match='train_29.bin holds the token 200'):
+        load(tmp_path, vocab_size=200)
+
+
 def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
     monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 0)
     write(tmp_path / 'train.bin', [*range(99), 200])

@@ -1,6 +1,7 @@
 """What a run writes of itself, and what it measures on any system."""
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,11 +25,39 @@ def test_training_line_has_seconds_in_the_file_alone(tmp_path, capsys):
     assert json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[0]) == line
 
 
+def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
+    """50 ms in the call, and 500 ms for two iterations that take 100 each. wandb takes no earlier step."""
+    line = dict(loss=2.5, grad_norm=0.5, lr=1e-3, dt_ms=100.0, tokens_per_sec=1.0, mfu=None, mem_gb=1.0)
+    log, steps = metrics.Metrics(tmp_path, is_main=True), []
+    log.wandb = SimpleNamespace(log=lambda line, step: steps.append(step), finish=lambda: None)
+    log.train(dict(iter=10, **line), eta_seconds=0)
+    log.save_started('path', 10, seconds=0.05, clock=1.0)
+    log.train(dict(iter=12, **line | dict(dt_ms=250.0)), eta_seconds=0)
+    for _ in range(2):  # the second time there is nothing to write
+        log.save_written(12, clock=1.5)
+    log.close()
+    found = [json.loads(text) for text in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
+    assert len(found) == 3 and found[2] == dict(iter=10, ckpt_stall_ms=pytest.approx(350))
+    assert steps == [10, 12, 12]
+
+
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
 def test_value_that_is_not_finite_is_null(tmp_path, value):
     log = metrics.Metrics(tmp_path, is_main=True)
     log.eval(dict(iter=0, train_loss=4.0, val_loss=value))
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, train_loss=4.0, val_loss=None)
+
+
+def test_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
+    """With AMX small products reach a third of what large ones do; other units have it the other way."""
+    cpu, dtypes = torch.device('cpu'), []
+    for fastest in metrics.TIMED_PRODUCTS:
+        monkeypatch.setattr(metrics, 'measured_flops', lambda *shape: (
+            dtypes.append(shape[3]), 4e12 if shape[:3] == fastest else 1.3e12)[1])
+        assert metrics.peak_flops(cpu, 'bfloat16') == metrics.peak_flops(cpu, 'float16') == 4e12
+    assert set(dtypes) == {torch.bfloat16, torch.float32}  # float16 is computed in float32
+    monkeypatch.undo()
+    assert 1e8 < metrics.peak_flops(cpu, 'float32') < 1e15
 
 
 def test_peak_memory_is_measured_and_0_where_it_is_unknown(monkeypatch):

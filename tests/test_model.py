@@ -11,6 +11,7 @@ import sys
 import pytest
 import torch
 from helpers import ROOT
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kilogpt.parallel import fill
@@ -67,7 +68,7 @@ def gpt2(request, tmp_path_factory):
     theirs.save_pretrained(folder)
     arguments, weights, _ = read_weights(str(folder))
     ours = GPT(GPTConfig(**arguments), seed=None).eval()
-    fill(ours.named_parameters(), lambda name, shape: pad_rows(weights[name], shape))
+    fill(ours.named_parameters(), lambda name, shape, rows: pad_rows(weights[name], shape, rows))
     return theirs, ours, folder
 
 
@@ -206,6 +207,33 @@ def test_logits_loss_and_gradients_equal_the_formulas(monkeypatch, options, in_p
         assert error < tolerance, f'gradient of {name} is off by {error:.1e}'
 
 
+def test_loss_in_parts_under_autocast_casts_the_heads_weight_once(monkeypatch):
+    """And computes the sums of the parts' losses and gradients, to the bit."""
+    model, x, targets = build(), torch.randn(2, 16, 32, generator=seeded(0)), tokens(2, 16)
+    monkeypatch.setattr('model.MAX_LOGITS', 4 * model.config.padded_vocab_size)
+    weight, losses, gradient = model.lm_head.weight, [], torch.zeros(model.lm_head.weight.shape)
+
+    class CountCasts(TorchDispatchMode):
+        n_casts = 0
+
+        def __torch_dispatch__(self, operation, types, arguments=(), options=None):
+            result = operation(*arguments, **(options or {}))
+            if operation is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+                self.n_casts += result.shape == weight.shape
+            return result
+
+    with torch.autocast('cpu', torch.bfloat16), CountCasts() as counter:
+        loss = model.loss(x, model.lm_head, targets)
+    assert counter.n_casts == 1
+    loss.backward()
+    for part, part_targets in zip(x.flatten(0, 1).split(4), targets.flatten().split(4)):
+        with torch.autocast('cpu', torch.bfloat16):
+            part_loss = model.loss.of_hidden(part, weight, part_targets)
+        gradient += torch.autograd.grad(part_loss, weight)[0]
+        losses.append(part_loss.detach())
+    assert loss.equal(sum(losses)) and weight.grad.equal(gradient) and len(losses) == 8
+
+
 def test_rope_depends_on_the_distance_alone():
     model = GPT(GPTConfig(**TINY, pos='rope'))
     q, k = torch.randn(2, 1, 1, 1, 8, generator=seeded(0))
@@ -235,6 +263,35 @@ def test_weights_depend_on_seed_and_name_alone():
     assert not any(one[name].equal(other_seed[name]) for name in matrices)
     # a matrix's first draw over its std is its generator's: no two share one
     assert len({one[n].flatten()[0].item() * (2 if 'c_proj' in n else 1) for n in matrices}) == len(matrices)
+
+
+@pytest.mark.parametrize('shape', [(37, 8192), (40, 8192), (1, 8), (6, 100_000), (400, 1001)])
+def test_each_process_draws_the_rows_it_holds_and_they_are_those_of_the_whole(monkeypatch, shape):
+    """Blocks of 8 rows, of one row, and of 65 rows, which are 65,065 elements: no whole number of vectors."""
+    n_drawn, normal_ = [], torch.Tensor.normal_
+
+    def counted(tensor, *arguments, **options):
+        n_drawn.append(tensor.numel())
+        return normal_(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.Tensor, 'normal_', counted)
+    model, name = GPT(GPTConfig(**TINY), seed=None), 'transformer.h.0.mlp.c_fc.weight'
+    whole = model.initial_value(name, shape, 1)
+    assert len(set(whole[:, 0].tolist())) == shape[0]  # no two blocks are alike
+    for start in range(0, shape[0] + 1, 1 + shape[0] // 40):
+        for stop in {start, start + 1, start + 9, shape[0]}:
+            if stop <= shape[0]:
+                n_drawn.clear()
+                rows = model.initial_value(name, shape, 1, slice(start, stop))
+                assert rows.equal(whole[start:stop])
+                assert sum(n_drawn) <= rows.numel() + 2 * max(2 ** 16, shape[1])
+
+
+def test_zero_init_starts_each_block_as_the_identity():
+    model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, zero_init=True))
+    x = torch.randn(2, 8, 8)
+    for block in model.transformer.h.values():
+        assert torch.equal(block(x), x) and block.mlp.c_fc.weight.std() > 0.01
 
 
 def test_weights_start_as_gpt2s():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from data.loader import TokenLoader, read_meta
-from helpers import (TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
+from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
                      newest_tensors, read_metrics, read_run, saved_iterations, start_script)
 from model import GPT, GPTConfig
 
@@ -110,6 +110,22 @@ def test_batch_that_the_processes_do_not_divide_is_trained_on_whole(train):
     # evaluated on the same sequences, eval_iters * batch_size
     one_by_one = ['--batch_size=1', '--gradient_accumulation_steps=5', '--eval_iters=20', '--max_iters=6']
     assert_near(train(*one_by_one, nproc=3), one)
+
+
+def test_another_batch_size_on_resume_neither_repeats_nor_skips_a_token(train, tmp_path):
+    """An epoch of 20,000 tokens is 625 sequences of 32: 2 batches of 100, then 17 of 25."""
+    def starts(name, iterations, *arguments, **options):
+        run = train('--gradient_accumulation_steps=1', '--eval_iters=0', *arguments, **options,
+                    faults=[FAULTS / 'record_starts.py'], env=dict(STARTS=str(tmp_path / name)))
+        lines = (tmp_path / name).read_text().splitlines()  # more than were trained on: one is read ahead
+        return run, sum((json.loads(line) for line in lines[:iterations]), [])
+
+    first, former = starts('first', 2, '--batch_size=100', '--max_iters=2')
+    resumed, later = starts('then', 17, '--batch_size=25', '--max_iters=19', '--init_from=resume',
+                            out_dir=first.out_dir)
+    found = sorted(former + later)
+    assert found == list(range(found[0], found[0] + 625 * 32, 32))
+    assert resumed.lines[19]['tokens'] == 625 * 32
 
 
 @pytest.mark.quick
@@ -231,8 +247,8 @@ def test_due_checkpoints_are_saved_and_the_best_is_kept(variants):
     improved = [i for i in range(1, 9) if val_loss[i] < min(val_loss[j] for j in range(i))]
     best = improved[-1]
     assert 0 < best < 7  # else these runs test nothing
-    assert diverging.stdout.count('saving ') == 8 and saved_iterations(diverging.out_dir) == [best, 8]
-    assert only_improved.stdout.count('saving ') == len(improved) + 1
+    assert diverging.stdout.count('checkpoint ') == 8 and saved_iterations(diverging.out_dir) == [best, 8]
+    assert only_improved.stdout.count('checkpoint ') == len(improved) + 1
     assert saved_iterations(only_improved.out_dir) == [*improved, 8]
 
 

@@ -1,6 +1,7 @@
 """Count the bytes that tensors hold where backward begins and at each optimizer step.
 
-OUT_DIR.bytes.RANK gets a line [moment, bytes] each time.
+OUT_DIR.bytes.RANK gets a line [moment, bytes] each time, and where backward begins another line
+['gradient storages', number]: of pieces of memory that hold the gradients.
 """
 import gc
 import json
@@ -17,13 +18,18 @@ backward = torch.Tensor.backward
 
 def count(moment):
     storages = {}  # tensors that share memory count once
+    gradient_storages = set()
     for tensor in [found for found in gc.get_objects() if isinstance(found, torch.Tensor)]:
         for part in (tensor, tensor.grad if tensor.is_leaf else None):
             if part is not None and not part.is_meta:
                 local = part.to_local() if hasattr(part, 'to_local') else part
                 storages[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
+                if part is not tensor:
+                    gradient_storages.add(local.untyped_storage().data_ptr())
     with open(path, 'a') as file:
         print(json.dumps([moment, sum(storages.values())]), file=file)
+        if moment == 'backward':
+            print(json.dumps(['gradient storages', len(gradient_storages)]), file=file)
 
 
 def counting_backward(self, *args, **options):

@@ -1,6 +1,7 @@
 """SIGTERM reaches all processes of a run, as from torchrun, while rank 1 is in a certain phase.
 
-FAULT_PHASE: training, evaluation or saving. FAULT_FOLDER: for the processes to find each other; its file
+FAULT_PHASE: training, evaluation, saving, or iteration, which is training with the processes exchanging
+signals between iterations alone. FAULT_FOLDER: for the processes to find each other; its file
 `sent` is as old as the signal.
 """
 import os
@@ -9,6 +10,7 @@ import signal
 import time
 
 import model
+from kilogpt.health import Agreement
 
 phase, folder = os.environ['FAULT_PHASE'], pathlib.Path(os.environ['FAULT_FOLDER'])
 world_size = int(os.environ['WORLD_SIZE'])
@@ -27,11 +29,11 @@ def send_sigterm():
 
 def stopped_forward(self, *args, **options):
     global calls
-    counts = self.training == (phase == 'training')
+    counts = self.training == (phase != 'evaluation')
     calls += counts
-    # Training: one pass is dropped, then an iteration has 3 micro-steps; the second of the ninth is meant.
+    # Training: one pass is dropped, then an iteration has 5 micro-steps; the second of the ninth is meant.
     # Evaluation: 6 micro-batches; the fourth of the second evaluation is meant, after six iterations.
-    if counts and calls == (1 + 8 * 3 + 2 if phase == 'training' else 10):
+    if counts and calls == (10 if phase == 'evaluation' else 1 + 8 * 5 + 2):
         send_sigterm()
     return forward(self, *args, **options)
 
@@ -43,6 +45,10 @@ def stopped_fsync(descriptor):
 
 
 (folder / f'pid-{os.getpid()}').touch()
+if phase in ('training', 'evaluation'):
+    Agreement.PERIOD = 0  # as if each micro-step took longer than a second
+if phase == 'iteration':
+    Agreement.PERIOD = 1e9  # as if iterations were short, on a loaded machine too
 if os.environ['RANK'] == '1':
     if phase == 'saving':
         os.fsync = stopped_fsync

@@ -1,0 +1,94 @@
+"""Functions of whole matrices, such as Muon's, where each process holds parts of the matrices or all."""
+import functools
+
+import torch
+import torch.distributed as dist
+
+# Before torch 2.13 all_gather_single is called all_gather_into_tensor.
+all_gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+
+
+def apply_to_whole_matrices(function, matrix_shape, parts, dimensions):
+    """Apply a function of whole matrices to n matrices of matrix_shape; returns the results' parts.
+
+    parts (n, rows, columns): this process's parts of the matrices.
+    dimensions: of the mesh, outermost first, as (process group, the dimension of a matrix that its ranks cut
+    as torch.chunk does, or None for replicas). The inner ones cut before the outer ones do, and evenly.
+    The ranks of each dimension divide the n matrices: what a rank takes is whole in that dimension.
+    """
+    if len(parts) == 0:
+        return parts
+    if not dimensions:
+        return function(parts)
+    (group, cut), *inner = dimensions
+    apply_inside = functools.partial(apply_to_whole_matrices, function, matrix_shape, dimensions=inner)
+    if cut is None:
+        return _divide_among_replicas(apply_inside, parts, group)
+    length = matrix_shape[cut]
+    for inner_group, inner_cut in inner:
+        if inner_cut == cut:
+            length //= inner_group.size()
+    lengths = chunk_sizes(length, group.size())  # of each rank's parts
+    counts = chunk_sizes(len(parts), group.size())  # of the matrices that each rank takes
+    whole = _exchange(parts.split(counts), [counts[group.rank()]] * len(lengths), lengths, cut + 1, group)
+    results = apply_inside(torch.cat(whole, dim=cut + 1))
+    pieces = results.split(lengths, dim=cut + 1)
+    return torch.cat(_exchange(pieces, counts, [lengths[group.rank()]] * len(counts), cut + 1, group))
+
+
+def chunk_sizes(length, ranks):
+    """The sizes in which torch.chunk and DTensor cut a length for ranks, the last of which may be 0."""
+    size = -(-length // ranks)
+    return [max(0, min(size, length - rank * size)) for rank in range(ranks)]
+
+
+def _exchange(pieces, counts, lengths, dim, group):
+    """Send pieces[r] to rank r; returns what each rank r sends: counts[r] parts, lengths[r] long in dim."""
+    shapes = []
+    for count, length in zip(counts, lengths):
+        shape = [count, *pieces[0].shape[1:]]
+        shape[dim] = length
+        shapes.append(torch.Size(shape))
+    sent = torch.cat([piece.flatten() for piece in pieces])
+    received = sent.new_empty(sum(shape.numel() for shape in shapes))
+    dist.all_to_all_single(received, sent, [shape.numel() for shape in shapes],
+                           [piece.numel() for piece in pieces], group=group)
+    return [part.view(shape) for part, shape in zip(received.split([s.numel() for s in shapes]), shapes)]
+
+
+def _divide_among_replicas(function, matrices, group):
+    """function(matrices) where all ranks of a group hold the same matrices: each rank takes a share of them.
+
+    Where the ranks are more than the matrices, they form subgroups that each take all of them, since results
+    are gathered in shares of one size: a gather over 1,024 ranks would hold 1,024 matrices.
+    """
+    ranks = ranks_that_divide(len(matrices), group.size())
+    if ranks == 1:
+        return function(matrices)
+    group, size = _subgroup(group, ranks), -(-len(matrices) // ranks)
+    share = matrices.new_zeros(size, *matrices.shape[1:])
+    mine = function(matrices[group.rank() * size:][:size])
+    share[:len(mine)] = mine
+    results = matrices.new_empty(ranks * size, *matrices.shape[1:])
+    all_gather(results, share, group=group)
+    return results[:len(matrices)]
+
+
+def ranks_that_divide(n, ranks):
+    """How many of `ranks` divide n matrices: the divisor of `ranks` for which each has fewest to compute.
+
+    All shares are padded to one size, to 2 n matrices at most.
+    """
+    divisors = [divisor for divisor in range(1, ranks + 1) if ranks % divisor == 0]
+    return min((divisor for divisor in divisors if divisor * -(-n // divisor) <= 2 * n),
+               key=lambda divisor: (-(-n // divisor), divisor))
+
+
+@functools.cache
+def _subgroup(group, size):
+    """The process group of this process and its neighbours: `size` of a group's ranks, in their order."""
+    if size == group.size():
+        return group
+    ranks, first = dist.get_process_group_ranks(group), group.rank() // size * size
+    # Other processes need not call, such as those of a pipeline stage whose matrices are of other numbers.
+    return dist.new_group(ranks[first:first + size], use_local_synchronization=True)

@@ -1,0 +1,34 @@
+"""Which values the keys of train.py may have, and which of them a resumed run may change."""
+
+
+def check_settings(config):
+    """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
+    for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size',
+                'max_iters', 'comm_timeout'):
+        if config[key] < 1:
+            raise ValueError(f'{key} is {config[key]}: it must be at least 1')
+    for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters', 'seed'):
+        if config[key] < 0:
+            raise ValueError(f'{key} is {config[key]}: it cannot be negative')
+    for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
+                             on_nonfinite=('abort', 'skip')).items():
+        if config[key] not in allowed:
+            raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
+
+
+def compare_settings(config, saved, source, say):
+    """Say which keys differ from those of a checkpoint, and refuse what cannot change.
+
+    config: this run's. saved: the state of the checkpoint `source`. say(text): prints.
+    """
+    former = saved['config']
+    if former.get('optimizer', config['optimizer']) != config['optimizer']:
+        raise ValueError(
+            f'optimizer is {config["optimizer"]!r}, but {source} holds the state of '
+            f'{former["optimizer"]!r}: set that, or start from its weights with '
+            f'--init_from={config["out_dir"]} and another out_dir')
+    for key, value in former.items():
+        if config.get(key, value) != value and key != 'init_from':
+            is_fixed = key != 'dropout' and saved['model'].get(key, config[key]) != config[key]
+            decision = ' (the checkpoint decides)' if is_fixed else ''
+            say(f'resuming with another {key}: {value!r} -> {config[key]!r}{decision}')

@@ -1,0 +1,296 @@
+"""The tensors of a checkpoint on disk, in the format of torch.distributed.checkpoint (DCP).
+
+Each process writes one file, __<rank>_0.distcp. The first process writes .metadata, which says in which file
+and where each part of each tensor is. Here is who writes what, how the processes write together, and how
+.metadata is read without running code.
+"""
+import contextlib
+import gc
+import json
+import os
+import pathlib
+import pickle
+import socket
+import time
+import zlib
+
+import torch
+import torch.distributed as dist
+
+from kilogpt.optim import local_part
+
+PATIENCE = 60  # seconds for which NFS may not show what another node has written
+
+
+class ShardWriter:
+    """Writes the tensors of checkpoints. All processes make the same calls and write together.
+
+    The processes agree on who writes what at the first save, which on the first process is Python code for
+    each part of each tensor. Later saves follow the same plan, and write the same bytes of metadata.
+    """
+
+    def __init__(self, group):
+        """group: a gloo group of all processes, or None for one process."""
+        self.group = group
+        self.rank = dist.get_rank(group) if group else 0
+        self.world_size = dist.get_world_size(group) if group else 1
+        self.layout = None  # {key: (shape, dtype, placements)} of the tensors that are planned for
+        self.local_plan = None  # DCP's plan of what this process could write
+        self.items = None  # DCP's list of what this process writes, once all have agreed
+        self.results = None  # where in its file this process has written the items
+        self.metadata = None  # on the first process: the bytes of .metadata, or DCP's object of a new plan
+
+    # --- who writes what ------------------------------------------------------------------------------------
+
+    def parts_to_write(self, named_tensors):
+        """{key: this process's part of a tensor} of what this process writes."""
+        return {key: local_part(tensor) for key, tensor in self._choose(named_tensors).items()}
+
+    def prepare(self, named_tensors):
+        """Plan what this process writes, if that differs from the save before; returns `parts_to_write`."""
+        tensors = self._choose(named_tensors)
+        layout = {key: (tensor.shape, tensor.dtype, getattr(tensor, 'placements', None))
+                  for key, tensor in tensors.items()}
+        if layout != self.layout:
+            from torch.distributed.checkpoint import DefaultSavePlanner  # takes half a second to import
+            planner = DefaultSavePlanner()
+            planner.set_up_planner(tensors, is_coordinator=self.rank == 0)
+            self.layout, self.local_plan, self.items = layout, planner.create_local_plan(), None
+        return {key: local_part(tensor) for key, tensor in tensors.items()}
+
+    def _choose(self, named_tensors):
+        """{key: tensor} of the tensors of which this process writes its part.
+
+        named_tensors: [(key, (tensor, the parameter it belongs to))].
+        Of the processes that hold the same part of a tensor, the one that has the least to write so far
+        writes it. All find the same without communication, since they hold the same tensors in the same
+        order. A pair of tied parameters on two pipeline stages is chosen on both; DCP's plan drops one.
+        """
+        chosen = {}
+        assigned = {}  # {number of replicas: how many elements each of them writes}
+        for key, (tensor, parameter) in dict(named_tensors).items():
+            replica, replicas = self._replica(tensor, parameter)
+            elements = assigned.setdefault(replicas, [0] * replicas)
+            writer = elements.index(min(elements))
+            elements[writer] += tensor.numel()
+            if writer == replica:
+                chosen[key] = tensor
+        return chosen
+
+    def _replica(self, tensor, parameter):
+        """(which replica of its part of a tensor this process holds, how many replicas there are).
+
+        tensor: a parameter, or its state in the optimizer. State that is not laid out (a step counter) is the
+        same on all processes that hold a part of the parameter.
+        """
+        laid_out = tensor if hasattr(tensor, 'placements') else parameter
+        if not hasattr(laid_out, 'placements'):
+            return self.rank, self.world_size
+        replica, replicas = 0, 1
+        mesh = laid_out.device_mesh
+        for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), laid_out.placements):
+            if placement.is_replicate() or tensor is not laid_out:
+                replica, replicas = replica * size + coordinate, replicas * size
+        return replica, replicas
+
+    # --- writing --------------------------------------------------------------------------------------------
+
+    def write(self, folder, parts, begin, commit):
+        """Write the files of a checkpoint; returns the problem in words, the same on all processes, or None.
+
+        parts: what `prepare` returned, or copies. The first process calls begin() before the others write,
+        and commit({file name: checksum}) when it sees all files. An error in either is a problem too.
+        """
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.utils import _DistWrapper
+        # The steps of dcp.save. Unlike there, the metadata stays on the first process: at 1,024 processes the
+        # others would take seconds to read it.
+        processes = _DistWrapper(self.group, self.group is not None, coordinator_rank=0)
+
+        def start():
+            if self.rank == 0:
+                begin()
+            return self.items is not None
+
+        def write_and_commit():
+            processes.all_reduce('write', lambda: self._write_part(folder, parts),
+                                 lambda written: commit(self._write_metadata(folder, written)))
+
+        try:
+            if processes.all_reduce('start', start, all):
+                write_and_commit()
+            else:
+                with _collector_paused():
+                    plan = processes.reduce_scatter('plan', lambda: self.local_plan, self._plan_for_all)
+                    self.items, self.results = plan.items, None
+                    write_and_commit()
+        except CheckpointException as error:
+            self.items = None  # the next save plans again
+            return _first_cause(error)
+
+    def _plan_for_all(self, local_plans):
+        """On the first process: the plan of each process, in which every part is written once."""
+        from torch.distributed.checkpoint import DefaultSavePlanner
+        plans, self.metadata = DefaultSavePlanner().create_global_plan(local_plans)
+        return plans
+
+    def _write_part(self, folder, parts):
+        """Write this process's file; returns (host, file name, checksum, DCP's results if they are new)."""
+        os.makedirs(folder, exist_ok=True)
+        path = os.path.join(folder, f'__{self.rank}_0.distcp')
+        results = _write_items(path, self.items, parts)
+        new_results = results if self.results is None else None
+        if self.results is not None and results != self.results:
+            raise ValueError(f'{path} is not laid out as in the save before')
+        self.results = results
+        return socket.gethostname(), os.path.basename(path), checksum(path), new_results
+
+    def _write_metadata(self, folder, written):
+        """On the first process: write .metadata when all files are visible; returns {file name: checksum}.
+
+        written: what `_write_part` returned on each process.
+        """
+        checksums = {}
+        for host, name, expected, _ in written:
+            path = os.path.join(folder, name)
+            if not comes_true(lambda: size_of(path) == expected[0]):
+                raise ValueError(f'host {socket.gethostname()} does not see {path} as host {host} wrote it: '
+                                 'out_dir must be on storage that all nodes share')
+            checksums[name] = expected
+        path = os.path.join(folder, '.metadata')
+        if isinstance(self.metadata, bytes):
+            write_file(path, self.metadata)
+        else:
+            from torch.distributed.checkpoint import FileSystemWriter
+            FileSystemWriter(folder).finish(self.metadata, [results for *_, results in written])
+            self.metadata = pathlib.Path(path).read_bytes()
+        checksums['.metadata'] = checksum(path)
+        return checksums
+
+
+def _write_items(path, items, parts):
+    """Write the parts that a plan's items name into a file; returns DCP's results: where each of them is.
+
+    DCP's FileSystemWriter writes the same, but keeps copies of all GPU tensors until the file is complete.
+    """
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.storage import WriteResult
+    name = os.path.basename(path)
+    results = []
+    with open(path, 'wb') as file:
+        for item in items:
+            part = parts[item.index.fqn].cpu()
+            if part.untyped_storage().nbytes() != part.nbytes:
+                part = part.clone()  # torch.save writes all of a storage
+            offset = file.tell()
+            torch.save(part, file)
+            length = file.tell() - offset
+            results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+        file.flush()
+        os.fsync(file.fileno())
+    return results
+
+
+@contextlib.contextmanager
+def _collector_paused():
+    """Keep Python's garbage collector from running.
+
+    A plan for 1,024 processes has millions of objects. The collector would look at all of them again and
+    again, for up to 15 seconds at a time, in which no other thread can run.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _first_cause(error):
+    """One line that says why a save failed. DCP wraps the error, with the traceback of each process."""
+    while getattr(error, 'failures', None):
+        error = next(iter(error.failures.values()))[0]
+    first_line = (str(error).strip().splitlines() or [''])[0]
+    return first_line if isinstance(error, ValueError) else f'{type(error).__name__}: {first_line}'
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+def safe_reader(path):
+    """DCP's reader of a checkpoint, safe to use on a file from others.
+
+    .metadata is a pickle. The pickle may name only the classes that DCP writes there, so it cannot run code.
+    """
+    from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
+
+    class Unpickler(pickle.Unpickler):
+        allowed = {(kind.__module__, kind.__qualname__): kind for kind in (
+            metadata.Metadata, metadata.MetadataIndex, metadata.TensorStorageMetadata,
+            metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.StorageMeta,
+            metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
+            torch.Size, torch.serialization._get_layout)}
+        # Windows cannot make a PosixPath, nor other systems a WindowsPath.
+        allowed |= {('pathlib', name): pathlib.PurePath for name in ('PosixPath', 'WindowsPath')}
+
+        def find_class(self, module, name):
+            module = module.removesuffix('._local')  # pathlib's, from Python 3.13 on
+            if (module, name) in self.allowed:
+                return self.allowed[module, name]
+            if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
+                return getattr(torch, name)
+            raise ValueError(f'{path}/.metadata names {module}.{name}, which no checkpoint of ours does: '
+                             'it was not loaded')
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args, **kwargs):
+            with open(os.path.join(path, '.metadata'), 'rb') as file:
+                found = Unpickler(file).load()
+            found.storage_meta.load_id = self.load_id
+            return found
+
+    return Reader(path)
+
+
+# --- files --------------------------------------------------------------------------------------------------
+
+def write_file(path, content):
+    """Write bytes to a file, and wait until the file is on disk."""
+    with open(path, 'wb') as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_json(path, content):
+    """Write a JSON file, and wait until the file is on disk."""
+    write_file(path, json.dumps(content, indent=1).encode())
+
+
+def checksum(path):
+    """[bytes, CRC-32] of a file."""
+    size = 0
+    crc = 0
+    with open(path, 'rb') as file:
+        while chunk := file.read(2 ** 24):
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def size_of(path):
+    """The size of a file in bytes. Opening the file makes NFS ask its server, which os.stat may not do."""
+    with open(path, 'rb') as file:
+        return os.fstat(file.fileno()).st_size
+
+
+def comes_true(condition):
+    """Whether a condition comes true within PATIENCE; an OSError means that it has not yet."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        with contextlib.suppress(OSError):
+            if condition():
+                return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)

@@ -1,0 +1,17 @@
+"""Rank 1 hangs as it fills the parameters, or loads them."""
+import os
+import time
+
+from kilogpt import checkpoint, parallel
+
+
+def hang_on_rank_1(function):
+    def hanging(*args):
+        if os.environ['RANK'] == '1':
+            time.sleep(1000)
+        return function(*args)
+    return hanging
+
+
+checkpoint.load = hang_on_rank_1(checkpoint.load)
+parallel.fill = hang_on_rank_1(parallel.fill)
