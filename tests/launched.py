@@ -183,10 +183,10 @@ class Cluster:
         options = '--parsable', '--gpus-per-node=1', '--cpus-per-task=1', *options
         return self.run('sbatch', *options, 'launch/slurm.sh', *arguments)
 
-    def state(self, job):
-        """The state of a job: PENDING, RUNNING, COMPLETED, ..."""
+    def field(self, job, name):
+        """What Slurm says of a job, as its JobState: PENDING, RUNNING, COMPLETED, ..."""
         fields = self.run('scontrol', '--oneliner', 'show', 'job', job).split()
-        return next(field.partition('=')[2] for field in fields if field.startswith('JobState='))
+        return next(field.partition('=')[2] for field in fields if field.startswith(f'{name}='))
 
     def log(self, job):
         """What a job and its nodes have printed so far."""
@@ -198,7 +198,8 @@ class Cluster:
         return '\n'.join(f'--- {path}\n{path.read_text(errors="replace")[-3000:]}' for path in paths)
 
     def wait_for_state(self, job, state):
-        wait_for(lambda: self.state(job) == state, lambda: f'job {job} is {self.state(job)}\n{self.logs()}')
+        wait_for(lambda: self.field(job, 'JobState') == state,
+                 lambda: f'job {job} is {self.field(job, "JobState")}, not {state}\n{self.logs()}')
 
     def end(self):
         for daemon in self.daemons.values():

@@ -27,3 +27,86 @@ def test_job_on_two_nodes_follows_the_curve_of_one_process(cluster, train, datas
     names = sorted(path.name for path in cluster.checkout.glob(f'slurm-{job}*'))
     assert names == [f'slurm-{job}-node0.log', f'slurm-{job}-node1.log', f'slurm-{job}.log']
     assert f'nodes       all share {tmp_path}' in cluster.log(job), cluster.logs()
+
+
+# --- faults -----------------------------------------------------------------------------------------------
+
+class Run:
+    """An endless job whose faults are measured. figures: {fault: (updates lost, seconds to the next update)}."""
+
+    def __init__(self, cluster, out_dir, dataset):
+        self.cluster, self.out_dir, self.figures = cluster, out_dir, {}
+        self.job = cluster.submit(SLOW, *TINY, *ENDLESS, f'--dataset={dataset}', f'--out_dir={out_dir}')
+
+    def update(self, setting):
+        self.cluster.run('scontrol', 'update', f'JobId={self.job}', setting)
+
+    def train(self, updates):
+        """Wait until the run has made that many more updates."""
+        wanted = logged_lines(self.out_dir) + updates
+        wait_for(lambda: logged_lines(self.out_dir) >= wanted, self.cluster.logs)
+
+    def resumes(self):
+        return self.cluster.log(self.job).count('resuming ')
+
+    def restarts(self):
+        """How often Slurm has started the job again."""
+        return int(self.cluster.field(self.job, 'Restarts'))
+
+    def survive(self, fault, strike, restarts=1, mend=lambda: None):
+        """Strike, and wait until the run has resumed and made an update.
+
+        restarts: how often Slurm is to start the job for it. mend(): what the owner of the cluster then does.
+        """
+        self.train(15)
+        resumes, restarts = self.resumes(), self.restarts() + restarts
+        strike()
+        struck = time.monotonic()
+        mend()
+        wait_for(lambda: self.resumes() > resumes, self.cluster.logs)
+        last = last_iteration(self.out_dir)
+        self.train(1)
+        seconds = time.monotonic() - struck
+        resumed_at = int(self.cluster.log(self.job).rpartition('at iteration ')[2].split()[0])
+        assert self.restarts() == restarts, self.cluster.logs()
+        self.figures[fault] = last - resumed_at, seconds
+        print(f'| {fault} | {last - resumed_at} | {seconds:.0f} |')
+
+
+def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path, capsys):
+    """One job goes through seven faults, on the curve of a run that met none, to the bit."""
+    run = Run(cluster, tmp_path / 'out', dataset)
+
+    def reach_time_limit():
+        """Leave the present start one to two minutes, so that Slurm sends the signal of 120 seconds before."""
+        minutes = int(cluster.run('squeue', '-h', '-j', run.job, '-O', 'TimeUsed').partition(':')[0])
+        run.update(f'TimeLimit={minutes + 2}')
+
+    def preempt():
+        urgent = cluster.run('sbatch', '--parsable', '--partition=urgent', '--nodes=2', '--exclusive',
+                             '--output=/dev/null', '--wrap=true')
+        cluster.wait_for_state(urgent, 'COMPLETED')
+
+    def lose(name):
+        return lambda: cluster.lose_node(name)
+
+    def bring_back(name):
+        def mend():
+            cluster.wait_for_state(run.job, 'PENDING')
+            cluster.start_node(name)
+        return mend
+
+    run.survive('time limit', reach_time_limit)
+    run.update('TimeLimit=1440')
+    run.survive('process killed', lambda: kill([cluster.workers(run.out_dir)[1]]), restarts=0)
+    run.survive('scontrol requeue', lambda: cluster.run('scontrol', 'requeue', run.job))
+    run.survive('preemption', preempt)
+    cluster.run('scontrol', 'update', 'PartitionName=main', 'GraceTime=60')
+    run.survive('preemption with a grace period', preempt)
+    run.survive('second node lost', lose('n2'), mend=bring_back('n2'))
+    run.survive('first node lost', lose('n1'), mend=bring_back('n1'))
+    run.train(5)
+    cluster.run('scancel', run.job)
+    cluster.wait_for_state(run.job, 'CANCELLED')
+    with capsys.disabled():
+        print(run.figures)

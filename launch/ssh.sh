@@ -1,0 +1,68 @@
+#!/usr/bin/env bash
+# Train on a few machines without a scheduler. From the repository's folder, on one of them or on any other machine:
+#   bash launch/ssh.sh hosts.txt config/train_gpt2.py --learning_rate=3e-4
+#   bash launch/ssh.sh hosts.txt launch/bandwidth.py   # measures the network instead
+# hosts.txt has a host on each line, as for ssh, by a name or address at which the others reach it too. Ctrl-C saves
+# the run and ends it on all hosts; the same command continues it. docs/launch.md says more.
+
+# --- change these; environment variables of the same names win over them ---
+processes=${processes:-8}              # on each host: the number of its GPUs
+port=${port:-29500}                    # for torchrun, on the first host
+folder=${folder:-$PWD}                 # of the repository, on all hosts
+python=${python:-$(command -v python)} # with torch of the same version, on all hosts
+setup=${setup:-:}                      # a command to run first on each host: 'export NCCL_SOCKET_IFNAME=eth0'
+
+# --- from here on nothing has to change ---
+set -u
+if [ ! -f "${1:-}" ]; then
+    echo "error: there is no file of hosts '${1:-}': bash launch/ssh.sh hosts.txt config/x.py --key=value" >&2
+    exit 1
+fi
+mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$1")
+shift
+program=(train.py --save_minutes=10 "$@" --init_from=auto)
+case ${1:-} in launch/*) program=("$@") ;; esac
+endpoint=${hosts[0]##*@}:$port
+
+# Each host waits for the end of its standard input, which this script keeps open. When the script ends, by Ctrl-C, a
+# kill or a lost connection, torchrun gets the signal at which the run saves and ends.
+# shellcheck disable=SC2016  # the variables are those of the shell on the host
+on_host='"$@" < /dev/null & run=$!; { read -r _; kill -TERM $run; } <&3 2> /dev/null & wait $run'
+folder_for_pipe=$(mktemp -d)
+trap 'rm -rf "$folder_for_pipe"' EXIT
+mkfifo "$folder_for_pipe/pipe"
+exec 4<> "$folder_for_pipe/pipe"
+trap 'exec 4>&-' INT TERM HUP USR1
+
+# Run a command on all hosts and wait for it. The first host that fails ends the others.
+# {HOST}, {NODE} and {IS_FIRST} in the command are each host's own.
+on_each_host() {
+    local node command pid pids=() code status=0
+    for node in "${!hosts[@]}"; do
+        command=("${@//\{HOST\}/${hosts[$node]##*@}}")
+        command=("${command[@]//\{NODE\}/$node}")
+        command=("${command[@]//\{IS_FIRST\}/$((node == 0))}")
+        {
+            # shellcheck disable=SC2029  # this shell has put in the variables, and quoted what the host reads
+            ssh -o BatchMode=yes "${hosts[$node]}" "$setup; cd $(printf %q "$folder") &&
+                exec bash -c $(printf '%q ' "$on_host" run "${command[@]}") 3<&0" || { kill -USR1 $$; false; }
+        } < "$folder_for_pipe/pipe" 4>&- &
+        pids+=($!)
+    done
+    for pid in "${pids[@]}"; do
+        wait "$pid"
+        code=$?
+        while kill -0 "$pid" 2> /dev/null; do # a signal has ended wait, but not what it waits for
+            wait "$pid"
+            code=$?
+        done
+        [ $code -eq 0 ] || status=$code
+    done
+    return $status
+}
+
+on_each_host "$python" launch/check_node.py --name='{HOST}' --node='{NODE}' --nodes=${#hosts[@]} \
+    --endpoint="$endpoint" --processes="$processes" "${program[@]}" &&
+    on_each_host "$python" -m torch.distributed.run --nnodes=${#hosts[@]} --nproc_per_node="$processes" \
+        --max-restarts=3 --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_conf=is_host='{IS_FIRST}' \
+        --local_addr='{HOST}' "${program[@]}"
