@@ -14,8 +14,8 @@ setup=${setup:-:}                      # a command to run first on each host: 'e
 
 # --- from here on nothing has to change ---
 set -u
-if [ ! -f "${1:-}" ]; then
-    echo "error: there is no file of hosts '${1:-}': bash launch/ssh.sh hosts.txt config/x.py --key=value" >&2
+if [[ ! -f "${1:-}" || $1 = *.py ]]; then
+    echo "error: '${1:-}' is not a file of hosts: bash launch/ssh.sh hosts.txt config/x.py --key=value" >&2
     exit 1
 fi
 mapfile -t hosts < <(grep -v -e '^ *#' -e '^ *$' "$1")

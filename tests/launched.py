@@ -76,7 +76,7 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-SchedulerParameters=batch_sched_delay=1
+SchedulerParameters=batch_sched_delay=1,sched_interval=5,bf_interval=5
 MpiDefault=none
 ReturnToService=2
 SlurmdTimeout=15

@@ -44,7 +44,7 @@ def test_files_that_pages_name_exist():
     for page in PAGES:
         names = set(re.findall(r'(?<![\w./*])[\w/]+\.(?:py|sh|md)\b', page.read_text('utf-8')))
         for name in names - NOT_OURS:
-            places = [pathlib.Path(ROOT, folder, name) for folder in ('', 'config', 'data', 'docs')]
+            places = [pathlib.Path(ROOT, folder, name) for folder in ('', 'config', 'data', 'docs', 'launch')]
             if not any(place.exists() for place in places):
                 missing.add(f'{page.name}: {name}')
     assert missing == set()

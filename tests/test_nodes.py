@@ -2,13 +2,13 @@
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
-import sys
 
 import pytest
-from helpers import ROOT, free_port, start_script
-from launched import WAIT
+from helpers import ROOT, TINY, free_port, saved_iterations, start_script, torchrun, worker_pids
+from launched import WAIT, kill, logged_lines, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +79,18 @@ def test_init_from_that_a_restart_would_repeat_is_refused():
     results = check_nodes(program=['train.py', '--device=cpu', '--init_from=gpt2'])
     for code, _, stderr in results:
         assert code == 1 and stderr.startswith("error: init_from is 'gpt2'") and stderr.count('\n') == 1
+
+
+def test_torchrun_passes_sigusr1_on(dataset, tmp_path):
+    """With the option of docs/faults.md, where Slurm signals every process of a job."""
+    options = '--standalone', '--nproc_per_node=2', '--signals-to-handle=SIGTERM,SIGINT,SIGUSR1'
+    out_dir = tmp_path / 'out'
+    with torchrun(options, tmp_path, 'train.py', *TINY, '--max_iters=100000', f'--dataset={dataset}',
+                  f'--out_dir={out_dir}') as process:
+        wait_for(lambda: logged_lines(out_dir) > 3, process.output)
+        kill([process.pid, *worker_pids(process).values()], signal.SIGUSR1)
+        process.wait(WAIT)
+    assert 'stopped by SIGUSR1' in process.output() and saved_iterations(out_dir), process.output()
 
 
 def test_bandwidth_is_measured_by_one_command():

@@ -49,6 +49,10 @@ class Run:
     def resumes(self):
         return self.cluster.log(self.job).count('resuming ')
 
+    def lost(self):
+        """How many updates it has made a second time."""
+        return logged_lines(self.out_dir) - last_iteration(self.out_dir)
+
     def restarts(self):
         """How often Slurm has started the job again."""
         return int(self.cluster.field(self.job, 'Restarts'))
@@ -59,7 +63,7 @@ class Run:
         restarts: how often Slurm is to start the job for it. mend(): what the owner of the cluster then does.
         """
         self.train(15)
-        resumes, restarts = self.resumes(), self.restarts() + restarts
+        resumes, restarts, lost = self.resumes(), self.restarts() + restarts, self.lost()
         strike()
         struck = time.monotonic()
         mend()
@@ -67,10 +71,10 @@ class Run:
         last = last_iteration(self.out_dir)
         self.train(1)
         seconds = time.monotonic() - struck
-        resumed_at = int(self.cluster.log(self.job).rpartition('at iteration ')[2].split()[0])
+        wait_for(lambda: last_iteration(self.out_dir) > last, self.cluster.logs)
         assert self.restarts() == restarts, self.cluster.logs()
-        self.figures[fault] = last - resumed_at, seconds
-        print(f'| {fault} | {last - resumed_at} | {seconds:.0f} |')
+        self.figures[fault] = self.lost() - lost, seconds
+        print(f'| {fault} | {self.lost() - lost} | {seconds:.0f} |', flush=True)
 
 
 def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path, capsys):
@@ -81,6 +85,10 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
         """Leave the present start one to two minutes, so that Slurm sends the signal of 120 seconds before."""
         minutes = int(cluster.run('squeue', '-h', '-j', run.job, '-O', 'TimeUsed').partition(':')[0])
         run.update(f'TimeLimit={minutes + 2}')
+
+    def grant_a_day():
+        cluster.wait_for_state(run.job, 'PENDING')
+        run.update('TimeLimit=1440')
 
     def preempt():
         urgent = cluster.run('sbatch', '--parsable', '--partition=urgent', '--nodes=2', '--exclusive',
@@ -96,8 +104,7 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
             cluster.start_node(name)
         return mend
 
-    run.survive('time limit', reach_time_limit)
-    run.update('TimeLimit=1440')
+    run.survive('time limit', reach_time_limit, mend=grant_a_day)
     run.survive('process killed', lambda: kill([cluster.workers(run.out_dir)[1]]), restarts=0)
     run.survive('scontrol requeue', lambda: cluster.run('scontrol', 'requeue', run.job))
     run.survive('preemption', preempt)
