@@ -4,9 +4,9 @@
     sbatch launch/slurm.sh launch/bandwidth.py                        # between the nodes of a job
     bash launch/ssh.sh hosts.txt launch/bandwidth.py
 
-Prints a line for each size: the time of an all-reduce, the bytes that it reduces a second, and the bus bandwidth,
-which is this times 2 (n - 1) / n for n processes: what each link carries, to be compared with the hardware's figure
-(as in NVIDIA's nccl-tests, doc/PERFORMANCE.md). Without GPUs the same command measures gloo.
+Prints for each size the time of an all-reduce, the bytes that it reduces in a second, and the bus bandwidth. This
+is 2 (n - 1) / n times the former for n processes: what each link carries, to be compared with the hardware's
+figure (as in NVIDIA's nccl-tests, doc/PERFORMANCE.md). Without GPUs the same command measures gloo.
 """
 import os
 import sys
@@ -56,5 +56,6 @@ for size in reversed(sizes):
     seconds_of(data, 5)  # to connect, and to choose an algorithm
     seconds = seconds_of(data, repeats)
     speed = data.nbytes / seconds / 1e9
-    processes.say(f'{data.nbytes / 1e6:>10.3f} {1000 * seconds:>10.3f} {speed:>10.3f} {speed * 2 * (n - 1) / n:>10.3f}')
+    bus_speed = speed * 2 * (n - 1) / n
+    processes.say(f'{data.nbytes / 1e6:>10.3f} {1000 * seconds:>10.3f} {speed:>10.3f} {bus_speed:>10.3f}')
 processes.leave(0)

@@ -1,11 +1,11 @@
-"""Check that a node can take part in a run, before the run starts. launch/slurm.sh and launch/ssh.sh start it.
+"""Check that a node can take part in a run. launch/slurm.sh and launch/ssh.sh do this before they start a run.
 
     python launch/check_node.py --node=0 --nodes=2 --endpoint=10.0.0.1:29500 --processes=8 \
         train.py config/train_gpt2.py
 
-runs at the same time on each of the nodes, on the first with --node=0. The nodes tell each other what they have
-over the port that torchrun will use. Where one of them lacks something, all exit with code 1, and each problem is
-one sentence that names its node.
+runs at the same time on each of the nodes, on the first with --node=0. The nodes tell each other what they
+have over the port that torchrun will use. Where one of them lacks something, all exit with code 1, and the first
+prints one sentence for each problem, which names the node.
 """
 import argparse
 import datetime
@@ -29,22 +29,23 @@ SHARED_WITHIN = 20  # seconds until a new file is visible on all nodes
 
 
 def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--node', type=int, required=True, help='number of this node, from 0')
     parser.add_argument('--nodes', type=int, required=True, help='number of nodes')
     parser.add_argument('--endpoint', required=True, help='HOST:PORT on the first node, as for torchrun')
     parser.add_argument('--processes', type=int, required=True, help='processes that torchrun starts here')
     parser.add_argument('--name', default=socket.gethostname(), help='what to call this node')
-    parser.add_argument('program', nargs=argparse.REMAINDER, help='what torchrun will run, with its arguments')
+    parser.add_argument('program', nargs=argparse.REMAINDER, help='what torchrun will run')
     return parser.parse_args()
 
 
 def check_init_from(config):
     """Raise ValueError for an init_from to which a job that starts again would return."""
     if config['init_from'] not in ('scratch', 'resume', 'auto'):
-        raise ValueError(f'init_from is {config["init_from"]!r}, where a job that is started again would begin '
-                         'again: make the first iteration with python train.py --max_iters=1 and these keys, '
-                         'then start the job without init_from, and it continues from there')
+        raise ValueError(f'init_from is {config["init_from"]!r}, from which every restart of the job would begin: '
+                         'train one iteration by hand (python train.py, these keys and --max_iters=1), then '
+                         'launch with --init_from=auto, and the job continues from there')
 
 
 def check_gpus(name, processes, device):
@@ -66,8 +67,8 @@ def open_store(arguments):
         reason = str(error).splitlines()[0]
         if is_first and 'EADDRINUSE' in reason:
             raise ValueError(f'port {port} of {arguments.name} is taken: set another port') from None
-        raise ValueError(f'{arguments.name} cannot reach {arguments.endpoint}, the port of the first node: is it '
-                         f'the right name, and does a firewall close the port? ({reason})') from None
+        raise ValueError(f'{arguments.name} cannot reach {arguments.endpoint} on the first node: check the name '
+                         f'and whether a firewall closes the port ({reason})') from None
 
 
 def write_token(out_dir):
@@ -101,8 +102,8 @@ def problem_of(arguments, config, first):
             check_gpus(arguments.name, arguments.processes, config['device'])
             out_dir = os.path.abspath(config['out_dir'])
             if not is_visible(os.path.join(out_dir, first['token'])):
-                raise ValueError(f'{arguments.name} does not see in {out_dir} what {first["name"]} writes there: '
-                                 'set --out_dir to a folder on storage that all nodes share')
+                raise ValueError(f'{arguments.name} does not see in {out_dir} what {first["name"]} writes '
+                                 'there: set --out_dir to a folder on storage that all nodes share')
     except ValueError as error:
         return str(error)
 

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train on a few machines without a scheduler. From the repository's folder, on one of them or on any other machine:
+# Train on a few machines without a scheduler. In the repository's folder, on one of them or on another machine:
 #   bash launch/ssh.sh hosts.txt config/train_gpt2.py --learning_rate=3e-4
 #   bash launch/ssh.sh hosts.txt launch/bandwidth.py   # measures the network instead
-# hosts.txt has a host on each line, as for ssh, by a name or address at which the others reach it too. Ctrl-C saves
-# the run and ends it on all hosts; the same command continues it. docs/launch.md says more.
+# hosts.txt has a host on each line, as for ssh, by a name or address at which the others reach it too.
+# Ctrl-C saves the run and ends it on all hosts; the same command continues it. docs/launch.md says more.
 
 # --- change these; environment variables of the same names win over them ---
 processes=${processes:-8}              # on each host: the number of its GPUs
@@ -24,29 +24,36 @@ program=(train.py --save_minutes=10 "$@" --init_from=auto)
 case ${1:-} in launch/*) program=("$@") ;; esac
 endpoint=${hosts[0]##*@}:$port
 
-# Each host waits for the end of its standard input, which this script keeps open. When the script ends, by Ctrl-C, a
-# kill or a lost connection, torchrun gets the signal at which the run saves and ends.
+# The standard input of each host is a pipe that this script keeps open and never writes to. When the script
+# ends, by Ctrl-C, a kill or a lost connection, the host reads the pipe's end, and sends torchrun the signal at
+# which the run saves and ends.
 # shellcheck disable=SC2016  # the variables are those of the shell on the host
-on_host='"$@" < /dev/null & run=$!; { read -r _; kill -TERM $run; } <&3 2> /dev/null & wait $run'
-folder_for_pipe=$(mktemp -d)
-trap 'rm -rf "$folder_for_pipe"' EXIT
-mkfifo "$folder_for_pipe/pipe"
-exec 4<> "$folder_for_pipe/pipe"
+on_host='"$@" < /dev/null & run=$!; { read -r _; kill -TERM $run; } <&3 > /dev/null 2>&1 & wait $run'
+pipe=$(mktemp -u)
+mkfifo "$pipe"
+exec 4<> "$pipe"
+exec 5< "$pipe"
+rm "$pipe"
 trap 'exec 4>&-' INT TERM HUP USR1
 
 # Run a command on all hosts and wait for it. The first host that fails ends the others.
 # {HOST}, {NODE} and {IS_FIRST} in the command are each host's own.
 on_each_host() {
-    local node command pid pids=() code status=0
+    local node host command pid pids=() code status=0
     for node in "${!hosts[@]}"; do
-        command=("${@//\{HOST\}/${hosts[$node]##*@}}")
+        host=${hosts[$node]}
+        command=("${@//\{HOST\}/${host##*@}}")
         command=("${command[@]//\{NODE\}/$node}")
         command=("${command[@]//\{IS_FIRST\}/$((node == 0))}")
         {
             # shellcheck disable=SC2029  # this shell has put in the variables, and quoted what the host reads
-            ssh -o BatchMode=yes "${hosts[$node]}" "$setup; cd $(printf %q "$folder") &&
-                exec bash -c $(printf '%q ' "$on_host" run "${command[@]}") 3<&0" || { kill -USR1 $$; false; }
-        } < "$folder_for_pipe/pipe" 4>&- &
+            ssh -o BatchMode=yes "$host" "$setup; cd $(printf %q "$folder") &&
+                exec bash -c $(printf '%q ' "$on_host" run "${command[@]}") 3<&0" || {
+                echo "$host: ended with exit code $?" >&2
+                kill -USR1 $$
+                false
+            }
+        } <&5 4>&- 5<&- &
         pids+=($!)
     done
     for pid in "${pids[@]}"; do

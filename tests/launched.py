@@ -79,7 +79,7 @@ SelectTypeParameters=CR_CPU
 SchedulerParameters=batch_sched_delay=1,sched_interval=5,bf_interval=5
 MpiDefault=none
 ReturnToService=2
-SlurmdTimeout=15
+SlurmdTimeout=20
 KillWait=120
 MessageTimeout=60
 BatchStartTimeout=120
@@ -119,7 +119,8 @@ class Cluster:
         self.checkout = checkout
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix='slurm-'))  # a socket's path has to be short
         self.config = self.folder / 'slurm.conf'
-        self.environment = dict(os.environ, PATH=SEARCH_PATH, SLURM_CONF=str(self.config), OMP_NUM_THREADS='1')
+        self.environment = dict(os.environ, PATH=SEARCH_PATH, SLURM_CONF=str(self.config),
+                                OMP_NUM_THREADS='1')
         self.daemons = {}  # {name: Popen}
 
     def start(self):
@@ -194,7 +195,8 @@ class Cluster:
 
     def logs(self):
         """The end of everything that was said, for the message of a failed test."""
-        paths = [*self.checkout.glob('slurm-*.log'), *self.folder.glob('*.log'), *self.folder.glob('*.stderr')]
+        paths = [*self.checkout.glob('slurm-*.log'), *self.folder.glob('*.log'),
+                 *self.folder.glob('*.stderr')]
         return '\n'.join(f'--- {path}\n{path.read_text(errors="replace")[-3000:]}' for path in paths)
 
     def wait_for_state(self, job, state):

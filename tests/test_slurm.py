@@ -1,6 +1,4 @@
-"""launch/slurm.sh on a real Slurm: what time limits, preemption and lost nodes do to a run changes nothing."""
-import os
-import signal
+"""launch/slurm.sh on a real Slurm: time limits, preemption and lost nodes change nothing."""
 import time
 
 import pytest
@@ -32,7 +30,7 @@ def test_job_on_two_nodes_follows_the_curve_of_one_process(cluster, train, datas
 # --- faults -----------------------------------------------------------------------------------------------
 
 class Run:
-    """An endless job whose faults are measured. figures: {fault: (updates lost, seconds to the next update)}."""
+    """An endless job, of which each fault that it survives is measured."""
 
     def __init__(self, cluster, out_dir, dataset):
         self.cluster, self.out_dir, self.figures = cluster, out_dir, {}
@@ -77,12 +75,12 @@ class Run:
         print(f'| {fault} | {self.lost() - lost} | {seconds:.0f} |', flush=True)
 
 
-def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path, capsys):
+def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path):
     """One job goes through seven faults, on the curve of a run that met none, to the bit."""
     run = Run(cluster, tmp_path / 'out', dataset)
 
     def reach_time_limit():
-        """Leave the present start one to two minutes, so that Slurm sends the signal of 120 seconds before."""
+        """Leave the present start one to two minutes: the signal of 120 seconds before the end is due."""
         minutes = int(cluster.run('squeue', '-h', '-j', run.job, '-O', 'TimeUsed').partition(':')[0])
         run.update(f'TimeLimit={minutes + 2}')
 
@@ -115,5 +113,24 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
     run.train(5)
     cluster.run('scancel', run.job)
     cluster.wait_for_state(run.job, 'CANCELLED')
-    with capsys.disabled():
-        print(run.figures)
+    last, = saved_iterations(run.out_dir)[-1:]
+    assert f'stopped by SIGTERM at iteration {last};' in cluster.log(run.job), cluster.logs()
+    unbroken = train(*ENDLESS, f'--max_iters={last_iteration(run.out_dir)}', nproc=2)
+    assert curve(read_run(run.out_dir)) == curve(unbroken)
+
+
+def test_array_trains_its_seeds_each_in_its_own_folder(cluster, train, dataset):
+    jobs = cluster.submit(*TINY, f'--dataset={dataset}', options=['--array=1-3', '--job-name=tiny'])
+    for seed in (1, 2, 3):
+        cluster.wait_for_state(f'{jobs}_{seed}', 'COMPLETED')
+    for seed in (1, 3):
+        assert_near(read_run(cluster.checkout / f'out-tiny-seed-{seed}'), train(f'--seed={seed}'))
+    assert (cluster.checkout / 'out-tiny-seed-2' / 'ckpt' / 'iter_00000012').exists()
+
+
+def test_job_that_cannot_run_fails_in_one_sentence_and_is_not_started_again(cluster, tmp_path):
+    job = cluster.submit('--device=cuda', f'--out_dir={tmp_path}')
+    cluster.wait_for_state(job, 'FAILED')
+    sentences = [line for line in cluster.log(job).splitlines() if line.startswith('error: ')]
+    assert [line.partition(' GPUs')[0] for line in sentences] == ['error: n1 has 0', 'error: n2 has 0']
+    assert cluster.field(job, 'Restarts') == '0' and 'torchrun' not in cluster.log(job)

@@ -13,16 +13,17 @@ from helpers import FAULTS, TINY, assert_near, curve, free_port, read_run, saved
 from launched import SEARCH_PATH, copy_checkout, logged_lines, wait_for
 
 HOSTS = '127.0.0.1', '127.0.0.2'
-MISSING = [program for program in ('ssh', 'sshd', 'ssh-keygen') if not shutil.which(program, path=SEARCH_PATH)]
+PROGRAMS = 'ssh', 'sshd', 'ssh-keygen'
+MISSING = [program for program in PROGRAMS if not shutil.which(program, path=SEARCH_PATH)]
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(sys.platform != 'linux', reason='127.0.0.2 is an address of this machine on Linux alone'),
+    pytest.mark.skipif(sys.platform != 'linux', reason='127.0.0.2 is this machine on Linux alone'),
     pytest.mark.skipif(bool(MISSING), reason=f'{MISSING} not installed (apt-get install openssh-server)')]
 
 
 @pytest.fixture(scope='module')
 def launch(tmp_path_factory):
-    """Function that starts launch/ssh.sh with arguments; a Popen whose `output()` is what it has printed so far."""
+    """Function that starts launch/ssh.sh; a Popen whose `output()` is what it has printed so far."""
     with tempfile.TemporaryDirectory(prefix='sshd-') as folder:  # not below a folder that others may write to
         folder = pathlib.Path(folder)
         checkout = copy_checkout(tmp_path_factory.mktemp('ssh') / 'kiloGPT')
@@ -35,7 +36,7 @@ def launch(tmp_path_factory):
             with open(log, 'w') as file:
                 process = subprocess.Popen(
                     ['bash', 'launch/ssh.sh', *map(str, arguments)], cwd=checkout, stdin=subprocess.DEVNULL,
-                    stdout=file, stderr=file, start_new_session=True,
+                    stdout=file, stderr=file, start_new_session=True, preexec_fn=restore_sigint,
                     env=environment | dict(processes='1', port=free_port(), python=sys.executable,
                                            setup='export OMP_NUM_THREADS=1'))
             process.output = log.read_text
@@ -48,6 +49,11 @@ def launch(tmp_path_factory):
             process.wait()
         sshd.kill()
         sshd.wait()
+
+
+def restore_sigint():
+    """Take Ctrl-C's signal, as in a terminal, also where these tests run in the background of a shell."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start_sshd(folder):
@@ -68,7 +74,8 @@ def start_sshd(folder):
     ssh.chmod(0o755)
     os.makedirs('/run/sshd', exist_ok=True)  # sshd wants this folder, which Debian makes at boot
     with open(folder / 'sshd.log', 'w') as file:
-        sshd = subprocess.Popen([shutil.which('sshd', path=SEARCH_PATH), '-D', '-e', '-f', folder / 'sshd_config'],
+        program = shutil.which('sshd', path=SEARCH_PATH)  # which sshd wants to be a full path
+        sshd = subprocess.Popen([program, '-D', '-e', '-f', folder / 'sshd_config'],
                                 stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     environment = dict(os.environ, PATH=f'{folder}/bin:{SEARCH_PATH}')
     wait_for(lambda: subprocess.run(['ssh', '-o', 'BatchMode=yes', HOSTS[0], 'true'], env=environment,
@@ -77,7 +84,8 @@ def start_sshd(folder):
 
 
 def test_run_on_two_hosts_follows_the_curve_of_one_process(launch, train, dataset, tmp_path):
-    process = launch('hosts.txt', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}', "--wandb_run_name=it's $1")
+    process = launch('hosts.txt', *TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}',
+                     "--wandb_run_name=it's $1")
     assert process.wait(300) == 0, process.output()
     assert '2 process(es) on cpu' in process.output() and f'all share {tmp_path}' in process.output()
     run = read_run(tmp_path)
@@ -124,7 +132,8 @@ def runs_of(out_dir):
 def test_host_that_cannot_run_ends_the_launch_in_one_sentence(launch, tmp_path):
     process = launch('hosts.txt', '--device=cuda', f'--out_dir={tmp_path}')
     assert process.wait(300) == 1
-    assert re.findall('^error: (127.*? has 0 GPUs)', process.output(), re.M) == [f'{host} has 0 GPUs' for host in HOSTS]
+    named = re.findall('^error: (127.*?) has 0 GPUs', process.output(), re.M)
+    assert named == list(HOSTS), process.output()
     assert 'torch.distributed' not in process.output()
 
 
