@@ -4,9 +4,9 @@
     sbatch launch/slurm.sh launch/bandwidth.py                        # between the nodes of a job
     bash launch/ssh.sh hosts.txt launch/bandwidth.py
 
-Prints for each size the time of an all-reduce, the bytes that it reduces in a second, and the bus bandwidth. This
-is 2 (n - 1) / n times the former for n processes: what each link carries, to be compared with the hardware's
-figure (as in NVIDIA's nccl-tests, doc/PERFORMANCE.md). Without GPUs the same command measures gloo.
+Prints for each size the time of an all-reduce, the bytes that it reduces in a second, and the bus bandwidth,
+which is 2 (n - 1) / n times as much for n processes: what each link carries, to be compared with the hardware
+(NVIDIA's nccl-tests, doc/PERFORMANCE.md). Without GPUs the same command measures gloo.
 """
 import os
 import sys

@@ -1,13 +1,14 @@
-"""Check that a node can take part in a run. launch/slurm.sh and launch/ssh.sh do this before they start a run.
+"""Check that a node can take part in a run. launch/slurm.sh and launch/ssh.sh do this before a run starts.
 
     python launch/check_node.py --node=0 --nodes=2 --endpoint=10.0.0.1:29500 --processes=8 \
         train.py config/train_gpt2.py
 
-runs at the same time on each of the nodes, on the first with --node=0. The nodes tell each other what they
-have over the port that torchrun will use. Where one of them lacks something, all exit with code 1, and the first
-prints one sentence for each problem, which names the node.
+runs at the same time on each of the nodes, on the first with --node=0. Over the port that torchrun will use,
+the nodes tell each other what they have. If one of them lacks something, all exit with code 1, and the first
+prints a sentence that names the node.
 """
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -19,6 +20,7 @@ import uuid
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[0] = ROOT
+os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'FATAL')  # without stack traces of connections that fail
 import torch
 import torch.distributed as dist
 
@@ -43,9 +45,10 @@ def parse_arguments():
 def check_init_from(config):
     """Raise ValueError for an init_from to which a job that starts again would return."""
     if config['init_from'] not in ('scratch', 'resume', 'auto'):
-        raise ValueError(f'init_from is {config["init_from"]!r}, from which every restart of the job would begin: '
-                         'train one iteration by hand (python train.py, these keys and --max_iters=1), then '
-                         'launch with --init_from=auto, and the job continues from there')
+        raise ValueError(
+            f'init_from is {config["init_from"]!r}, from which every restart of the job would begin: train '
+            'one iteration by hand (python train.py, these keys and --max_iters=1), then launch with '
+            '--init_from=auto, and the job continues from there')
 
 
 def check_gpus(name, processes, device):
@@ -67,16 +70,29 @@ def open_store(arguments):
         reason = str(error).splitlines()[0]
         if is_first and 'EADDRINUSE' in reason:
             raise ValueError(f'port {port} of {arguments.name} is taken: set another port') from None
-        raise ValueError(f'{arguments.name} cannot reach {arguments.endpoint} on the first node: check the name '
-                         f'and whether a firewall closes the port ({reason})') from None
+        raise ValueError(f'{arguments.name} cannot reach {arguments.endpoint} of the first node: check its '
+                         f'name, and whether a firewall closes the port ({reason})') from None
 
 
-def write_token(out_dir):
-    """Write a file into out_dir, for the other nodes to see; returns its name."""
-    name = f'.shared-{uuid.uuid4().hex}'
-    os.makedirs(out_dir, exist_ok=True)
-    pathlib.Path(out_dir, name).touch()
-    return name
+def read(store, key, sender):
+    """The value that a node has put into the store. ValueError if it does not come in time."""
+    try:
+        return json.loads(store.get(key))
+    except RuntimeError:
+        raise ValueError(f'{sender} (counted from 0) has not answered within {PATIENCE} seconds: look at its '
+                         'log, and whether Python starts there') from None
+
+
+@contextlib.contextmanager
+def token_in(out_dir):
+    """The name of a file in out_dir, which the other nodes have to see; removed at the end of the context."""
+    path = pathlib.Path(out_dir, f'.shared-{uuid.uuid4().hex}')
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    try:
+        yield path.name
+    finally:
+        path.unlink()
 
 
 def is_visible(path):
@@ -108,6 +124,15 @@ def problem_of(arguments, config, first):
         return str(error)
 
 
+def problems_of_all(arguments, config, store, token=None):
+    """[problem or None] of every node, as they tell each other. token: that of the first node."""
+    if arguments.node == 0:
+        store.set('first', json.dumps(dict(name=arguments.name, torch=torch.__version__, token=token)))
+    first = read(store, 'first', 'the first node')
+    store.set(f'problem {arguments.node}', json.dumps(problem_of(arguments, config, first)))
+    return [read(store, f'problem {node}', f'node {node}') for node in range(arguments.nodes)]
+
+
 def main():
     arguments = parse_arguments()
     config = None
@@ -115,23 +140,20 @@ def main():
         config = config_of(os.path.join(ROOT, 'train.py'), arguments.program[1:])
         check_init_from(config)
     store = open_store(arguments)
+    with contextlib.ExitStack() as stack:
+        token = None
+        if config and arguments.node == 0:
+            token = stack.enter_context(token_in(config['out_dir']))
+        problems = problems_of_all(arguments, config, store, token)
     if arguments.node == 0:
-        token = write_token(config['out_dir']) if config else None
-        store.set('first', json.dumps(dict(name=arguments.name, torch=torch.__version__, token=token)))
-    first = json.loads(store.get('first'))
-    store.set(f'problem {arguments.node}', json.dumps(problem_of(arguments, config, first)))
-    problems = [json.loads(store.get(f'problem {node}')) for node in range(arguments.nodes)]
-    if arguments.node == 0:
-        store.add('ended', 0)
-        if config:
-            os.remove(os.path.join(config['out_dir'], token))
         for problem in filter(None, problems):
             print(f'error: {problem}', file=sys.stderr)
-        deadline = time.monotonic() + PATIENCE
-        while store.add('ended', 0) < arguments.nodes - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)  # the others still read from the store of this process
-    else:
-        store.add('ended', 1)
+    # The store is in the process of the first node, which waits until the others have read from it.
+    done = store.add('done', 1)
+    deadline = time.monotonic() + PATIENCE
+    while arguments.node == 0 and done < arguments.nodes and time.monotonic() < deadline:
+        time.sleep(0.05)
+        done = store.add('done', 0)
     sys.exit(any(problems))
 
 

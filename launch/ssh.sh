@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train on a few machines without a scheduler. In the repository's folder, on one of them or on another machine:
+# Train on a few machines without a scheduler. In the repository's folder, on one of them or elsewhere:
 #   bash launch/ssh.sh hosts.txt config/train_gpt2.py --learning_rate=3e-4
 #   bash launch/ssh.sh hosts.txt launch/bandwidth.py   # measures the network instead
 # hosts.txt has a host on each line, as for ssh, by a name or address at which the others reach it too.
@@ -25,10 +25,13 @@ case ${1:-} in launch/*) program=("$@") ;; esac
 endpoint=${hosts[0]##*@}:$port
 
 # The standard input of each host is a pipe that this script keeps open and never writes to. When the script
-# ends, by Ctrl-C, a kill or a lost connection, the host reads the pipe's end, and sends torchrun the signal at
-# which the run saves and ends.
+# ends, by Ctrl-C, a kill or a lost connection, the host reads the pipe's end and sends torchrun the signal at
+# which the run saves. The output goes to a file, so that a run whose connection is lost can still print.
 # shellcheck disable=SC2016  # the variables are those of the shell on the host
-on_host='"$@" < /dev/null & run=$!; { read -r _; kill -TERM $run; } <&3 > /dev/null 2>&1 & wait $run'
+on_host='log=$1; shift; : > "$log"; "$@" < /dev/null >> "$log" 2>&1 & run=$!;
+    { read -r _; kill -TERM $run; } <&3 > /dev/null 2>&1 &
+    tail -n +1 -f --pid=$run "$log"; wait $run'
+on_host=${on_host//$'\n'/} # as one line, which any shell of a host reads alike
 pipe=$(mktemp -u)
 mkfifo "$pipe"
 exec 4<> "$pipe"
@@ -46,9 +49,11 @@ on_each_host() {
         command=("${command[@]//\{NODE\}/$node}")
         command=("${command[@]//\{IS_FIRST\}/$((node == 0))}")
         {
+            trap '' INT # from the terminal: ssh passes on what the host prints until the run has ended
+            command=(bash -c "$on_host" run "ssh-${host##*@}.log" "${command[@]}")
             # shellcheck disable=SC2029  # this shell has put in the variables, and quoted what the host reads
-            ssh -o BatchMode=yes "$host" "$setup; cd $(printf %q "$folder") &&
-                exec bash -c $(printf '%q ' "$on_host" run "${command[@]}") 3<&0" || {
+            ssh -o BatchMode=yes "$host" \
+                "$setup; cd $(printf %q "$folder") && exec $(printf '%q ' "${command[@]}") 3<&0" || {
                 echo "$host: ended with exit code $?" >&2
                 kill -USR1 $$
                 false

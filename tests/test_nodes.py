@@ -20,8 +20,8 @@ def check_nodes(*arguments, processes=1, cwds=(ROOT, ROOT), envs=({}, {})):
     for node in range(2):
         running.append(start_script(
             'launch/check_node.py', f'--node={node}', '--nodes=2', f'--name=n{node + 1}',
-            f'--endpoint=127.0.0.1:{port}', f'--processes={processes}', 'train.py', '--device=cpu', *arguments,
-            cwd=cwds[node], env=envs[node]))
+            f'--endpoint=127.0.0.1:{port}', f'--processes={processes}',
+            'train.py', '--device=cpu', *arguments, cwd=cwds[node], env=envs[node]))
     results = []
     for process in running:
         stdout, stderr = process.communicate(timeout=WAIT)
