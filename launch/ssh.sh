@@ -29,8 +29,8 @@ endpoint=${hosts[0]##*@}:$port
 # which the run saves. The output goes to a file, so that a run whose connection is lost can still print.
 # shellcheck disable=SC2016  # the variables are those of the shell on the host
 on_host='log=$1; shift; : > "$log"; "$@" < /dev/null >> "$log" 2>&1 & run=$!;
-    { read -r _; kill -TERM $run; } <&3 > /dev/null 2>&1 &
-    tail -n +1 -f --pid=$run "$log"; wait $run'
+    { read -r _; kill -TERM $run; } <&3 > /dev/null 2>&1 & watch=$!;
+    tail -n +1 -f --pid=$run "$log"; wait $run; status=$?; kill $watch 2> /dev/null; exit $status'
 on_host=${on_host//$'\n'/} # as one line, which any shell of a host reads alike
 pipe=$(mktemp -u)
 mkfifo "$pipe"

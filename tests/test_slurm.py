@@ -27,6 +27,12 @@ def test_job_on_two_nodes_follows_the_curve_of_one_process(cluster, train, datas
     assert f'nodes       all share {tmp_path}' in cluster.log(job), cluster.logs()
 
 
+def test_bandwidth_is_measured_between_nodes(cluster):
+    job = cluster.submit('launch/bandwidth.py', '--device=cpu', '--max_mb=0.1', '--repeats=2')
+    cluster.wait_for_state(job, 'COMPLETED')
+    assert 'all-reduce over 2 processes' in cluster.log(job) and 'bus GB/s' in cluster.log(job), cluster.logs()
+
+
 # --- faults -----------------------------------------------------------------------------------------------
 
 class Run:
