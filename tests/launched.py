@@ -2,6 +2,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import signal
 import socket
@@ -11,7 +12,7 @@ import tempfile
 import time
 
 import pytest
-from helpers import ROOT, free_port, read_metrics
+from helpers import ROOT, free_port
 
 WAIT = 300  # seconds for whatever a loaded machine has to do
 
@@ -31,15 +32,10 @@ def copy_checkout(folder):
     return pathlib.Path(shutil.copytree(ROOT, folder, ignore=unwanted))
 
 
-def logged_lines(out_dir):
-    """How many training lines a run has logged, those that it repeated too."""
+def logged_updates(out_dir):
+    """The iterations of a run's training lines so far, in the order of the lines; some may be there twice."""
     path = pathlib.Path(out_dir, 'metrics.jsonl')
-    return path.read_text().count('"grad_norm"') if path.exists() else 0
-
-
-def last_iteration(out_dir):
-    """The last iteration that a run has logged; 0 before the first."""
-    return max(read_metrics(out_dir)[0], default=0) if logged_lines(out_dir) else 0
+    return [int(i) for i in re.findall(r'"iter": (\d+), "loss"', path.read_text())] if path.exists() else []
 
 
 def environments():

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from helpers import ROOT, TINY, free_port, saved_iterations, start_script, torchrun, worker_pids
-from launched import WAIT, kill, logged_lines, wait_for
+from launched import WAIT, kill, logged_updates, wait_for
 
 pytestmark = pytest.mark.slow
 
@@ -86,7 +86,7 @@ def test_torchrun_passes_sigusr1_on(dataset, tmp_path):
     out_dir = tmp_path / 'out'
     with torchrun(options, tmp_path, 'train.py', *TINY, '--max_iters=100000', f'--dataset={dataset}',
                   f'--out_dir={out_dir}') as process:
-        wait_for(lambda: logged_lines(out_dir) > 3, process.output)
+        wait_for(lambda: len(logged_updates(out_dir)) > 3, process.output)
         kill([process.pid, *worker_pids(process).values()], signal.SIGUSR1)
         process.wait(WAIT)
     assert 'stopped by SIGUSR1' in process.output() and saved_iterations(out_dir), process.output()

@@ -10,7 +10,7 @@ import tempfile
 
 import pytest
 from helpers import FAULTS, TINY, assert_near, curve, free_port, read_run, saved_iterations
-from launched import SEARCH_PATH, copy_checkout, logged_lines, wait_for
+from launched import SEARCH_PATH, copy_checkout, logged_updates, wait_for
 
 HOSTS = '127.0.0.1', '127.0.0.2'
 PROGRAMS = 'ssh', 'sshd', 'ssh-keygen'
@@ -100,7 +100,7 @@ def test_run_is_saved_and_ended_on_all_hosts_when_the_script_ends(launch, train,
     command = ['hosts.txt', FAULTS / 'slow_updates.py', *TINY, *options, f'--dataset={dataset}',
                f'--out_dir={tmp_path}']
     process = launch(*command, '--max_iters=100000')
-    wait_for(lambda: logged_lines(tmp_path) >= 5, process.output)
+    wait_for(lambda: len(logged_updates(tmp_path)) >= 5, process.output)
     if number == signal.SIGINT:
         os.killpg(process.pid, number)  # as a terminal does
     else:
