@@ -235,8 +235,8 @@ def action(name, codes, evicted=()):
         reason = 'PodFailurePolicy' if rule else 'BackoffLimitExceeded'
         actions.add(next((rule['action'] for rule in policy['rules']
                           if reason in rule['onJobFailureReasons']), 'RestartJobSet'))
-    action, = actions  # whichever pod's failure JobSet sees first
-    return action
+    assert len(actions) == 1, f'what JobSet does depends on which pod it sees first: {actions}'
+    return actions.pop()
 
 
 def logged(out_dir):

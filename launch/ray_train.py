@@ -1,0 +1,147 @@
+"""Train on a Ray cluster: Ray Train starts train.py in each of its workers, and starts it again after a failure.
+
+    python launch/ray_train.py --num_workers=4 -- config/train_gpt2.py --key=value
+    python launch/ray_train.py --num_workers=8:32 -- config/train_gpt2.py --key=value
+
+The second command takes as many workers as the cluster has room for, from 8 to 32, whenever a node joins or is
+lost. A worker is one process of train.py, with one GPU where the cluster has GPUs and with one CPU elsewhere.
+
+Everything after -- goes to train.py. If out_dir has a checkpoint, the run continues from the newest, at the
+first start too. This repository, out_dir and the dataset have the same paths on all nodes. What train.py writes
+to metrics.jsonl also goes to Ray Train's reports and, as kilogpt_loss and so on, to Ray's metrics.
+"""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import socket
+import subprocess
+import sys
+
+try:
+    import ray
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
+    from ray.train.torch import TorchConfig, TorchTrainer
+    from ray.util.metrics import Gauge
+except ImportError as error:
+    sys.exit(f'error: launch/ray_train.py needs Ray Train ({error}): pip install "ray[train]"')
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from kilogpt.configurator import config_of
+
+
+def run_worker(run):
+    """Run train.py in the place of a Ray Train worker, and report what it logs until it ends.
+
+    run: `root` (this repository), `out_dir` and the `arguments` of train.py.
+    """
+    rank, host = ray.train.get_context().get_world_rank(), socket.gethostname()
+    out_dir = pathlib.Path(run['out_dir'])
+    log = LogReader(out_dir / 'metrics.jsonl')
+    start = None
+    if rank == 0:
+        with socket.create_server(('', 0)) as server:
+            port = server.getsockname()[1]
+        start = dict(port=port, resumes=any(out_dir.glob('ckpt/iter_*/.metadata')))
+    start = broadcast_from_rank_zero(start)
+
+    command = [sys.executable, 'train.py', *run['arguments']]
+    if start['resumes']:
+        command.append('--init_from=auto')
+    if shutil.which('setpriv'):
+        # On Linux, train.py ends with this worker however that ends: the worker that takes its place starts
+        # train.py again, in the same out_dir and on the same GPU.
+        command = ['setpriv', '--pdeathsig=KILL', *command]
+    # Ray Train has set RANK, WORLD_SIZE, MASTER_ADDR, ... as torchrun does, but uses MASTER_PORT itself.
+    train = subprocess.Popen(command, cwd=run['root'],
+                             env=os.environ | dict(MASTER_PORT=str(start['port'])))
+
+    gauges = {}
+    is_over = False
+    while not is_over:
+        news = None
+        if rank == 0:
+            try:
+                code = train.wait(timeout=1)
+            except subprocess.TimeoutExpired:
+                code = None
+            news = log.read_values()
+            is_over = code is not None
+            for key, value in news.items():
+                if key not in gauges:
+                    gauges[key] = Gauge(f'kilogpt_{key}', f'{key} in metrics.jsonl')
+                gauges[key].set(value)
+        has_news, is_over = broadcast_from_rank_zero((bool(news), is_over))
+        if has_news:
+            ray.train.report(news or {})  # Ray Train takes the values of rank 0, once all have reported
+        if is_over:
+            train.wait()
+        if train.poll():
+            raise RuntimeError(f'train.py of rank {rank} on {host} ended with exit code {train.returncode}')
+
+
+class LogReader:
+    """Reads what is appended to metrics.jsonl from now on."""
+
+    def __init__(self, path):
+        self.path = path
+        self.position = 0
+        self.read_values()
+
+    def read_values(self):
+        """The latest number for each key in the lines since the last call; {} if there are no new lines.
+
+        Ray Train takes a report every two seconds or so, less than a small model logs.
+        """
+        try:
+            if os.path.getsize(self.path) < self.position:  # a new run has moved the earlier run's file away
+                self.position = 0
+            with open(self.path, 'rb') as file:
+                file.seek(self.position)
+                content = file.read()
+        except FileNotFoundError:
+            return {}
+        content = content[:content.rfind(b'\n') + 1]  # without a line that is still being written
+        self.position += len(content)
+        values = {}
+        for line in content.splitlines():
+            values |= {key: value for key, value in json.loads(line).items() if value is not None}
+        return values
+
+
+def parse_workers(text):
+    """'4' -> 4, '1:4' -> (1, 4)."""
+    numbers = tuple(map(int, text.split(':')))
+    return numbers[0] if len(numbers) == 1 else numbers
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument('--num_workers', type=parse_workers, default=1)
+    parser.add_argument('--max_failures', type=int, default=3)
+    parser.add_argument('arguments', nargs='*')
+    options = parser.parse_args()
+    out_dir = os.path.abspath(config_of(str(ROOT / 'train.py'), options.arguments)['out_dir'])
+
+    ray.init()
+    trainer = TorchTrainer(
+        run_worker,
+        train_loop_config=dict(root=str(ROOT), out_dir=out_dir, arguments=options.arguments),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=options.num_workers, use_gpu='GPU' in ray.cluster_resources()),
+        # Ray's own process group, for which CPUs do; train.py makes another
+        torch_config=TorchConfig(backend='gloo'),
+        run_config=ray.train.RunConfig(
+            name='ray', storage_path=out_dir,
+            failure_config=ray.train.FailureConfig(max_failures=options.max_failures)))
+    try:
+        trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        sys.exit(f'error: {error}')
+
+
+if __name__ == '__main__':
+    main()
