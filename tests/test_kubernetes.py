@@ -150,22 +150,22 @@ def environment(name, annotations):
     return found
 
 
-def variables_of_pod(name, rank, port):
-    """What the cluster sets in pod `rank` of two; `localhost` and a free port for the first pod's address."""
+def variables_of_pod(name, rank, port, first_pod):
+    """The environment variables of pod `rank` of two, with another address and port of the first pod."""
     if name == 'runtime.yaml':  # Kubeflow Trainer sets torchrun's variables itself
         found = environment(name, {}) | dict(PET_NNODES='2', PET_NODE_RANK=str(rank),
-                                             PET_MASTER_ADDR='localhost')
+                                             PET_MASTER_ADDR=first_pod)
     else:
         found = environment(name, {'jobset.sigs.k8s.io/replicatedjob-replicas': '2',
                                    'jobset.sigs.k8s.io/job-index': str(rank),
-                                   'jobset.sigs.k8s.io/coordinator': 'localhost'})
+                                   'jobset.sigs.k8s.io/coordinator': first_pod})
     found = found | dict(PET_NPROC_PER_NODE='1', PET_MASTER_PORT=port, OMP_NUM_THREADS='1')
     del found['NCCL_SOCKET_IFNAME']
     return found
 
 
 @contextlib.contextmanager
-def two_pods(name, folder, *arguments, script=()):
+def two_pods(name, folder, *arguments, script=(), first_pod='localhost'):
     """The processes of a manifest's two pods, with other arguments. `output()`: what they have printed so far.
 
     script: a file, and its arguments, that each process executes in the place of train.py.
@@ -180,7 +180,7 @@ def two_pods(name, folder, *arguments, script=()):
         with open(logs[-1], 'w') as file:
             pods.append(subprocess.Popen(
                 [sys.executable, *map(str, command), *map(str, arguments)], cwd=ROOT, stdout=file,
-                stderr=file, env=os.environ | variables_of_pod(name, rank, port)))
+                stderr=file, env=os.environ | variables_of_pod(name, rank, port, first_pod)))
     try:
         yield SimpleNamespace(pods=pods, output=lambda: '\n'.join(log.read_text() for log in logs))
     finally:
@@ -309,13 +309,16 @@ def test_wrong_key_uses_up_a_restart(tmp_path):
 
 
 def test_signal_before_training_begins_ends_the_pod(tmp_path):
-    """While it imports torch or waits for the other pod: where it is the first process of a container, the
-    kernel would not deliver a signal without a handler."""
-    with two_pods('jobset.yaml', tmp_path) as run:
+    """While it imports torch, and while it waits for the first pod, whose name the cluster does not know yet."""
+    with two_pods('jobset.yaml', tmp_path, first_pod='kilogpt-node-0-0.invalid') as run:
         handles_sigterm = 1 << signal.SIGTERM - 1
-        wait_for(lambda: caught_signals(run.pods[1]) & handles_sigterm, run)
-        run.pods[1].terminate()
-        assert run.pods[1].wait(120) == STOPPED, run.output()
+        wait_for(lambda: caught_signals(run.pods[0]) & handles_sigterm, run)
+        run.pods[0].terminate()
+        assert run.pods[0].wait(120) == STOPPED, run.output()
+        run.pods.pop(0)
+        wait_for(lambda: 'addresses of (kilogpt-node-0-0.invalid' in run.output(), run)
+        run.pods[0].terminate()
+        assert run.pods[0].wait(120) == STOPPED, run.output()
 
 
 def test_save_may_take_longer_than_torchrun_allows_by_itself(dataset, tmp_path):
