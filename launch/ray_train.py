@@ -114,15 +114,16 @@ class LogReader:
 
 def parse_workers(text):
     """'4' -> 4, '1:4' -> (1, 4)."""
-    numbers = tuple(map(int, text.split(':')))
-    return numbers[0] if len(numbers) == 1 else numbers
+    lowest, is_range, highest = text.partition(':')
+    return (int(lowest), int(highest)) if is_range else int(lowest)
 
 
 def main():
-    parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument('--num_workers', type=parse_workers, default=1)
-    parser.add_argument('--max_failures', type=int, default=3)
-    parser.add_argument('arguments', nargs='*')
+    parser = argparse.ArgumentParser(description=__doc__, usage='%(prog)s [options] -- [train.py arguments]',
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--num_workers', type=parse_workers, default=1, help='N, or FROM:TO')
+    parser.add_argument('--max_failures', type=int, default=3, help='how often to start again; -1 = no limit')
+    parser.add_argument('arguments', nargs='*', help=argparse.SUPPRESS)
     options = parser.parse_args()
     out_dir = os.path.abspath(config_of(str(ROOT / 'train.py'), options.arguments)['out_dir'])
 

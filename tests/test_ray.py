@@ -13,8 +13,8 @@ import pytest
 from helpers import ROOT, TINY, curve, first_iterations, read_run, run_script
 
 SCRIPT = 'launch/ray_train.py'
-OPTIONS = ['--dropout=0.1', '--eval_interval=100', '--lr_decay_iters=1000', '--learning_rate=1e-3',
-           '--save_interval=10', '--comm_timeout=60']
+OPTIONS = ['--eval_interval=100', '--lr_decay_iters=1000', '--learning_rate=1e-3', '--save_interval=10',
+           '--comm_timeout=60']
 
 
 @pytest.mark.slow
@@ -124,8 +124,8 @@ def report_fault(name, out_dir, process, fault, condition):
 @pytest.mark.slow
 def test_killed_worker_is_replaced_and_the_run_continues_to_the_bit(train, dataset, cluster, tmp_path):
     out_dir = tmp_path / 'out'
-    with launched(cluster, tmp_path, ['--num_workers=2'], f'--dataset={dataset}',
-                  f'--out_dir={out_dir}', '--max_iters=1000000') as process:
+    with launched(cluster, tmp_path, ['--num_workers=2'], f'--dataset={dataset}', f'--out_dir={out_dir}',
+                  '--dropout=0.1', '--max_iters=1000000') as process:
         wait_for(lambda: logged(out_dir) >= 25, process)
         wait_for(lambda: 'ray_kilogpt_loss' in exported(cluster), process)
         orphan, worker = trainings(out_dir)[1]
@@ -135,7 +135,7 @@ def test_killed_worker_is_replaced_and_the_run_continues_to_the_bit(train, datas
         assert not os.path.exists(f'/proc/{orphan}')
         last = logged(out_dir)
     wait_for(lambda: not trainings(out_dir))  # nothing stays behind where the launcher is killed
-    found, unbroken = read_run(out_dir), train(*OPTIONS, f'--max_iters={last}', nproc=2)
+    found, unbroken = read_run(out_dir), train(*OPTIONS, '--dropout=0.1', f'--max_iters={last}', nproc=2)
     assert curve(first_iterations(found, last)) == curve(unbroken)
 
 
