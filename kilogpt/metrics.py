@@ -60,7 +60,7 @@ class Metrics:
     wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError if wandb is not
     installed, ValueError if it cannot start.
     tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
-    iteration: that at which the run starts or resumes.
+    iteration: the one at which the run starts or resumes.
     """
 
     def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0):
@@ -87,7 +87,7 @@ class Metrics:
             except ImportError:
                 raise ImportError('tensorboard=True needs TensorBoard: pip install tensorboard, '
                                   'or set --tensorboard=False') from None
-            # The part of the run before has logged all up to the iteration at which it saved.
+            # After a resume, the files of the earlier part of the run have everything up to this iteration.
             self.tensorboard_begin = iteration + 1 if iteration else 0
             self.tensorboard = SummaryWriter(os.path.join(out_dir, 'tensorboard'),
                                              purge_step=self.tensorboard_begin)

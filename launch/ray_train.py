@@ -1,14 +1,14 @@
-"""Train on a Ray cluster: Ray Train starts train.py in each of its workers, and starts it again after a failure.
+"""Train on a Ray cluster: Ray Train starts train.py in each of its workers, and again after a failure.
 
     python launch/ray_train.py --num_workers=4 -- config/train_gpt2.py --key=value
     python launch/ray_train.py --num_workers=8:32 -- config/train_gpt2.py --key=value
 
-The second command takes as many workers as the cluster has room for, from 8 to 32, whenever a node joins or is
-lost. A worker is one process of train.py, with one GPU where the cluster has GPUs and with one CPU elsewhere.
+The second command takes as many workers as the cluster has room for, from 8 to 32, also after a node has
+joined or is lost. A worker runs one process of train.py, with one GPU if the cluster has GPUs, else one CPU.
 
 Everything after -- goes to train.py. If out_dir has a checkpoint, the run continues from the newest, at the
-first start too. This repository, out_dir and the dataset have the same paths on all nodes. What train.py writes
-to metrics.jsonl also goes to Ray Train's reports and, as kilogpt_loss and so on, to Ray's metrics.
+first start too. This repository, out_dir and the dataset have the same paths on all nodes. What train.py
+writes to metrics.jsonl also goes to Ray Train's reports and, as kilogpt_loss and so on, to Ray's metrics.
 """
 import argparse
 import json

@@ -104,8 +104,7 @@ def test_both_ways_run_the_same_pod():
                       'PET_MASTER_PORT'}
     variables = {variable['name'] for variable in jobset['env']}
     assert variables - {variable['name'] for variable in runtime['env']} == set_by_trainer
-    for key in ('volumes', 'securityContext', 'restartPolicy', 'terminationGracePeriodSeconds', 'tolerations'):
-        assert pod_spec('jobset.yaml')[key] == pod_spec('runtime.yaml')[key]
+    assert pod_spec('jobset.yaml') | dict(containers=[]) == pod_spec('runtime.yaml') | dict(containers=[])
     for key in ('backoffLimit', 'podFailurePolicy'):
         assert job_template('jobset.yaml')['spec'][key] == job_template('runtime.yaml')['spec'][key]
     assert jobset_spec('jobset.yaml')['failurePolicy'] == jobset_spec('runtime.yaml')['failurePolicy']
@@ -166,7 +165,7 @@ def variables_of_pod(name, rank, port, first_pod):
 
 @contextlib.contextmanager
 def two_pods(name, folder, *arguments, script=(), first_pod='localhost'):
-    """The processes of a manifest's two pods, with other arguments. `output()`: what they have printed so far.
+    """The processes of a manifest's two pods, with other arguments; `output()` is what they have printed.
 
     script: a file, and its arguments, that each process executes in the place of train.py.
     """
@@ -219,7 +218,10 @@ def exit_codes(run, seconds=180):
 
 
 def action(name, codes, evicted=()):
-    """What JobSet does by the manifest's rules when pods end with these codes; evicted: ranks of such pods."""
+    """What JobSet does by the manifest's rules when pods end with these codes.
+
+    evicted: ranks of the pods that the cluster has evicted.
+    """
     def matches(rule, rank, code):
         if 'onExitCodes' in rule:
             assert rule['onExitCodes']['operator'] == 'In'
@@ -298,7 +300,7 @@ def test_killed_process_ends_the_pods_which_start_again(train, dataset, tmp_path
 
     run = survive('jobset.yaml', train, dataset, tmp_path, kill)
     assert run.codes == [1, 1] and run.action == 'RestartJobSet', run.output
-    assert run.lost <= 10 + 2  # save_interval, and the iterations beside a save
+    assert run.lost <= 20 + 2  # twice save_interval, if a save was under way
 
 
 def test_wrong_key_uses_up_a_restart(tmp_path):
@@ -309,7 +311,7 @@ def test_wrong_key_uses_up_a_restart(tmp_path):
 
 
 def test_signal_before_training_begins_ends_the_pod(tmp_path):
-    """While it imports torch, and while it waits for the first pod, whose name the cluster does not know yet."""
+    """While it imports torch, and while it waits for the first pod, whose name nobody knows yet."""
     with two_pods('jobset.yaml', tmp_path, first_pod='kilogpt-node-0-0.invalid') as run:
         handles_sigterm = 1 << signal.SIGTERM - 1
         wait_for(lambda: caught_signals(run.pods[0]) & handles_sigterm, run)
