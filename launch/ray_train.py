@@ -11,6 +11,7 @@ first start too. This repository, out_dir and the dataset have the same paths on
 writes to metrics.jsonl also goes to Ray Train's reports and, as kilogpt_loss and so on, to Ray's metrics.
 """
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -38,49 +39,49 @@ def run_worker(run):
 
     run: `root` (this repository), `out_dir` and the `arguments` of train.py.
     """
-    rank, host = ray.train.get_context().get_world_rank(), socket.gethostname()
-    out_dir = pathlib.Path(run['out_dir'])
-    log = LogReader(out_dir / 'metrics.jsonl')
+    rank = ray.train.get_context().get_world_rank()
+    log = LogReader(pathlib.Path(run['out_dir'], 'metrics.jsonl'))
+    train = start_training(run, rank)
+    gauges = {}
+    is_over = False
+    while not is_over:
+        values = None
+        if rank == 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                train.wait(timeout=1)
+            is_over = train.returncode is not None
+            values = log.read_values()
+            for key, value in values.items():
+                if key not in gauges:
+                    gauges[key] = Gauge(f'kilogpt_{key}', f'{key} in metrics.jsonl')
+                gauges[key].set(value)
+        has_values, is_over = broadcast_from_rank_zero((bool(values), is_over))
+        if has_values:
+            ray.train.report(values or {})  # Ray Train takes those of rank 0, once all ranks have reported
+        if is_over:
+            train.wait()
+        if train.poll():
+            raise RuntimeError(f'train.py of rank {rank} on {socket.gethostname()} ended with exit code '
+                               f'{train.returncode}')
+
+
+def start_training(run, rank):
+    """Start train.py as torchrun does; returns its Popen."""
     start = None
     if rank == 0:
+        checkpoints = pathlib.Path(run['out_dir']).glob('ckpt/iter_*/.metadata')
         with socket.create_server(('', 0)) as server:
-            port = server.getsockname()[1]
-        start = dict(port=port, resumes=any(out_dir.glob('ckpt/iter_*/.metadata')))
+            start = dict(port=server.getsockname()[1], resumes=any(checkpoints))
     start = broadcast_from_rank_zero(start)
-
     command = [sys.executable, 'train.py', *run['arguments']]
     if start['resumes']:
         command.append('--init_from=auto')
     if shutil.which('setpriv'):
-        # On Linux, train.py ends with this worker however that ends: the worker that takes its place starts
-        # train.py again, in the same out_dir and on the same GPU.
+        # On Linux, train.py ends with this worker, however that ends. The next worker starts train.py again,
+        # with the same out_dir and on the same GPU.
         command = ['setpriv', '--pdeathsig=KILL', *command]
-    # Ray Train has set RANK, WORLD_SIZE, MASTER_ADDR, ... as torchrun does, but uses MASTER_PORT itself.
-    train = subprocess.Popen(command, cwd=run['root'],
-                             env=os.environ | dict(MASTER_PORT=str(start['port'])))
-
-    gauges = {}
-    is_over = False
-    while not is_over:
-        news = None
-        if rank == 0:
-            try:
-                code = train.wait(timeout=1)
-            except subprocess.TimeoutExpired:
-                code = None
-            news = log.read_values()
-            is_over = code is not None
-            for key, value in news.items():
-                if key not in gauges:
-                    gauges[key] = Gauge(f'kilogpt_{key}', f'{key} in metrics.jsonl')
-                gauges[key].set(value)
-        has_news, is_over = broadcast_from_rank_zero((bool(news), is_over))
-        if has_news:
-            ray.train.report(news or {})  # Ray Train takes the values of rank 0, once all have reported
-        if is_over:
-            train.wait()
-        if train.poll():
-            raise RuntimeError(f'train.py of rank {rank} on {host} ended with exit code {train.returncode}')
+    # Ray Train has set RANK, WORLD_SIZE, MASTER_ADDR and so on, but listens on MASTER_PORT itself.
+    return subprocess.Popen(command, cwd=run['root'], env=os.environ | dict(MASTER_PORT=str(start['port'])))
 
 
 class LogReader:
