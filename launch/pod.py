@@ -7,6 +7,7 @@ run. The arguments and the PET_ environment variables are those of torchrun.
 """
 import os
 import signal
+import socket
 import sys
 import threading
 
@@ -46,3 +47,5 @@ except SignalException as stop:  # this pod was told to stop
 except ChildFailedError as error:  # another pod was told to stop, and train.py stopped on all of them
     failures = error.failures.values()
     sys.exit(STOPPED if any(failure.exitcode == STOPPED for failure in failures) else 1)
+except ValueError as error:  # no GPU where PET_NPROC_PER_NODE is `gpu`, for example
+    sys.exit(f'error: {error} (pod {socket.gethostname()})')

@@ -8,13 +8,14 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from types import SimpleNamespace
 
 import pytest
-from helpers import FAULTS, ROOT, TESTS, TINY, curve, free_port, read_run, saved_iterations
+from helpers import FAULTS, ROOT, TESTS, TINY, curve, free_port, read_run, run_script, saved_iterations
 
 from kilogpt import checkpoint
 
@@ -204,7 +205,7 @@ def caught_signals(process):
     return int(re.search(r'^SigCgt:\s*(\w+)$', status, re.M)[1], 16)
 
 
-def wait_for(condition, run, seconds=180):
+def wait_for(condition, run, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, run.output()
@@ -212,7 +213,7 @@ def wait_for(condition, run, seconds=180):
         time.sleep(0.05)
 
 
-def exit_codes(run, seconds=180):
+def exit_codes(run, seconds=600):
     """Exit codes of both pods, once both have ended."""
     return [pod.wait(seconds) for pod in run.pods]
 
@@ -308,6 +309,14 @@ def test_wrong_key_uses_up_a_restart(tmp_path):
         codes = exit_codes(run)
         assert action('jobset.yaml', codes) == 'RestartJobSet', run.output()
         assert "unknown key 'n_layers'" in run.output()
+
+
+def test_pod_without_a_gpu_says_so():
+    variables = dict(PET_NPROC_PER_NODE='gpu', CUDA_VISIBLE_DEVICES='')
+    refused = run_script('launch/pod.py', 'train.py', env=variables, check=False)
+    assert refused.returncode == 1
+    assert refused.stderr.endswith(f'error: Cuda is not available. (pod {socket.gethostname()})\n')
+    assert 'Traceback' not in refused.stderr
 
 
 def test_signal_before_training_begins_ends_the_pod(tmp_path):

@@ -69,7 +69,7 @@ def launched(cluster, folder, options, *arguments):
         process.wait()
 
 
-def wait_for(condition, process=None, seconds=240):
+def wait_for(condition, process=None, seconds=600):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, process.output() if process else 'too late'
@@ -150,7 +150,7 @@ def test_run_continues_on_the_remaining_node(train, dataset, cluster, tmp_path):
         wait_for(lambda: logged(out_dir) >= 25, process)
         check_loss('node removed', out_dir, process,
                    lambda: cluster.remove_node(cluster.second, allow_graceful=False))
-        assert process.wait(240) == 0, process.output()
+        assert process.wait(600) == 0, process.output()
         output = process.output()
     assert 'dp 2 (1 × 2)' in output and 'dp 1 (1 × 1)' in output
     logs = pathlib.Path(cluster.first.get_session_dir_path(), 'logs')
@@ -167,6 +167,6 @@ def test_run_continues_on_the_remaining_node(train, dataset, cluster, tmp_path):
 def test_failure_that_repeats_ends_the_run(cluster, tmp_path):
     with launched(cluster, tmp_path, ['--num_workers=2', '--max_failures=0'], '--dataset=nowhere',
                   f'--out_dir={tmp_path / "out"}') as process:
-        assert process.wait(240) == 1, process.output()
+        assert process.wait(600) == 1, process.output()
         output = process.output()
     assert 'train.py of rank' in output and 'ended with exit code 1' in output
