@@ -52,6 +52,7 @@ init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), 'gpt2
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
 wandb_project = 'owt'  # project in Weights & Biases
 wandb_run_name = 'gpt2'  # run name in Weights & Biases
+tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
 dataset = 'openwebtext'  # a folder in data/, or any other path
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
@@ -273,7 +274,7 @@ with exit_on_error():
     wandb = None
     if wandb_log:
         wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(out_dir, processes.is_main, wandb)
+    log = metrics.Metrics(out_dir, processes.is_main, wandb, tensorboard and not eval_only, iteration)
 peak_flops = metrics.peak_flops(processes.device, dtype)
 profiler = trace.Profiler(out_dir) if profile and processes.is_main else None
 
