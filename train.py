@@ -66,11 +66,23 @@ dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
 bias = False  # biases in linears and LayerNorms
 pos = 'learned'  # positions: 'learned' or 'rope'
 norm = 'layernorm'  # 'layernorm' or 'rmsnorm'
-mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2' or 'swiglu'
+mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu' or 'moe' (a mixture of experts)
 qk_norm = False  # normalise queries and keys per head
 tie_weights = True  # the output head shares the token embedding
 softcap = 0.0  # tanh cap on the logits; 0 = none
 zero_init = False  # start each block as the identity: projections into the residual stream are zero
+# mixture of experts, with mlp='moe'
+n_experts = 8  # experts in a block
+n_active_experts = 2  # experts that a token goes to
+n_shared_experts = 0  # experts that every token goes to as well
+expert_hidden = 0  # width of an expert; 0 = that of a dense MLP
+expert_mlp = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
+moe_first_layer = 0  # first block with experts
+moe_every = 1  # from there on, each of this many blocks has experts
+router = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
+router_balance = 'bias'  # keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch's) or 'none'
+router_balance_rate = 1e-3  # step of the bias in an iteration, or weight of the loss
+router_z_loss = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
 # optimizer
 optimizer = 'adamw'  # 'adamw', or 'muon': Muon for the blocks' matrices, AdamW for the rest
 learning_rate = 6e-4  # highest learning rate of the schedule
@@ -92,6 +104,7 @@ dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that each hold o
 tp = 1  # tensor (and sequence) parallel degree
 async_tp = False  # with tp, compile and NVLink: its collectives run beside matrix products
 cp = 1  # context parallel degree: processes that share each sequence
+ep = 1  # expert parallel degree: processes that divide the experts, of those that dp_replicate leaves
 pp = 1  # pipeline parallel degree
 pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
 activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but matmuls and attention), 'full'
@@ -122,7 +135,7 @@ with exit_on_error():
     if deterministic:
         make_deterministic()
     processes = Processes(device)
-    layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
+    layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     parallel = Parallel(processes, layout)
@@ -358,6 +371,7 @@ def step_optimizer():
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     scaler.step(optimizer)
     scaler.update()
+    parallel.balance.update(grad_norm.isfinite().float())
     parallel.zero_grad()
     return grad_norm
 

@@ -24,7 +24,11 @@ BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n
         f'--max_iters={ITERATIONS} --eval_interval={ITERATIONS}').split()
 MODERN = '--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15'
 MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN,
-              muon=f'{MODERN} --optimizer=muon')
+              muon=f'{MODERN} --optimizer=muon',
+              moe='--mlp=moe --n_experts=4 --n_active_experts=2 --n_shared_experts=1 --expert_hidden=16 '
+                  '--router_balance_rate=0.01 --router_z_loss=0.001',
+              losses='--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --router=sigmoid '
+                     '--moe_first_layer=1 --router_balance=loss --router_balance_rate=0.01 --pos=rope')
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
 
 # --- the layouts ----------------------------------------------------------------------------------------
@@ -39,8 +43,13 @@ LAYOUTS = {
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
         'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
         **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
+        'moe ddp': '', 'moe zero2': '--zero_stage=2', 'moe zero1': '--zero_stage=1', 'losses tp2': '--tp=2',
+        'losses ddp': '', 'moe tp2': '--tp=2', 'moe ep2': '--ep=2', 'moe cp2': '--cp=2', 'moe cp2 ep2': '--cp=2 --ep=2',
+        'moe pp2': '--pp=2', 'moe pp2 zbv': '--pp=2 --pp_schedule=zbv', 'losses pp2': '--pp=2',
+        'moe full ep2': '--ep=2 --activation_checkpoint=full',
+        'moe selective ep2': '--ep=2 --activation_checkpoint=selective',
         'muon ddp': '', 'muon zero1': '--zero_stage=1'},
-    3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
+    3: {'moe zero3': '--zero_stage=3', 'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
     4: {'muon hsdp': '--zero_stage=2 --dp_replicate=2',
         'modern cp4': '--cp=4',  # more ranks than key/value heads
