@@ -88,6 +88,7 @@ def shard_experts(routed, layout, mesh, reshard, options):
     fully_shard(routed.experts, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
     # An expert's gradient has come from the tokens of all ranks already, and is averaged over as many.
     routed.experts.set_gradient_divide_factor(layout.gradient_ranks)
+    routed.experts.set_force_sum_reduction_for_comms(True)  # gloo divides by no other factor than its ranks
 
 
 def exchange_tokens(group, ep):
