@@ -199,7 +199,8 @@ with exit_on_error():
                          'tokens here): copy one folder to all of them')
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args), seed=None)
-    n_parameters, flops_per_token = model.num_params(), model.flops_per_token(block_size)
+    n_parameters, n_active = model.num_params(), model.num_active_params()
+    flops_per_token = model.flops_per_token(block_size)
     parallel.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps,
                      block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
@@ -258,7 +259,8 @@ if parallel.compiles or processes.world_size > 1:
 
 # --- set-up: what the run will be ---------------------------------------------------------------------------
 parameter_bytes, moment_bytes = (processes.max(count) for count in parallel.bytes_held(optimizer))
-say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {n_parameters:,} parameters, '
+active = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
+say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {n_parameters:,} parameters{active}, '
     f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
@@ -384,7 +386,7 @@ def line_of(update, iterations, seconds):
         dt_ms=1000 * seconds, tokens_per_sec=tokens_per_iter / seconds,
         mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
         mem_gb=metrics.peak_memory_gb(processes.device), tokens=tokens_before(iteration),
-        seconds=time.perf_counter() - _started, iterations=iterations)
+        seconds=time.perf_counter() - _started, iterations=iterations, **parallel.balance.load_max())
 
 
 def log_training(line):
@@ -424,7 +426,7 @@ while True:
         val_loss = losses['val']
         # A NaN does not improve.
         improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)
-        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
+        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss) | parallel.balance.loads())
     if improved:
         best_val_loss = val_loss
 

@@ -159,9 +159,23 @@ class ExpertBalance:
         self.n_tokens = None  # (routers of the model, E): tokens of the last iteration, on every process
 
     def set_loss_scale(self, loss_scale):
-        """Set what the losses of the routers are multiplied by, as the model's loss is."""
+        """Set what the losses of the routers are multiplied by, a tensor or a number, as the model's loss is."""
         for router in self.routers.values():
             router.loss_scale = loss_scale / self.tp  # each tensor-parallel rank adds the whole loss
+
+    def load_max(self):
+        """How many times the mean the busiest expert of any block had in the last iteration: {} or one item."""
+        if self.n_tokens is None:
+            return {}
+        n_tokens = self.n_tokens.float()
+        return dict(moe_load_max=(n_tokens / n_tokens.mean(dim=1, keepdim=True)).max().item())
+
+    def loads(self):
+        """Each expert's share of the tokens of the last iteration, for each block with experts: {} or one item."""
+        if self.n_tokens is None:
+            return {}
+        shares = self.n_tokens.double() / self.n_tokens.sum(dim=1, keepdim=True)
+        return dict(moe_loads=[[round(share, 4) for share in block] for block in shares.tolist()])
 
     def forget(self):
         """Leave out the tokens since the last update."""

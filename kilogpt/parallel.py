@@ -122,7 +122,7 @@ class Parallel:
                     parameter = self.processes.as_replicas(parameter)
                 self._named_parameters.append((model.tied.get(name, name), parameter))
         self.balance = ExpertBalance(model, self.stages, self.processes, layout.tp)
-        self.balance.set_loss_scale(self.loss_scale)
+        self.balance.set_loss_scale(self.loss_scale)  # a pipeline's stays so
 
     # --- the parts of a layout ------------------------------------------------------------------------------
 
@@ -189,6 +189,8 @@ class Parallel:
             # gathered between forward and backward stays so until the parameters change.
             self.network.set_requires_all_reduce(last)
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
+        if self.balance.names:  # a GradScaler's scale changes
+            self.balance.set_loss_scale(scale(torch.tensor(self.loss_scale, device=self.device)))
         with self._autocast:
             loss = self.network(x, y)
         scale(loss * self.loss_scale).backward()
