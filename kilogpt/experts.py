@@ -38,7 +38,7 @@ def split_experts(routed, mesh, ep, tp):
         sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
         experts.register_parameter(name, torch.nn.Parameter(sharded))
     all_matrices = experts.matrices
-    experts.matrices = lambda: [matrix.to_local() for matrix in all_matrices()]
+    experts.matrices = lambda: [local_matrix(matrix, ep) for matrix in all_matrices()]
     if ep > 1:
         routed.send = exchange_tokens(mesh['ep'].get_group(), ep)
     if tp == 1:
@@ -65,6 +65,18 @@ def split_experts(routed, mesh, ep, tp):
     routed.register_forward_hook(sum_and_scatter)
 
 
+def local_matrix(matrix, ep):
+    """This rank's part of experts' matrices, a DTensor.
+
+    The gradient has come from the tokens of ep ranks, of which FSDP2 does not know: it averages over the ranks
+    that have the same experts, ep times fewer than those whose gradients are to be averaged.
+    """
+    local = matrix.to_local()
+    if local.requires_grad and ep > 1:
+        local.register_hook(lambda gradient: gradient / ep)
+    return local
+
+
 def shard_experts(routed, layout, mesh, reshard, options):
     """FSDP2 for the router, in float32, and for experts that others than all data-parallel ranks share.
 
@@ -86,9 +98,6 @@ def shard_experts(routed, layout, mesh, reshard, options):
         return Shard(1) if experts % n_shards and rows % n_shards == 0 else Shard(0)
 
     fully_shard(routed.experts, reshard_after_forward=reshard, shard_placement_fn=placement, **options)
-    # An expert's gradient has come from the tokens of all ranks already, and is averaged over as many.
-    routed.experts.set_gradient_divide_factor(layout.gradient_ranks)
-    routed.experts.set_force_sum_reduction_for_comms(True)  # gloo divides by no other factor than its ranks
 
 
 def exchange_tokens(group, ep):

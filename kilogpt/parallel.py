@@ -283,14 +283,15 @@ class Parallel:
         dimensions = []  # (process group, dimension of a matrix that its ranks cut or None), outermost first
         if hasattr(parameter, 'placements'):
             mesh = parameter.device_mesh
+            stacked = parameter.dim() - 2  # 1 for the matrices of experts: ranks that cut there have others
             for name, placement in zip(mesh.mesh_dim_names, parameter.placements):
-                if mesh[name].size() > 1:
-                    cut = None if placement.is_replicate() else placement.dim
+                cut = None if placement.is_replicate() else placement.dim - stacked
+                if mesh[name].size() > 1 and cut != -1:
                     dimensions.append((mesh.get_group(name), cut))
         elif self.layout.world_size > 1:
             dimensions.append((torch.distributed.group.WORLD, None))
         # With cpu_offload the parts are in host memory.
-        return apply_to_whole_matrices(function, parameter.shape, parts.to(self.device), dimensions)
+        return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
 
 
 def total_norm(gradients):

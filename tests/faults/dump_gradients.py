@@ -25,7 +25,7 @@ def kept_choose(self, ranking):
 
 def written_gradients(self, max_norm):
     found = {}
-    for name, parameter in self.named_parameters():
+    for name, parameter in self.optimizer_parameters():
         if parameter.grad is not None:
             gradient = parameter.grad
             found[name] = gradient.full_tensor() if hasattr(gradient, 'full_tensor') else gradient
