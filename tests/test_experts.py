@@ -168,6 +168,35 @@ def test_gradients_equal_those_of_one_process(first_gradients, nproc, layout, ki
     assert error < 1e-5, name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('fault, layout, parameter', [
+    ('router', '--tp=2', 'router.weight'), ('sum', '--tp=2', ''), ('factor', '--ep=2', 'experts.c_')])
+def test_mistakes_of_other_projects_show_in_the_gradients(first_gradients, monkeypatch, fault, layout, parameter):
+    """Each left the loss curve looking normal elsewhere. `parameter`: the one that is most wrong."""
+    monkeypatch.setenv('FAULT', fault)
+    found = first_gradients([*MOE, *layout.split()], 2, faults=[FAULTS / 'wrong_experts.py'])
+    error, name = largest_error(found, first_gradients(MOE))
+    assert error > 0.05 and parameter in name, (error, name)
+
+
+@pytest.mark.slow
+def test_second_choice_in_a_checkpoint_would_end_the_run(train):
+    run = train(*MOE, '--activation_checkpoint=full', env=dict(FAULT='choice'), check=False,
+                faults=[FAULTS / 'wrong_experts.py'])
+    assert run.returncode == 1 and 'CheckpointError' in run.stderr
+
+
+@pytest.mark.slow
+def test_loads_of_one_rank_alone_show_in_the_biases(train):
+    runs = [train(*MOE, '--ep=2', nproc=2, env=dict(FAULT=fault), faults=[FAULTS / 'wrong_experts.py'])
+            for fault in ('none', 'loads')]
+    right, wrong = (newest_weights(run.out_dir) for run in [train(*MOE), runs[1]])
+    biases = [name for name in right if 'router.bias' in name]
+    assert_same_tensors(*({name: weights[name] for name in biases}
+                          for weights in (right, newest_weights(runs[0].out_dir))))
+    assert max((right[name] - wrong[name]).abs().max() for name in biases) > 0.005
+
+
 # --- in a run -------------------------------------------------------------------------------------------
 
 def test_run_logs_its_experts_and_resumes_to_the_bit(train):
