@@ -27,6 +27,7 @@ class GPTConfig:
     n_head: int = 12
     n_kv_head: int = 0         # key/value heads (grouped-query attention); 0 = n_head
     n_embd: int = 768
+    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
     dropout: float = 0.0
     bias: bool = True          # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'       # 'learned' or 'rope'
@@ -52,7 +53,6 @@ class GPTConfig:
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     n_hidden: int = 0          # a dense MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
-    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
 
     def __post_init__(self):
         choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'),

@@ -62,6 +62,7 @@ n_layer = 12  # blocks
 n_head = 12  # attention heads
 n_kv_head = 0  # key/value heads (grouped-query attention); 0 = n_head
 n_embd = 768  # width of the residual stream
+head_width = 0  # width of a head; 0 = n_embd / n_head
 dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
 bias = False  # biases in linears and LayerNorms
 pos = 'learned'  # positions: 'learned' or 'rope'
