@@ -188,7 +188,7 @@ class Attention(nn.Module):
 
 
 def activate(form, h, gate):
-    """The activation of an MLP of that form, where h is what c_fc gives and gate what c_gate gives, or None."""
+    """The activation of an MLP of that form. h: what c_fc gives; gate: what c_gate gives, or None."""
     if form == 'swiglu':  # Shazeer 2020
         return F.silu(gate) * h
     if form == 'relu2':  # Primer (So et al. 2021)
@@ -232,7 +232,7 @@ class Block(nn.Module):
 # --- experts ------------------------------------------------------------------------------------------------
 
 class MixtureOfExperts(nn.Module):
-    """Each token goes to its K of E experts (Shazeer et al. 2017), and to the shared ones (DeepSeekMoE, 2024).
+    """Each token goes to K of E experts (Shazeer et al. 2017), and to shared ones (Dai et al. 2024).
 
     No expert has a limit of tokens, so that none is dropped. Experts have no biases.
     """
@@ -309,7 +309,7 @@ class Router(nn.Module):
         if self.balance == 'bias':
             self.bias = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)
         elif self.balance == 'loss':
-            self.load = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)  # shares, adding to 1
+            self.load = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)  # shares of tokens
         self.loss_scale = 1.0  # what the model's loss is multiplied by before the backward pass
         self.n_tokens = None  # (E,): tokens that went to each expert since the last `rebalance`
 
@@ -332,7 +332,8 @@ class Router(nn.Module):
             if is_counted is None or not self.training:
                 return chosen, weights
             self._count(chosen, is_counted)
-            return chosen, AddLoss.apply(weights, self._losses(logits, affinities, is_counted), self.loss_scale)
+            losses = self._losses(logits, affinities, is_counted)
+            return chosen, AddLoss.apply(weights, losses, self.loss_scale)
 
     def choose(self, ranking):
         """The experts (N, K) that rank highest of (N, E), the highest first, and of equal ones the first."""
@@ -413,7 +414,7 @@ class AddLoss(torch.autograd.Function):
 
 
 class TakeRows(torch.autograd.Function):
-    """Rows of x (N, C), each K times, in an order (N * K,) -> (N * K, C). Gradients add up in a fixed order."""
+    """Rows of x (N, C), each K times, in an order (M,) -> (M, C). Gradients add up in a fixed order."""
 
     @staticmethod
     def forward(ctx, x, order, K):
@@ -428,7 +429,7 @@ class TakeRows(torch.autograd.Function):
 
 
 class Permute(torch.autograd.Function):
-    """The rows of x in an order that `inverse` undoes. Indexing itself would add up gradients, in any order."""
+    """The rows of x in an order that `inverse` undoes. Indexing would add up gradients, in any order."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):

@@ -29,7 +29,7 @@ from kilogpt.configurator import configure, exit_on_error
 from kilogpt.health import Agreement, Ending, NonfiniteUpdates, StopRequest, Update, Watchdog
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
-from kilogpt.parallel import Parallel, fill
+from kilogpt.parallel import Parallel, bytes_held, fill
 from kilogpt.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
 from kilogpt.settings import check_settings, compare_settings
 from model import GPT, GPTConfig
@@ -259,9 +259,11 @@ if parallel.compiles or processes.world_size > 1:
     parallel.warm_up(x, y)
 
 # --- set-up: what the run will be ---------------------------------------------------------------------------
-parameter_bytes, moment_bytes = (processes.max(count) for count in parallel.bytes_held(optimizer))
-active = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
-say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {n_parameters:,} parameters{active}, '
+bytes_here = bytes_held(parallel.named_parameters(), optimizer)
+parameter_bytes, moment_bytes = (processes.max(count) for count in bytes_here)
+of_a_token = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
+say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, '
+    f'{n_parameters:,} parameters{of_a_token}, '
     f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
@@ -427,7 +429,8 @@ while True:
         val_loss = losses['val']
         # A NaN does not improve.
         improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)
-        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss) | parallel.balance.loads())
+        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss,
+                      **parallel.balance.loads()))
     if improved:
         best_val_loss = val_loss
 

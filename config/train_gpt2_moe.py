@@ -18,7 +18,7 @@ router_balance = 'bias'
 ep = 8
 zero_stage = 2
 
-# 12 sequences * 1024 tokens * 40 = 491,520 tokens an iteration, as nanoGPT's: 5 micro-batches on each of 8 GPUs
+# 12 sequences * 1024 tokens * 40 = 491,520 tokens an iteration, as nanoGPT's: 5 micro-batches on each GPU
 batch_size = 12
 block_size = 1024
 gradient_accumulation_steps = 5 * 8

@@ -1,10 +1,11 @@
 """A mixture of experts on many processes.
 
-  expert parallel (ep)  each process has some of the experts, and tokens travel to theirs and back by all-to-all
-                        (GShard, Lepikhin et al. 2020). FSDP2 shards an expert over the processes that share it.
+  expert parallel (ep)  each process has some of the experts, and tokens travel to theirs and back by
+                        all-to-all (GShard, Lepikhin et al. 2020). FSDP2 shards an expert over the processes
+                        that share it.
   tensor parallel (tp)  each process has a part of every expert's width, and all tokens, as in a dense MLP
 
-The balance of the experts goes by the tokens of the whole batch, which all processes add up once an iteration.
+The balance of the experts goes by the tokens of the whole batch, which are added up once an iteration.
 """
 import contextlib
 
@@ -45,8 +46,8 @@ def split_experts(routed, mesh, ep, tp):
         return
 
     # Each rank has a part of the experts' width, so that all its gradients are parts of sums: those of the
-    # tokens, of the weights that the experts' outputs have, and of the router. Nothing is summed up before the
-    # end, where a sum of what is whole already would count tp times.
+    # tokens, of the weights that the experts' outputs have, and of the router. None is summed up before the
+    # end, since a whole gradient among the parts would count tp times.
     tp_mesh = mesh['tp']
     weight = distribute_tensor(router.weight.detach(), tp_mesh, [Replicate()], src_data_rank=None)
     router.weight = torch.nn.Parameter(weight)
@@ -68,8 +69,8 @@ def split_experts(routed, mesh, ep, tp):
 def local_matrix(matrix, ep):
     """This rank's part of experts' matrices, a DTensor.
 
-    The gradient has come from the tokens of ep ranks, of which FSDP2 does not know: it averages over the ranks
-    that have the same experts, ep times fewer than those whose gradients are to be averaged.
+    The gradient has come from the tokens of ep ranks, of which FSDP2 does not know: it averages over the
+    ranks that have the same experts, ep times fewer than those whose gradients are to be averaged.
     """
     local = matrix.to_local()
     if local.requires_grad and ep > 1:
@@ -101,7 +102,7 @@ def shard_experts(routed, layout, mesh, reshard, options):
 
 
 def exchange_tokens(group, ep):
-    """The function that takes the place of model.py's `send_nowhere` where `ep` processes share the experts."""
+    """The function for the place of model.py's `send_nowhere`, where `ep` processes share the experts."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
     def send(rows, ends):
@@ -168,19 +169,19 @@ class ExpertBalance:
         self.n_tokens = None  # (routers of the model, E): tokens of the last iteration, on every process
 
     def set_loss_scale(self, loss_scale):
-        """Set what the losses of the routers are multiplied by, a tensor or a number, as the model's loss is."""
+        """Set what the losses of the routers, like the model's, are multiplied by: a tensor or a number."""
         for router in self.routers.values():
             router.loss_scale = loss_scale / self.tp  # each tensor-parallel rank adds the whole loss
 
     def load_max(self):
-        """How many times the mean the busiest expert of any block had in the last iteration: {} or one item."""
+        """{} or one item: tokens of the busiest expert of any block, as a multiple of the block's mean."""
         if self.n_tokens is None:
             return {}
         n_tokens = self.n_tokens.float()
         return dict(moe_load_max=(n_tokens / n_tokens.mean(dim=1, keepdim=True)).max().item())
 
     def loads(self):
-        """Each expert's share of the tokens of the last iteration, for each block with experts: {} or one item."""
+        """{} or one item: for each block with experts, each expert's share of the last iteration's tokens."""
         if self.n_tokens is None:
             return {}
         shares = self.n_tokens.double() / self.n_tokens.sum(dim=1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The forms of GPT-2, Llama, Qwen3 and three mixtures of experts in `transformers`, and nanoGPT's names of tensors.
+"""The forms of GPT-2, Llama, Qwen3 and mixtures of experts in `transformers`, and nanoGPT's names of tensors.
 
 Plain functions of config.json's entries and of {name: tensor}. weights.py reads and writes the files.
 """
@@ -50,8 +50,8 @@ def arguments_from_hugging_face(theirs, folder):
         else:
             known |= dict(attention_bias=[False], sliding_window=[None])
         if kind in MIXTURES:
-            known |= dict(norm_topk_prob=[theirs.get('num_experts_per_tok', 0) > 1], n_group=[1], topk_group=[1],
-                          routed_scaling_factor=[1, None])
+            known |= dict(norm_topk_prob=[theirs.get('num_experts_per_tok', 0) > 1], n_group=[1],
+                          topk_group=[1], routed_scaling_factor=[1, None])
     unknown = {key: theirs[key] for key in known if key in theirs and theirs[key] not in known[key]}
     rope = {}
     for key in ('rope_scaling', 'rope_parameters'):  # before and since version 5 of transformers
@@ -86,33 +86,36 @@ def arguments_from_llama(theirs, rope_theta):
         n_kv_head=theirs.get('num_key_value_heads') or 0,
         head_width=theirs.get('head_dim') or (128 if kind == 'qwen3' else 0),
         n_embd=theirs['hidden_size'], n_hidden=theirs['intermediate_size'],
-        pos='rope', norm='rmsnorm', mlp='swiglu', qk_norm=has_qk_norm, bias=theirs.get('attention_bias', False),
+        pos='rope', norm='rmsnorm', mlp='swiglu', qk_norm=has_qk_norm,
+        bias=theirs.get('attention_bias', False),
         tie_weights=theirs.get('tie_word_embeddings', False), norm_eps=theirs.get('rms_norm_eps', 1e-6),
         rope_theta=float(rope_theta))
     return arguments | mixture_from_hugging_face(theirs) if kind in MIXTURES else arguments
 
 
 def mixture_from_hugging_face(theirs):
-    """The GPTConfig arguments of a mixture of experts. ValueError for blocks with experts in another order."""
+    """The GPTConfig arguments of a mixture. ValueError where our model has no such order of blocks."""
     kind, n_layer = theirs['model_type'], theirs['num_hidden_layers']
     arguments = dict(mlp='moe', expert_mlp='swiglu', n_active_experts=theirs['num_experts_per_tok'])
     if kind == 'glm4_moe':
         return arguments | dict(
-            n_experts=theirs['n_routed_experts'], n_shared_experts=theirs['n_shared_experts'], router='sigmoid',
-            expert_hidden=theirs['moe_intermediate_size'], moe_first_layer=theirs['first_k_dense_replace'])
+            n_experts=theirs['n_routed_experts'], n_shared_experts=theirs['n_shared_experts'],
+            router='sigmoid', expert_hidden=theirs['moe_intermediate_size'],
+            moe_first_layer=theirs['first_k_dense_replace'])
     weight_of_loss = theirs.get('router_aux_loss_coef', 0.001)
     arguments |= dict(router='softmax', router_balance='none')
     if weight_of_loss:
         arguments |= dict(router_balance='loss', router_balance_rate=weight_of_loss)
     if kind == 'mixtral':
-        return arguments | dict(n_experts=theirs['num_local_experts'], expert_hidden=theirs['intermediate_size'])
+        return arguments | dict(n_experts=theirs['num_local_experts'],
+                                expert_hidden=theirs['intermediate_size'])
     dense, step = theirs.get('mlp_only_layers') or [], theirs.get('decoder_sparse_step', 1)
     blocks = [i for i in range(n_layer) if i not in dense and (i + 1) % step == 0]
     first, every = blocks[0], 1
     if len(blocks) < n_layer - first:
         every = blocks[1] - first if len(blocks) > 1 else n_layer
     if blocks != list(range(first, n_layer, every)):
-        raise ValueError(f'the blocks with experts are {blocks}: our model has them in every n-th block from one on')
+        raise ValueError(f'the blocks with experts are {blocks}, but our model has them in every n-th block')
     n_experts = theirs['num_experts'] if 'num_experts' in theirs else theirs['num_local_experts']
     return arguments | dict(n_experts=n_experts, expert_hidden=theirs['moe_intermediate_size'],
                             moe_first_layer=first, moe_every=every)
@@ -148,7 +151,7 @@ def keys_of_mixtures(config):
 
 
 def kind_of_mixture(config):
-    """'glm4_moe', 'qwen3_moe' or 'mixtral': what has the router of a GPTConfig, and its norms in attention."""
+    """'glm4_moe', 'qwen3_moe' or 'mixtral': the form that has a GPTConfig's router and norms in attention."""
     if config.router == 'sigmoid':
         return 'glm4_moe'
     return 'qwen3_moe' if config.qk_norm else 'mixtral'
@@ -252,7 +255,8 @@ def tensors_to_gpt2(tensors):
 def tensors_from_llama(tensors, kind, balance):
     """Ours of {their name: tensor}. kind: the model_type. balance: ours, the router_balance of a mixture."""
     if kind in MIXTURES:
-        tensors = _rename(_stack_experts(tensors), [(theirs, ours) for ours, theirs in _names_of_mixture(kind)])
+        names = [(theirs, ours) for ours, theirs in _names_of_mixture(kind)]
+        tensors = _rename(_stack_experts(tensors), names)
     tensors = _rename(tensors, [(theirs, ours) for ours, theirs in reversed(LLAMA_NAMES)])
     if balance == 'loss':  # the shares of the last batch, of which the first update knows nothing
         routers = [name for name in tensors if name.endswith('.router.weight')]

@@ -73,8 +73,8 @@ class Layout:
             self.zero_stage = 2
         if self.dp_shard * self.cp % self.ep:
             raise ValueError(
-                f'ep={self.ep} does not divide the {self.dp_shard * self.cp} ranks that shard the parameters (dp '
-                f'× cp / dp_replicate): set it to one of {_divisors(self.dp_shard * self.cp)}')
+                f'ep={self.ep} does not divide the {self.dp_shard * self.cp} ranks that shard the parameters '
+                f'(dp × cp / dp_replicate): set it to one of {_divisors(self.dp_shard * self.cp)}')
 
     @property
     def uses_fsdp(self):
@@ -182,11 +182,11 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
         raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
                          f'on these processes this model can have {", ".join(fits)}')
     if layout.ep > 1 and model.config.mlp != 'moe':
-        raise ValueError(f'ep={layout.ep} divides experts, but mlp is {model.config.mlp!r}: set mlp to moe, or '
-                         'ep to 1')
+        raise ValueError(f'ep={layout.ep} divides experts, but mlp is {model.config.mlp!r}: set mlp to moe, '
+                         'or ep to 1')
     if layout.ep > 1 and model.config.n_experts % layout.ep:
-        raise ValueError(f'ep={layout.ep} does not divide n_experts={model.config.n_experts}: set ep to one of '
-                         f'{_divisors(model.config.n_experts)}')
+        raise ValueError(f'ep={layout.ep} does not divide n_experts={model.config.n_experts}: set ep to one '
+                         f'of {_divisors(model.config.n_experts)}')
     if layout.n_stages > n_parts:
         raise ValueError(
             f'pp={layout.pp} with pp_schedule={layout.pp_schedule} makes {layout.n_stages} stages, but '

@@ -94,11 +94,12 @@ class Muon(torch.optim.Optimizer):
             gradients = [torch.where(is_applied > 0, g, m) for g, m in zip(gradients, momenta)]
         torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
         directions = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
-        matrices = directions.flatten(0, -3)  # (n, rows, columns), also of experts (parameters, E, rows, columns)
+        matrices = directions.flatten(0, -3)  # (n, rows, columns); n counts the matrices of experts too
         updates = self.apply_to_whole_matrices(orthogonalize, parameters[0], matrices).view_as(directions)
         updates = [update.to(weight) * is_applied for update, weight in zip(updates, weights)]
         torch._foreach_mul_(weights, 1 - is_applied * group['lr'] * group['weight_decay'])
-        torch._foreach_add_(weights, updates, alpha=-group['lr'] * 0.2 * math.sqrt(max(parameters[0].shape[-2:])))
+        scale = 0.2 * math.sqrt(max(parameters[0].shape[-2:]))
+        torch._foreach_add_(weights, updates, alpha=-group['lr'] * scale)
 
 
 def orthogonalize(matrices, steps=5):

@@ -117,9 +117,7 @@ class Parallel:
                 loss_scale=self.loss_scale)
         self._named_parameters = []
         for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
-                if not parameter.requires_grad and self.mesh:
-                    parameter = self.processes.as_replicas(parameter)
+            for name, parameter in name_parameters(stage, self.processes):
                 self._named_parameters.append((model.tied.get(name, name), parameter))
         self.balance = ExpertBalance(model, self.stages, self.processes, layout.tp)
         self.balance.set_loss_scale(self.loss_scale)  # a pipeline's stays so
@@ -260,15 +258,6 @@ class Parallel:
             return self._zero1.named_rows
         return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
 
-    def bytes_held(self, optimizer):
-        """Bytes on this process: (parameters, optimizer state). AdamW has two float32 moments, Muon one."""
-        parameters = sum(local_part(parameter).nbytes for _, parameter in self._named_parameters)
-        state = 0
-        for group in optimizer.param_groups:
-            moments = 1 if 'momentum' in group else 2
-            state += moments * 4 * sum(local_part(parameter).numel() for parameter in group['params'])
-        return parameters, state
-
     def attach(self, optimizer):
         """For ZeRO-1: gather the parameters after each step."""
         if self._zero1:
@@ -292,6 +281,25 @@ class Parallel:
             dimensions.append((torch.distributed.group.WORLD, None))
         # With cpu_offload the parts are in host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+def name_parameters(stage, processes):
+    """[(name, parameter)] of a pipeline stage. What is not trained is no DTensor, but all ranks have it."""
+    named = []
+    for name, parameter in stage.named_parameters():
+        is_plain = not parameter.requires_grad and processes.mesh is not None
+        named.append((name, processes.as_replicas(parameter) if is_plain else parameter))
+    return named
+
+
+def bytes_held(named_parameters, optimizer):
+    """Bytes on this process: (parameters, optimizer state). AdamW has two float32 moments, Muon one."""
+    parameters = sum(local_part(parameter).nbytes for _, parameter in named_parameters)
+    state = 0
+    for group in optimizer.param_groups:
+        moments = 1 if 'momentum' in group else 2
+        state += moments * 4 * sum(local_part(parameter).numel() for parameter in group['params'])
+    return parameters, state
 
 
 def total_norm(gradients):
@@ -442,7 +450,8 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
         saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]
         contexts = functools.partial(create_selective_checkpoint_contexts, saved)
         for part in parts:
-            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False, context_fn=contexts)
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,
+                                             context_fn=contexts)
     if compile:
         block.forward = torch.compile(block.forward)
     if activation_checkpoint == 'full':  # recompute the whole block (Chen et al. 2016)

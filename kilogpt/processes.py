@@ -83,9 +83,10 @@ class Processes:
             mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
         self.expert_mesh = self.mesh
         if layout.ep > 1:
-            shape = layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp // layout.ep, layout.ep, layout.tp
+            expert_shard = layout.dp_shard * layout.cp // layout.ep
             self.expert_mesh = init_device_mesh(
-                self.device.type, shape, mesh_dim_names=('pp', 'dp_replicate', 'expert_shard', 'ep', 'tp'))
+                self.device.type, (layout.pp, layout.dp_replicate, expert_shard, layout.ep, layout.tp),
+                mesh_dim_names=('pp', 'dp_replicate', 'expert_shard', 'ep', 'tp'))
         if layout.cp > 1:
             cp_meshes = init_device_mesh(self.device.type, (layout.pp * layout.dp, layout.cp, layout.tp),
                                          mesh_dim_names=('pp_dp', 'cp', 'tp'))

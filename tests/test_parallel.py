@@ -76,21 +76,24 @@ SLOW_LAYOUTS = {
     8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern hsdp tp2': '--tp=2 --zero_stage=3 --dp_replicate=2',
         'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
-# mixtures of experts; three processes pad the batch, and two of 16 experts more than tokens choose get nothing
+# mixtures of experts; three processes pad the batch, whose padding must not count
 for nproc, layouts in {
         2: {'moe ddp': '', 'moe zero1': '--zero_stage=1', 'moe zero2': '--zero_stage=2', 'losses ddp': '',
-            'moe tp2': '--tp=2', 'losses tp2': '--tp=2', 'moe cp2': '--cp=2', 'losses cp2 ep2': '--cp=2 --ep=2',
-            'moe pp2': '--pp=2', 'moe pp2 zbv': '--pp=2 --pp_schedule=zbv', 'losses pp2': '--pp=2',
+            'moe tp2': '--tp=2', 'losses tp2': '--tp=2', 'moe cp2': '--cp=2',
+            'losses cp2 ep2': '--cp=2 --ep=2', 'moe pp2': '--pp=2',
+            'moe pp2 zbv': '--pp=2 --pp_schedule=zbv', 'losses pp2': '--pp=2',
             'moe full ep2': '--ep=2 --activation_checkpoint=full',
             'moe selective ep2': '--ep=2 --activation_checkpoint=selective',
             'moe ep2 compiled': '--ep=2 --compile=True', 'muon_moe ep2': '--ep=2', 'muon_moe ddp': ''},
         3: {'moe zero3': '--zero_stage=3', 'losses zero2': '--zero_stage=2'},
-        4: {'moe ep4': '--ep=4', 'moe ep2 zero3': '--ep=2 --zero_stage=3', 'moe ep4 zero3': '--ep=4 --zero_stage=3',
+        4: {'moe ep4': '--ep=4', 'moe ep2 zero3': '--ep=2 --zero_stage=3',
+            'moe ep4 zero3': '--ep=4 --zero_stage=3',
             'moe hsdp ep2': '--zero_stage=2 --dp_replicate=2 --ep=2', 'moe ep2 tp2': '--ep=2 --tp=2',
             'losses ep2 tp2 zero3': '--ep=2 --tp=2 --zero_stage=3', 'moe cp2 ep2': '--cp=2 --ep=2',
             'moe cp2 ep4': '--cp=2 --ep=4', 'moe ep2 pp2': '--ep=2 --pp=2',
             'moe ep2 pp2 zbv': '--ep=2 --pp=2 --pp_schedule=zbv', 'moe tp2 pp2': '--tp=2 --pp=2',
-            'all ep2': '--ep=2', 'muon_moe ep2 tp2': '--ep=2 --tp=2', 'muon_moe ep2 zero3': '--ep=2 --zero_stage=3'},
+            'all ep2': '--ep=2', 'muon_moe ep2 tp2': '--ep=2 --tp=2',
+            'muon_moe ep2 zero3': '--ep=2 --zero_stage=3'},
         6: {'moe ep2 zero3': '--ep=2 --zero_stage=3'},
         8: {'moe ep2 tp2 dp2': '--ep=2 --tp=2', 'moe ep2 tp2 pp2': '--ep=2 --tp=2 --pp=2',
             'losses ep4 tp2 zero3': '--ep=4 --tp=2 --zero_stage=3'}}.items():

@@ -32,7 +32,8 @@ FORMS = dict(
     qwen3_tied=LLAMA | dict(qk_norm=True, tie_weights=True),
     mixtral=MIXTURE | dict(n_experts=5, n_active_experts=2, router_balance='none'),
     qwen3moe=MIXTURE | dict(qk_norm=True, router_balance='none', moe_first_layer=1, expert_hidden=24),
-    glm4moe=MIXTURE | dict(qk_norm=True, router='sigmoid', n_shared_experts=2, moe_first_layer=1, expert_hidden=24),
+    glm4moe=MIXTURE | dict(qk_norm=True, router='sigmoid', n_shared_experts=2, moe_first_layer=1,
+                           expert_hidden=24),
     glm4moe_one=MIXTURE | dict(router='sigmoid', n_active_experts=1, n_shared_experts=1))
 ASCII = '\n' + ''.join(chr(c) for c in range(ord(' '), ord(' ') + 90))
 CHARS = CharTokenizer(ASCII + 'éß✓🙂🇩 ').meta()
@@ -133,8 +134,8 @@ def test_export_is_what_transformers_runs_and_comes_back_the_same(form, tmp_path
 def transformers_model(kind):
     """A model of widths, epsilon and theta other than ours."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-    from transformers import (Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen3Config,
-                              Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM)
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     ends = dict(bos_token_id=None, eos_token_id=None, vocab_size=97)
     modern = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                   intermediate_size=88, max_position_embeddings=64, rms_norm_eps=1e-3, rope_theta=300.0)
@@ -189,7 +190,8 @@ def test_folders_of_transformers_read_in(kind, tmp_path):
     (LLAMA | dict(mlp='relu2', softcap=15.0), 'mlp=relu2, softcap=15.0'),
     (LLAMA | dict(norm='layernorm'), 'norm=layernorm'),
     (MIXTURE, 'router_balance=bias'),
-    (MIXTURE | dict(n_shared_experts=1, n_active_experts=1, router_balance='loss'), 'n_shared_experts=1, n_active_experts=1'),
+    (MIXTURE | dict(n_shared_experts=1, n_active_experts=1, router_balance='loss'),
+     'n_shared_experts=1, n_active_experts=1'),
     (MIXTURE | dict(router='sigmoid', moe_every=2, expert_mlp='gelu'), 'expert_mlp=gelu, moe_every=2'),
     (LLAMA | dict(qk_norm=True, bias=True), 'bias=True'),
     (dict(qk_norm=True, n_kv_head=2), 'n_kv_head=2, qk_norm=True'),

@@ -21,7 +21,8 @@ def split_experts(routed, mesh, ep, tp):
     if fault == 'sum':
         routed._forward_hooks.clear()
         rank = mesh['tp'].get_local_rank()
-        routed.register_forward_hook(lambda module, inputs, outputs: (outputs[0].chunk(tp, dim=1)[rank], outputs[1]))
+        routed.register_forward_hook(
+            lambda module, inputs, outputs: (outputs[0].chunk(tp, dim=1)[rank], outputs[1]))
 
 
 split, parallel.split_experts = parallel.split_experts, split_experts
