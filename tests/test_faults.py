@@ -179,7 +179,7 @@ def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_pa
 # --- slow -----------------------------------------------------------------------------------------------
 
 def test_slowest_process_and_its_lag_are_logged(train):
-    """Two layers, three micro-steps, 30 ms in each: 180 ms that the other process waits in every iteration."""
+    """Two layers, three micro-steps, 30 ms in each: the other process waits 180 ms in every iteration."""
     run = train('--gradient_accumulation_steps=6', '--eval_iters=0', nproc=2,
                 faults=[FAULTS / 'slow_rank.py'])
     lines = list(run.lines.values())
