@@ -174,7 +174,7 @@ class Metrics:
     def _write_to_tensorboard(self, line):
         try:
             for key, value in line.items():
-                if key != 'iter' and value is not None:
+                if key != 'iter' and isinstance(value, (int, float)):
                     self.tensorboard.add_scalar(key, value, line['iter'])
             self.tensorboard.flush()
         except OSError as error:
