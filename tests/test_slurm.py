@@ -67,7 +67,7 @@ class Run:
 
         restarts: how often Slurm is to start the job for it. mend(): what the owner of the cluster then does.
         """
-        self.train(15)
+        self.train(12)
         resumes, restarts, lost = self.resumes(), self.restarts() + restarts, self.lost()
         strike()
         struck = time.monotonic()
