@@ -77,7 +77,7 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=5,bf_interval=5
 MpiDefault=none
 ReturnToService=2
 MinJobAge=100000
-SlurmdTimeout=20
+SlurmdTimeout=30
 KillWait=120
 MessageTimeout=60
 BatchStartTimeout=120
