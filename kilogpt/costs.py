@@ -112,7 +112,9 @@ def memory(shape, layout, work):
     (FSDP2's or autocast's copies, and gradients on their way), activations, logits (the loss), buffers (of
     DDP and of pipelines). Without the allocator's reserve, for which see `reserve`.
     """
-    ranks = {0, min(1, layout.pp - 1), layout.pp - 1}  # the first two hold most micro-batches, the last the head
+    n_blocks = [sum(stage[1] for stage in stages) for stages in shape.stages(layout, work.block_size)]
+    # The first ranks hold most micro-batches, the last one the head.
+    ranks = {0, min(1, layout.pp - 1), n_blocks.index(max(n_blocks)), max(0, layout.pp - 2), layout.pp - 1}
     return max((moment for rank in ranks for moment in moments(shape, layout, work, rank).values()),
                key=lambda parts: sum(parts.values()))
 
@@ -179,8 +181,7 @@ def moments(shape, layout, work, rank):
         reduced_block = (work.width + FLOAT32) * block[2]
         reduced_ends = (work.width + FLOAT32) * ends[2]
         if shards == 1:
-            gathered = work.width * (block[2] * blocks_gathered + ends[2]) if work.width < FLOAT32 else 0
-            reduced_block, reduced_ends = work.width * block[2], work.width * ends[2]
+            reduced_block, reduced_ends = FLOAT32 * block[2], FLOAT32 * ends[2]
         gradients = held['gradients']
         if layout.pp > 1:  # whole until the last micro-batch
             gradients = FLOAT32 * (block[2] * n_blocks + ends[2])
@@ -189,10 +190,18 @@ def moments(shape, layout, work, rank):
         gathered = work.width * (block[3] * n_blocks + ends[0])
     before = gradients if accumulates or replicates else 0  # gradients at the start of the backward pass
 
-    kept, whole, backward = block_activations(shape.config, layout, work)
-    in_flight = micro_batches_in_flight(layout, work.micro_steps, rank) * n_blocks / layout.stages_per_rank
-    stream = _tokens(layout, work) / layout.tp * shape.config.n_embd * work.width
-    activations = kept * in_flight + stream * (layout.pp == 1)
+    kept, whole, backward, products = block_activations(shape.config, layout, work)
+    in_flight = micro_batches_in_flight(layout, work.micro_steps, rank)
+    stream = _tokens(layout, work) / layout.tp * shape.config.n_embd * work.width  # what blocks hand on
+    activations = in_flight * (kept * n_blocks / layout.stages_per_rank + stream)
+    decrease = kept  # of activations, until gradients are whole for the first time
+    if layout.pp > 1:
+        decrease = activations / in_flight
+        if in_flight == work.micro_steps * layout.stages_per_rank:  # all forward passes come first
+            before = 0
+        # Between the two halves of a backward pass the gradients of all products' results are kept.
+        halves = {'interleavedzb': max(1, rank), 'zbv': 1}.get(layout.pp_schedule, 0)
+        activations += halves * products * n_blocks / layout.stages_per_rank
     buffers = 0
     if layout.pp > 1:  # a tensor for each micro-batch that is received, forward and backward
         n_received = sum((not first) + (not last) for first, _, last in stages)
@@ -201,15 +210,16 @@ def moments(shape, layout, work, rank):
     recomputed = whole - kept if work.activation_checkpoint != 'none' else 0
 
     resident = dict(parameters=held['parameters'], moments=held['moments'], buffers=buffers)
-    if work.cpu_offload:
+    if work.cpu_offload and work.device != 'cpu':
         resident = dict(parameters=0, moments=0, buffers=buffers)
         before = 0
         held = dict.fromkeys(held, 0)
     return {
         'loss': resident | dict(gradients=before, gathered=gathered, activations=activations, logits=logits),
         'backward': resident | dict(
-            gradients=before, gathered=gathered + reduced_block, logits=0,
-            activations=activations + recomputed + backward),
+            gradients=before, gathered=gathered, logits=0, activations=activations + recomputed + backward),
+        'reduce': resident | dict(gradients=gradients if layout.pp > 1 else before, logits=0,
+                                  gathered=gathered + reduced_block, activations=activations - decrease),
         'end': resident | dict(gradients=max(before, gradients), gathered=gathered + reduced_ends,
                                activations=0, logits=0),
         'step': resident | dict(gradients=held['gradients'], gathered=0, activations=0, logits=0),
@@ -233,7 +243,9 @@ def micro_batches_in_flight(layout, micro_steps, rank):
 
 
 def block_activations(config, layout, work):
-    """Bytes of a block for a micro-batch: (kept for the backward pass, without checkpointing, more in it)."""
+    """Bytes of a block for a micro-batch: (kept for the backward pass, without checkpointing, more in the
+    backward pass, the results of its matrix products).
+    """
     s, width, tp = _tokens(layout, work), work.width, layout.tp
     on_cpu = work.device == 'cpu'
     C, F = config.n_embd, config.n_hidden
@@ -257,26 +269,25 @@ def block_activations(config, layout, work):
     whole = s * (2 * norm_input / tp + 2 * width * C + (attention + n_hidden * width * F) / tp)
     if config.dropout:
         whole += s * 2 * C / tp * (width if on_cpu else 1)
+    products = s * width * ((heads + 2 * kv_heads + F * (n_hidden // 2)) / tp + 2 * C)  # row-wise ones are sums of tp
     kept = whole
     if work.activation_checkpoint == 'full':
         kept = s * residual * C / tp
     elif work.activation_checkpoint == 'selective':  # the outputs of products and of attention
-        products = heads + 2 * kv_heads + F * (n_hidden // 2)
-        kept = s * (residual * C / tp + 2 * width * C
-                    + (width * (products + heads) + FLOAT32 * config.n_head) / tp)
+        kept = products + s * (residual * C + width * heads + FLOAT32 * config.n_head) / tp
     elif work.compile:
-        # The compiler computes norms and the MLP's products with its activation again (min-cut partitioner).
-        kept = s * (2 * residual * C + attention + (n_hidden // 2) * width * F) / tp
-        whole = kept
+        # The compiler's partitioner keeps what products read, and of SwiGLU not the activation's result.
+        kept = whole = s * (residual * C / tp + 2 * width * C
+                            + (width * C + attention + min(n_hidden, 3) * width * F) / tp)
     backward = s * (2 * residual * C / tp + (n_hidden - 1) * width * F / tp)
-    return kept, whole, backward
+    return kept, whole, backward, products
 
 
 def loss_bytes(shape, layout, work):
     """Bytes of the loss at its most: logits, in 16 bits and float32, their log-softmax and their gradient."""
     config = shape.config
     rows, vocabulary = int(_tokens(layout, work)), config.padded_vocab_size
-    per_logit = 6 if work.compile and layout.tp == 1 else 12
+    per_logit = 2 * work.width if work.compile and layout.tp == 1 else 12
     per_logit += 8 if config.softcap else 0
     if layout.tp > 1:  # sharded, and whole
         return per_logit * rows * vocabulary / layout.tp + work.width * rows * config.n_embd
@@ -285,3 +296,174 @@ def loss_bytes(shape, layout, work):
         return per_logit * rows * vocabulary
     head = vocabulary * config.n_embd
     return per_logit * size * vocabulary + (FLOAT32 + 2 * work.width) * head + work.width * rows * config.n_embd
+
+
+# --- time ---------------------------------------------------------------------------------------------------
+
+def bubble(pp, micro_steps, pp_schedule):
+    """Idle share of a pipeline of pp ranks with equal stages.
+
+    Backward takes twice as long as forward, and sending nothing. With one stage on each rank (p - 1) / (m + p
+    - 1) (Huang et al. 2019), with two the ranks wait half as long (Narayanan et al. 2021, 2.2). Schedules that
+    split the backward pass wait for p - 1 forward passes of their first micro-batch through one of 2p stages
+    (Qi et al. 2024).
+    """
+    if pp == 1:
+        return 0.0
+    waits = {'gpipe': pp - 1, '1f1b': pp - 1, 'interleaved1f1b': (pp - 1) / 2}.get(pp_schedule, (pp - 1) / 6)
+    return waits / (micro_steps + waits)
+
+
+def seconds(shape, layout, work, machine):
+    """{part: seconds} of an iteration: compute, tp, cp, dp, pp, bubble, optimizer.
+
+    The communication is what does not run beside computation: that of tensor and context parallelism in full
+    (async_tp: half), gathers and reductions of data parallelism where they take longer.
+    """
+    m, slowest = work.micro_steps, None
+    for stages in shape.stages(layout, work.block_size):
+        step = _step_seconds(shape, layout, work, machine, stages)
+        if slowest is None or step['total'] > slowest['total']:
+            slowest = step
+    parts = dict(compute=m * (slowest['forward'] + slowest['backward']), tp=m * slowest['tp'],
+                 cp=m * slowest['cp'])
+    parts['dp'] = _data_parallel_seconds(shape, layout, work, machine, slowest)
+    parts['pp'] = 0.0
+    if layout.pp > 1:
+        sent = _tokens(layout, work) * shape.config.n_embd * work.width / layout.tp
+        stride = layout.world_size // layout.pp
+        bandwidth = machine.network if stride >= machine.per_node else machine.node_link
+        parts['pp'] = 2 * m * layout.stages_per_rank * (machine.latency + sent / bandwidth)
+    idle = bubble(layout.pp, m, layout.pp_schedule)
+    parts['bubble'] = m * slowest['total'] * idle / (1 - idle)
+    parts['optimizer'] = _optimizer_seconds(shape, layout, work, machine)
+    return parts
+
+
+# How often a block's kept activations pass through memory, forward and backward, and how many operators it has:
+# in eager mode, and fused by the compiler.
+TRAFFIC = {False: (3, 5), True: (2, 3)}
+OPERATORS = {False: (35, 55), True: (8, 12)}
+DTENSOR = 4  # times as long takes an operator on the host where its tensors are DTensors
+HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
+
+
+def _step_seconds(shape, layout, work, machine, stages):
+    """{part: seconds} of a micro-batch on the process that has these stages: forward, backward, tp, cp, total."""
+    config, s, tp = shape.config, _tokens(layout, work), layout.tp
+    n_blocks, has_head = sum(stage[1] for stage in stages), any(stage[2] for stage in stages)
+    products = 0.0
+    dtype = 'float8' if work.fp8 else work.dtype
+    for _, (rows, *columns), cut in shape.block:
+        if columns:
+            flops = 2 * s * rows * columns[0] / tp
+            products += flops / machine.rate(dtype, min(s, (rows, columns[0])[cut] / tp, rows, columns[0]))
+    heads = config.n_head * config.head_width
+    attention = 2 * s * work.block_size * heads / tp / machine.attention[work.dtype]
+    _, whole, _, _ = block_activations(config, layout, work)
+    pointwise = [passes * whole / machine.bandwidth for passes in TRAFFIC[work.compile]]
+    forward = n_blocks * (products + attention + pointwise[0])
+    backward = n_blocks * (2 * products + 2.5 * attention + pointwise[1])
+    if work.activation_checkpoint == 'full':
+        backward += forward
+    elif work.activation_checkpoint == 'selective':
+        backward += n_blocks * pointwise[0]
+    host = [count * n_blocks * machine.launch * (DTENSOR if tp > 1 else 1) for count in OPERATORS[work.compile]]
+    if machine.device == 'cpu':  # computes itself
+        forward, backward = forward + host[0], backward + host[1]
+    else:
+        forward, backward = max(forward, host[0]), max(backward, host[1])
+    if has_head:
+        vocabulary = config.padded_vocab_size / tp
+        head = 2 * s * config.n_embd * vocabulary / machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
+        forward += head + 8 * s * vocabulary / machine.bandwidth
+        backward += 2 * head + 12 * s * vocabulary / machine.bandwidth
+    if machine.cores and layout.world_size > machine.cores:
+        forward, backward = (part * layout.world_size / machine.cores for part in (forward, backward))
+
+    again = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives for 8
+    stream = s * config.n_embd * work.width
+    tp_seconds = n_blocks * 8 * again * machine.ring(stream, 1, tp)
+    if work.async_tp:
+        tp_seconds /= 2
+    kv_heads = config.n_kv_head * config.head_width
+    exchanged = s * work.width * (2 * heads + 2 * kv_heads) / tp  # q, k, v, and the result
+    if machine.device == 'cpu':  # gloo gathers, and takes its own
+        exchanged *= layout.cp
+    again = 1.5 if work.activation_checkpoint == 'full' else 1
+    cp_seconds = 2 * again * n_blocks * machine.ring(exchanged, tp, layout.cp)
+    if layout.cp > 1:
+        cp_seconds += 6 * again * n_blocks * machine.latency  # eight exchanges, of which two are counted above
+    return dict(forward=forward, backward=backward, tp=tp_seconds, cp=cp_seconds,
+                total=forward + backward + tp_seconds + cp_seconds)
+
+
+def _data_parallel_seconds(shape, layout, work, machine, step):
+    """Seconds in which gathers and reductions of data parallelism keep the slowest process waiting."""
+    m, world = work.micro_steps, layout.world_size
+    forward, backward = machine.overlap * step['forward'], machine.overlap * step['backward']
+    stages = max(shape.stages(layout, work.block_size), key=lambda stages: sum(stage[1] for stage in stages))
+    n_blocks = sum(stage[1] for stage in stages)
+    shards, stride = layout.dp_shard * layout.cp, layout.tp
+    if not layout.uses_fsdp:
+        numbers = sum(count * shape.numbers(part, 1, 1, 1)[0] for part, count in _parts_of(stages[0]))
+        sent = numbers * {'none': 4, 'bf16': 2, 'powersgd': 0.2}[work.grad_compress]
+        last_bucket = min(1.0, 25 * 2 ** 20 / sent)
+        reduced = machine.ring(sent, 1, world)
+        if layout.zero_stage == 0:
+            reduced *= 2
+        exposed = max(0.0, reduced - backward) + last_bucket * reduced
+        return min(exposed, reduced) + (layout.zero_stage == 1) * machine.ring(FLOAT32 * numbers, 1, world)
+
+    block = shape.numbers('block', layout.tp, shards, layout.pp)
+    ends = sum(count * shape.numbers(part, layout.tp, shards, layout.pp)[2]
+               for stage in stages for part, count in _parts_of(stage) if part != 'block')
+    gather = machine.ring(work.width * block[2], stride, shards)
+    reduce = machine.ring(FLOAT32 * block[2], stride, shards)
+    gather_ends = machine.ring(work.width * ends, stride, shards)
+    reduce_ends = machine.ring(FLOAT32 * ends, stride, shards)
+    shard_bytes = FLOAT32 * (block[2] * n_blocks + ends) / shards
+    replicas = 2 * machine.ring(shard_bytes, stride * shards, layout.dp_replicate)
+
+    def exposed(communication, computation):
+        """What does not fit beside computation, and the first or last block, beside which there is none."""
+        return max(communication / max(1, n_blocks), communication - computation)
+
+    if layout.pp > 1:  # gathered with the first micro-batch, reduced after the last one
+        gathers = m if layout.zero_stage == 3 else 1
+        waits = gathers * exposed(n_blocks * gather, forward) + gather_ends
+        if layout.zero_stage == 3:
+            waits += m * exposed(n_blocks * gather, backward)
+        return waits + n_blocks * reduce + reduce_ends + replicas
+    if layout.zero_stage == 3:
+        waits = m * exposed(n_blocks * gather, forward)
+        waits += (m - 1) * exposed(n_blocks * (gather + reduce), backward)
+        waits += exposed(n_blocks * (gather + reduce) + replicas, backward)
+    else:
+        waits = exposed(n_blocks * gather, forward) + (m - 1) * exposed(n_blocks * reduce, backward)
+        waits += exposed(n_blocks * reduce + replicas, backward)
+    return waits + gather_ends + m * reduce_ends
+
+
+def _optimizer_seconds(shape, layout, work, machine):
+    """Seconds of the gradient's norm and the update: AdamW reads and writes 28 bytes a number, clipping 12."""
+    held = max((state(shape, layout, work, rank) for rank in range(layout.pp)), key=lambda parts: parts['moments'])
+    updated = held['moments'] / FLOAT32 / (2 if work.optimizer == 'adamw' else 1)
+    total = 40 * updated / machine.bandwidth + 4 * machine.latency * (layout.world_size > 1)
+    if work.cpu_offload and machine.device != 'cpu':
+        total = 8 * updated / HOST_LINK + 40 * updated / HOST_UPDATE
+    if work.optimizer == 'muon':  # 5 steps of Newton and Schulz on each matrix, on one of all processes
+        flops = matrix_bytes = 0
+        for _, (rows, *columns), _ in shape.block:
+            if columns:
+                short, long = sorted((rows, columns[0]))
+                flops += 5 * (4 * short ** 2 * long + 2 * short ** 3)
+                matrix_bytes += work.width * rows * columns[0]
+        sharing = layout.world_size / layout.pp
+        n_blocks = shape.n_blocks / layout.pp
+        total += n_blocks * flops / sharing / machine.rate(work.dtype, shape.config.n_embd)
+        if not layout.uses_fsdp:  # each process computes some of the updates, and all gather them
+            total += machine.ring(n_blocks * matrix_bytes, 1, layout.world_size)
+    if machine.cores and layout.world_size > machine.cores:
+        total *= layout.world_size / machine.cores
+    return total

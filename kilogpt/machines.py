@@ -1,15 +1,17 @@
-"""What machines can do: GPUs, the links between them, and machines that `python -m kilogpt.plan --calibrate` measured."""
+"""What machines can do: a table of GPUs, the shares of it that training reaches, and machines that were measured.
+
+`python -m kilogpt.plan --calibrate` measures a machine into a JSON file, which `find_machine` takes like a GPU.
+"""
 import dataclasses
-import difflib
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-# Of each GPU: dense peak TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32 where the GPU has it) and in
-# float8 (0: none); memory in GB and its bandwidth in GB/s; and the GB/s that a GPU sends to the others of its node:
-# half of the sum over both directions that makers give for NVLink, or 32 for PCIe 4.0 and 64 for 5.0 (16 lanes).
-# Sources: NVIDIA's data sheets of each GPU (A100, H100, H200, L4, L40, L40S, A10, A40, V100, T4: nvidia.com/data-center;
-# Blackwell architecture brief for B200; Ada and Blackwell GPU architecture white papers for the RTX cards).
+# Of each GPU the makers' figures: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32 where
+# the GPU has it) and in float8 (0: none); memory in GB and its bandwidth in GB/s; GB/s that it sends to others
+# in its node (NVLink: half of the sum of both directions; else PCIe with 16 lanes).
+# Sources: NVIDIA's data sheets (A10, A40, A100, H100, H100 NVL, H200, GH200, B200, L4, L40, L40S, T4, V100) and
+# the white papers of the Ampere, Ada and Blackwell architectures (RTX).
 GPUS = {
     'B200': (2250, 1125, 4500, 180, 8000, 900),
     'GH200': (989, 494, 1979, 96, 4000, 450),
@@ -17,8 +19,8 @@ GPUS = {
     'H100 PCIe': (756, 378, 1513, 80, 2000, 64),
     'H100 NVL': (835, 417, 1671, 94, 3900, 64),
     'H100': (989, 494, 1979, 80, 3350, 450),
-    'A100': (312, 156, 0, 80, 2039, 300),
     'A100 40GB': (312, 156, 0, 40, 1555, 300),
+    'A100': (312, 156, 0, 80, 2039, 300),
     'A10': (125, 62.5, 0, 24, 600, 32),
     'A40': (149.7, 74.8, 0, 48, 696, 32),
     'A6000': (154.8, 77.4, 0, 48, 768, 32),
@@ -31,3 +33,102 @@ GPUS = {
     'V100': (125, 15.7, 0, 32, 900, 150),
     'T4': (65, 8.1, 0, 16, 320, 16),
 }
+
+# What training reaches of those figures. Fitted on two rows of torchtitan's table (docs/layouts.md says which).
+PRODUCT_SHARE = 0.55  # of the TFLOP/s, in large matrix products
+ATTENTION_SHARE = 0.25  # of the TFLOP/s, in flash attention, forward and backward
+FLOAT8_SHARE = 0.8  # of what float8 promises over 16 bits, since inputs are scaled and cast
+# Usual in measurements of NCCL and of copies.
+LINK_SHARE = 0.75
+BANDWIDTH_SHARE = 0.8
+LATENCY, HOP = 20e-6, 4e-6  # seconds of a collective, and for each further node
+
+
+@dataclass
+class Machine:
+    """A kind of process (a GPU, or a core) and its links, in what they reach: FLOP/s, bytes/s, seconds."""
+    name: str
+    device: str  # 'cuda' or 'cpu'
+    memory: float  # bytes
+    peak: float  # FLOP/s in 16 bits, of which MFU is a share
+    products: dict  # {dtype: [(the least of a product's three sizes, FLOP/s), ...]}, sizes rising
+    attention: dict  # {dtype: FLOP/s}
+    bandwidth: float  # of memory
+    node_link: float  # what one sends to others of its node
+    network: float  # what one sends to other nodes
+    per_node: int = 8
+    latency: float = LATENCY  # of a collective
+    hop: float = HOP  # for each node that a collective passes
+    launch: float = 5e-6  # of an operator in eager mode, on the host
+    overlap: float = 1.0  # the share of computation beside which communication runs
+    cores: int = 0  # processes beyond this number share cores; 0: no limit
+
+    def rate(self, dtype, size):
+        """FLOP/s of a matrix product whose least size is `size`."""
+        points = self.products[dtype]
+        if size <= points[0][0]:
+            return points[0][1] * size / points[0][0]
+        for (small, slow), (large, fast) in zip(points, points[1:]):
+            if size <= large:
+                return slow + (fast - slow) * (size - small) / (large - small)
+        return points[-1][1]
+
+    def bandwidth_of(self, stride, ranks):
+        """Bytes/s that each of a group's ranks sends, where its ranks are `stride` processes apart.
+
+        A ring within a node runs over its links. Through several nodes it passes each border once, over the
+        network of all ranks that the group has in a node.
+        """
+        in_node = self.ranks_in_node(stride, ranks)
+        if in_node == ranks:
+            return self.node_link
+        return min(self.node_link, self.network * in_node)
+
+    def ranks_in_node(self, stride, ranks):
+        return max(1, min(ranks, self.per_node // stride))
+
+    def ring(self, byte_count, stride, ranks):
+        """Seconds in which a group gathers, or reduces and scatters, byte_count whole bytes."""
+        if ranks == 1 or byte_count == 0:
+            return 0.0
+        nodes = ranks // self.ranks_in_node(stride, ranks)
+        latency = self.latency + (nodes - 1) * self.hop
+        return latency + byte_count * (ranks - 1) / ranks / self.bandwidth_of(stride, ranks)
+
+
+def find_machine(name, link=400, per_node=8):
+    """The Machine of a GPU in the table, or of a file that --calibrate has written.
+
+    link: Gb/s of the network for each GPU. Raises ValueError for a name that is neither.
+    """
+    if name.endswith('.json'):
+        return read_machine(name)
+    found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
+    if found is None:
+        raise ValueError(f'--gpu is {name!r}: choose one of {", ".join(GPUS)}, '
+                         'or the file that python -m kilogpt.plan --calibrate has written')
+    half, single, float8, memory, bandwidth, node_link = GPUS[found]
+    products = {'bfloat16': half, 'float16': half, 'float32': single}
+    rates = {dtype: [(256, 1e12 * PRODUCT_SHARE * peak)] for dtype, peak in products.items()}
+    float8 = FLOAT8_SHARE * float8 if float8 else half  # what emulation gains is nothing
+    rates['float8'] = [(256, 1e12 * PRODUCT_SHARE * max(half, float8))]
+    return Machine(
+        found, 'cuda', 1e9 * memory, 1e12 * half, rates,
+        {dtype: 1e12 * ATTENTION_SHARE * peak for dtype, peak in products.items()},
+        1e9 * BANDWIDTH_SHARE * bandwidth, 1e9 * LINK_SHARE * node_link, 1e9 * LINK_SHARE * link / 8, per_node)
+
+
+def read_machine(path):
+    """The Machine of a file that write_machine has written. ValueError where it is not one."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            return Machine(**json.load(file))
+    except OSError as error:
+        raise ValueError(f'--gpu={path}: {error.strerror}; python -m kilogpt.plan --calibrate writes it') from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'--gpu={path} is not what python -m kilogpt.plan --calibrate writes: {error}') from None
+
+
+def write_machine(machine, path):
+    with open(path, 'w', encoding='utf-8') as file:
+        json.dump(dataclasses.asdict(machine), file, indent=1)
