@@ -35,6 +35,14 @@ class Work:
     async_tp: bool = False
     device: str = 'cuda'  # its type: on a CPU attention and norms keep other activations
 
+    @classmethod
+    def of(cls, config, layout, device):
+        """The work of a run. config: the values of train.py's keys, dtype resolved. device: 'cuda' or 'cpu'."""
+        global_batch = config['batch_size'] * config['gradient_accumulation_steps']
+        micro_batch, micro_steps = layout.split_batch(global_batch, config['batch_size'])
+        same = {key: config[key] for key in cls.__dataclass_fields__ if key in config and key != 'device'}
+        return cls(micro_batch, micro_steps, **same, device=device)
+
     @property
     def width(self):
         """Bytes of a number in matrix products, and of a parameter that is gathered for them."""

@@ -33,9 +33,10 @@ GPUS = {
     'V100': (125, 15.7, 0, 32, 900, 150),
     'T4': (65, 8.1, 0, 16, 320, 16),
 }
+NO_BFLOAT16 = ('V100', 'T4')
 
 # What training reaches of those figures. Fitted on two rows of torchtitan's table (docs/layouts.md says which).
-PRODUCT_SHARE = 0.55  # of the TFLOP/s, in large matrix products
+PRODUCT_SHARE = 0.5  # of the TFLOP/s, in large matrix products
 ATTENTION_SHARE = 0.25  # of the TFLOP/s, in flash attention, forward and backward
 FLOAT8_SHARE = 0.8  # of what float8 promises over 16 bits, since inputs are scaled and cast
 # Usual in measurements of NCCL and of copies.
@@ -50,7 +51,8 @@ class Machine:
     name: str
     device: str  # 'cuda' or 'cpu'
     memory: float  # bytes
-    peak: float  # FLOP/s in 16 bits, of which MFU is a share
+    dtype: str  # what train.py takes for --dtype=auto
+    peak: float  # FLOP/s in that dtype, of which MFU is a share
     products: dict  # {dtype: [(the least of a product's three sizes, FLOP/s), ...]}, sizes rising
     attention: dict  # {dtype: FLOP/s}
     bandwidth: float  # of memory
@@ -113,7 +115,7 @@ def find_machine(name, link=400, per_node=8):
     float8 = FLOAT8_SHARE * float8 if float8 else half  # what emulation gains is nothing
     rates['float8'] = [(256, 1e12 * PRODUCT_SHARE * max(half, float8))]
     return Machine(
-        found, 'cuda', 1e9 * memory, 1e12 * half, rates,
+        found, 'cuda', 1e9 * memory, 'float16' if found in NO_BFLOAT16 else 'bfloat16', 1e12 * half, rates,
         {dtype: 1e12 * ATTENTION_SHARE * peak for dtype, peak in products.items()},
         1e9 * BANDWIDTH_SHARE * bandwidth, 1e9 * LINK_SHARE * node_link, 1e9 * LINK_SHARE * link / 8, per_node)
 

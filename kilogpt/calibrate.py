@@ -1,0 +1,1 @@
+def measure_into(path): pass
