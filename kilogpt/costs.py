@@ -14,7 +14,7 @@ import functools
 import math
 from dataclasses import dataclass
 
-from kilogpt.layout import stage_lengths
+from kilogpt.layout import Layout, stage_lengths
 
 FLOAT32 = 4  # bytes
 
@@ -36,12 +36,15 @@ class Work:
     device: str = 'cuda'  # its type: on a CPU attention and norms keep other activations
 
     @classmethod
-    def of(cls, config, layout, device):
-        """The work of a run. config: the values of train.py's keys, dtype resolved. device: 'cuda' or 'cpu'."""
-        global_batch = config['batch_size'] * config['gradient_accumulation_steps']
-        micro_batch, micro_steps = layout.split_batch(global_batch, config['batch_size'])
+    def of(cls, config, layout, device, split=None):
+        """The work of a run. config: the values of train.py's keys, dtype resolved. device: 'cuda' or 'cpu'.
+
+        split: (micro_batch, micro_steps) where it is known.
+        """
+        batch_size = config['batch_size']
+        split = split or layout.split_batch(batch_size * config['gradient_accumulation_steps'], batch_size)
         same = {key: config[key] for key in cls.__dataclass_fields__ if key in config and key != 'device'}
-        return cls(micro_batch, micro_steps, **same, device=device)
+        return cls(*split, **same, device=device)
 
     @property
     def width(self):
@@ -72,8 +75,10 @@ class Shape:
                 self.before.append((name, tuple(parameter.shape), cut))
             elif name.startswith(plan['after_blocks']):
                 self.after.append((name, tuple(parameter.shape), cut))
-        self.stage_lengths = functools.cache(functools.partial(stage_lengths, model))
+        # What a search over thousands of layouts asks again and again.
         self.numbers = functools.cache(self._numbers)
+        self.held = functools.cache(self._held)
+        self._stages = functools.cache(self._stages_of_ranks)
 
     def _numbers(self, part, tp, ranks, pp):
         """How many numbers a `part` ('block', 'before' or 'after') has: (after tp, on the fullest of `ranks`,
@@ -100,15 +105,29 @@ class Shape:
                 held_in_matrices += most_rows * columns
         return split, held, gathered, matrices, held_in_matrices
 
+    def _held(self, stages, tp, ranks, pp):
+        """How many numbers the fullest of `ranks` holds of these stages: (all, those in matrices of blocks)."""
+        held = in_blocks = 0
+        for stage in stages:
+            for part, count in _parts_of(stage):
+                numbers = self.numbers(part, tp, ranks, pp)
+                held += count * numbers[1]
+                in_blocks += count * numbers[4] * (part == 'block')
+        return held, in_blocks
+
     def stages(self, layout, block_size):
         """[[(has the embedding, its number of blocks, has the head) of each stage] of each pipeline rank]."""
-        if layout.pp == 1:
+        return self._stages(layout.pp, layout.pp_schedule, block_size)
+
+    def _stages_of_ranks(self, pp, pp_schedule, block_size):
+        if pp == 1:
             return [[(True, self.n_blocks, True)]]
-        lengths = self.stage_lengths(layout.n_stages, block_size)
+        layout = Layout(pp, pp=pp, pp_schedule=pp_schedule)
+        lengths = stage_lengths(self.model, layout.n_stages, block_size)
         last = len(lengths) - 1
         stages = [(index == 0, length - (index == 0) - (index == last), index == last)
                   for index, length in enumerate(lengths)]
-        return [[stages[index] for index in layout.stages_of(rank)] for rank in range(layout.pp)]
+        return [[stages[index] for index in layout.stages_of(rank)] for rank in range(pp)]
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -138,21 +157,14 @@ def reserve(total, work):
 def state(shape, layout, work, rank):
     """{'parameters', 'gradients', 'moments': bytes} of a pipeline rank's fullest process."""
     shards = layout.dp_shard * layout.cp
-    held = in_matrices = 0
-    for stage in shape.stages(layout, work.block_size)[rank]:
-        for part, count in _parts_of(stage):
-            numbers = shape.numbers(part, layout.tp, shards if layout.uses_fsdp else 1, layout.pp)
-            held += count * numbers[1]
-            if part == 'block':
-                in_matrices += count * numbers[4]
-    updated, updated_matrices = held, in_matrices
+    stages = tuple(shape.stages(layout, work.block_size)[rank])
+    held, in_blocks = shape.held(stages, layout.tp, shards if layout.uses_fsdp else 1, layout.pp)
+    updated, updated_in_blocks = held, in_blocks
     if layout.zero_stage == 1:  # whole parameters, of which a process updates its rows
-        updated = sum(count * shape.numbers(part, 1, shards, 1)[1]
-                      for part, count in _parts_of((True, shape.n_blocks, True)))
-        updated_matrices = shape.n_blocks * shape.numbers('block', 1, shards, 1)[4]
+        updated, updated_in_blocks = shape.held(stages, 1, shards, 1)
     moments = 2 * updated
     if work.optimizer == 'muon':  # one for the matrices of blocks
-        moments -= updated_matrices
+        moments -= updated_in_blocks
     return dict(parameters=FLOAT32 * held, gradients=FLOAT32 * held, moments=FLOAT32 * moments)
 
 
@@ -328,11 +340,11 @@ def seconds(shape, layout, work, machine):
     The communication is what does not run beside computation: that of tensor and context parallelism in full
     (async_tp: half), gathers and reductions of data parallelism where they take longer.
     """
-    m, slowest = work.micro_steps, None
-    for stages in shape.stages(layout, work.block_size):
-        step = _step_seconds(shape, layout, work, machine, stages)
-        if slowest is None or step['total'] > slowest['total']:
-            slowest = step
+    m = work.micro_steps
+    # Ranks in the middle of a pipeline have stages of one of two lengths.
+    ranks = {tuple(map(sum, zip(*stages))) for stages in shape.stages(layout, work.block_size)}
+    steps = [_step_seconds(shape, layout, work, machine, n_blocks, heads) for _, n_blocks, heads in ranks]
+    slowest = max(steps, key=lambda step: step['total'])
     parts = dict(compute=m * (slowest['forward'] + slowest['backward']), tp=m * slowest['tp'],
                  cp=m * slowest['cp'])
     parts['dp'] = _data_parallel_seconds(shape, layout, work, machine, slowest)
@@ -356,10 +368,9 @@ DTENSOR = 4  # times as long takes an operator on the host where its tensors are
 HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
 
 
-def _step_seconds(shape, layout, work, machine, stages):
-    """{part: seconds} of a micro-batch on the process that has these stages: forward, backward, tp, cp, total."""
+def _step_seconds(shape, layout, work, machine, n_blocks, has_head):
+    """{part: seconds} of a micro-batch on the process with these parts: forward, backward, tp, cp, total."""
     config, s, tp = shape.config, _tokens(layout, work), layout.tp
-    n_blocks, has_head = sum(stage[1] for stage in stages), any(stage[2] for stage in stages)
     products = 0.0
     dtype = 'float8' if work.fp8 else work.dtype
     for _, (rows, *columns), cut in shape.block:
@@ -455,8 +466,8 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
 
 def _optimizer_seconds(shape, layout, work, machine):
     """Seconds of the gradient's norm and the update: AdamW reads and writes 28 bytes a number, clipping 12."""
-    held = max((state(shape, layout, work, rank) for rank in range(layout.pp)), key=lambda parts: parts['moments'])
-    updated = held['moments'] / FLOAT32 / (2 if work.optimizer == 'adamw' else 1)
+    moments = max(state(shape, layout, work, rank)['moments'] for rank in {0, layout.pp // 2, layout.pp - 1})
+    updated = moments / FLOAT32 / (2 if work.optimizer == 'adamw' else 1)
     total = 40 * updated / machine.bandwidth + 4 * machine.latency * (layout.world_size > 1)
     if work.cpu_offload and machine.device != 'cpu':
         total = 8 * updated / HOST_LINK + 40 * updated / HOST_UPDATE

@@ -24,7 +24,7 @@ from data.loader import DATA, read_meta
 from kilogpt import calibrate, costs
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.launch import ROOT
-from kilogpt.layout import SCHEDULES, SPLIT_BACKWARD, Layout, check_layout
+from kilogpt.layout import SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
@@ -32,6 +32,8 @@ from model import GPT, GPTConfig
 LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule')
 SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint', 'cpu_offload')
 DEFAULTS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', cpu_offload=False)
+# Those left out wait as long as one of these, and hold no less: gpipe, and the other schedules without bubbles.
+SEARCHED_SCHEDULES = ('1f1b', 'interleaved1f1b', 'zbv')
 MODES = ('none', 'selective', 'full')
 
 class Planner:
@@ -49,6 +51,7 @@ class Planner:
         with torch.device('meta'):
             self.model = GPT(GPTConfig(vocab_size=vocab_size, **fields), seed=None)
         self.shape = costs.Shape(self.model)
+        self.flops_per_token = self.model.flops_per_token(config['block_size'])
         self.global_batch = config['batch_size'] * config['gradient_accumulation_steps']
         if tokens_per_iter:
             self.global_batch = max(1, round(tokens_per_iter / config['block_size']))
@@ -63,18 +66,18 @@ class Planner:
                      **{key: config[key] for key in options})
         return layout
 
-    def row(self, keys, layout=None):
+    def row(self, keys, layout=None, split=None):
         """What an iteration costs with these keys, a row of --json; ValueError as of `layout`."""
         layout = layout or self.layout(keys)
         config = self.config | keys
         if layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD:
             config['compile'] = False  # as compiler.py does
-        work = costs.Work.of(config, layout, self.machine.device)
+        work = costs.Work.of(config, layout, self.machine.device, split)
         memory = costs.memory(self.shape, layout, work)
         memory['reserve'] = costs.reserve(sum(memory.values()), work)
         times = costs.seconds(self.shape, layout, work, self.machine)
         seconds = sum(times.values())
-        flops = self.model.flops_per_token(config['block_size']) * self.tokens / seconds
+        flops = self.flops_per_token * self.tokens / seconds
         hours = seconds * config['max_iters'] / 3600
         return dict(
             keys=keys, memory_gb=sum(memory.values()) / 1e9, ms=1e3 * seconds,
@@ -85,7 +88,7 @@ class Planner:
             days=hours / 24, gpu_hours=hours * self.gpus)
 
     def row_as_given(self):
-        """The row of the config's own layout. A micro-batch may be smaller than its batch_size."""
+        """The row of the layout that the config names."""
         keys = {key: self.config[key] for key in SEARCHED_KEYS}
         keys['gradient_accumulation_steps'] = max(1, self.global_batch // keys['batch_size'])
         return self.row(keys)
@@ -94,7 +97,7 @@ class Planner:
         """The rows of some layout with every micro-batch. Raises ValueError as `layout` does."""
         keys = DEFAULTS | dict(activation_checkpoint='none') | keys
         layout = self.layout(keys)
-        return [self.row(keys | batch, layout) for batch in self._batches(layout)]
+        return [self.row(keys | batch, layout, split) for batch, split in self._batches(layout)]
 
     def fits(self, row):
         return row['memory_gb'] <= self.machine.memory / 1e9
@@ -117,9 +120,13 @@ class Planner:
                 with contextlib.suppress(ValueError):
                     layouts.append((keys | constant, self.layout(keys | constant)))
         rows = []
-        for keys, layout in tqdm(layouts, 'layouts', delay=1, leave=False, disable=None):
-            for batch, mode in itertools.product(self._batches(layout), MODES):
-                rows.append(self.row(keys | batch | dict(activation_checkpoint=mode), layout))
+        for keys, layout in tqdm(layouts, 'layouts', delay=1, leave=False):
+            for batch, split in self._batches(layout):
+                for mode in MODES:
+                    row = self.row(keys | batch | dict(activation_checkpoint=mode), layout, split)
+                    if self.fits(row):
+                        break  # to compute activations twice would only take longer
+                rows.append(row)
         return rows
 
     def _degrees(self):
@@ -130,27 +137,25 @@ class Planner:
             if self.gpus % (tp * cp * pp):
                 continue
             dp = self.gpus // (tp * cp * pp)
-            replicas = {1} | {dp * tp * cp // (per_node * nodes) for nodes in (1, 2, 4)
+            replicas = {1} | {dp * tp * cp // (per_node * nodes) for nodes in (1, 4)
                               if dp * tp * cp % (per_node * nodes) == 0}
             degrees = dict(tp=tp, cp=cp, pp=pp)
             if tp * pp == 1:
                 yield from (degrees | dict(zero_stage=stage, dp_replicate=1) for stage in (0, 1))
-            schedules = SCHEDULES if pp > 1 else [self.config['pp_schedule']]
+            schedules = SEARCHED_SCHEDULES if pp > 1 else ['1f1b']
             for stage, replicate, schedule in itertools.product((2, 3), replicas, schedules):
                 yield degrees | dict(zero_stage=stage, dp_replicate=replicate, pp_schedule=schedule)
 
     def _batches(self, layout):
-        """Keys of the micro-batches that divide the iteration: those of 1, 2, 4 ... sequences."""
-        found = {}
+        """(keys, micro-batch and micro-steps) of the micro-batches of 1, 2, 4 ... sequences that a layout has."""
         for exponent in range(10):
             batch_size = 2 ** exponent
-            if self.global_batch % batch_size or batch_size * layout.dp >= 2 * self.global_batch:
+            if self.global_batch % batch_size:
                 break
-            micro_batch, _ = layout.split_batch(self.global_batch, batch_size)
-            if micro_batch == batch_size:
-                found[micro_batch] = dict(batch_size=batch_size,
-                                          gradient_accumulation_steps=self.global_batch // batch_size)
-        return found.values()
+            split = layout.split_batch(self.global_batch, batch_size)
+            if split[0] < batch_size:
+                break
+            yield dict(batch_size=batch_size, gradient_accumulation_steps=self.global_batch // batch_size), split
 
 
 def divisors(number):
