@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from kilogpt.layout import Layout, stage_lengths
 
 FLOAT32 = 4  # bytes
+CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
+GAPS = 0.06  # share of the bytes of tensors that is lost between them; fitted (docs/layouts.md)
 
 
 @dataclass(frozen=True)
@@ -147,11 +149,8 @@ def memory(shape, layout, work):
 
 
 def reserve(total, work):
-    """Bytes that CUDA, NCCL and the gaps between tensors take besides `total` bytes of tensors.
-
-    A context and NCCL's buffers take 1 to 2 GB; expandable segments leave few gaps.
-    """
-    return 0 if work.device == 'cpu' else 1.5e9 + 0.04 * total
+    """Bytes that CUDA, NCCL and the gaps between tensors take besides `total` bytes of tensors."""
+    return 0 if work.device == 'cpu' else CONTEXT + GAPS * total
 
 
 def state(shape, layout, work, rank):

@@ -35,8 +35,8 @@ GPUS = {
 }
 NO_BFLOAT16 = ('V100', 'T4')
 
-# What training reaches of those figures. Fitted on two rows of torchtitan's table (docs/layouts.md says which).
-PRODUCT_SHARE = 0.5  # of the TFLOP/s, in large matrix products
+# What training reaches of those figures, each fitted on one run that torchtitan has published (docs/layouts.md).
+PRODUCT_SHARE = 0.52  # of the TFLOP/s, in large matrix products
 ATTENTION_SHARE = 0.25  # of the TFLOP/s, in flash attention, forward and backward
 FLOAT8_SHARE = 0.8  # of what float8 promises over 16 bits, since inputs are scaled and cast
 # Usual in measurements of NCCL and of copies.
@@ -104,7 +104,10 @@ def find_machine(name, link=400, per_node=8):
     link: Gb/s of the network for each GPU. Raises ValueError for a name that is neither.
     """
     if name.endswith('.json'):
-        return read_machine(name)
+        machine = read_machine(name)
+        if machine.device == 'cuda':
+            machine.network = 1e9 * LINK_SHARE * link / 8
+        return machine
     found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
     if found is None:
         raise ValueError(f'--gpu is {name!r}: choose one of {", ".join(GPUS)}, '
