@@ -5,6 +5,7 @@ torchrun, and all measure at the same time, as they compute in training.
 """
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from kilogpt.matrices import all_gather
 from kilogpt.processes import Processes, resolve_dtype
 from kilogpt.layout import Layout
 
+ROUNDS = 5  # of which the fastest counts
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # of products, of which a GPU also takes the next two
 
 
@@ -40,7 +42,7 @@ def measure_into(path):
           f'{found["latency"] * 1e6:.0f} µs\nwritten to {path}: give it as --gpu={path}')
 
 
-def seconds_of(function, device, budget=0.3):
+def seconds_of(function, device, budget=0.1):
     """Seconds of the fastest of as many calls as fit into the budget: other programs only make calls slower."""
     function()
     metrics.synchronize(device)
@@ -98,35 +100,52 @@ def operator_seconds(device):
 
 
 def link(device, world_size):
-    """(latency in seconds, bytes/s that each process sends) of gathers over all processes."""
+    """(latency in seconds, bytes/s that each process sends), the means of a gather and a reduce-scatter."""
     if world_size == 1:
         return 0.0, memory_rate(device)
+    reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
     seconds = []
-    for size in (2 ** 8, 2 ** 22):  # float32 numbers
+    for size in (2 ** 8, 2 ** 20):  # float32 numbers
         own = torch.zeros(size, device=device)
-        whole = torch.empty(world_size * size, device=device)
+        whole = torch.zeros(world_size * size, device=device)
         times = []
-        for _ in range(30):
-            dist.barrier()
+        for _ in range(20):
             start = time.perf_counter()
             all_gather(whole, own)
+            reduce_scatter(own, whole)
             metrics.synchronize(device)
-            times.append(time.perf_counter() - start)
-        slowest = torch.tensor([min(times)], device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        seconds.append(slowest.item())
-    sent = 4 * 2 ** 22 * (world_size - 1)
+            times.append((time.perf_counter() - start) / 2)
+        seconds.append(statistics.median(times))  # the usual: a collective waits for the slowest process
+    sent = 4 * 2 ** 20 * (world_size - 1)
     return seconds[0], sent / max(seconds[1] - seconds[0], 1e-9)
+
+
+def dtensor_seconds(mesh):
+    """Host seconds of an operator on DTensors, which work out their layout first."""
+    from torch.distributed.tensor import DTensor, Shard
+    x = DTensor.from_local(torch.zeros(8, 8, device=mesh.device_type), mesh, [Shard(0)]).requires_grad_()
+
+    def run():
+        y = x
+        for _ in range(20):
+            y = y + 1
+
+    return seconds_of(run, torch.device(mesh.device_type)) / 20
 
 
 def main():
     processes = Processes()
-    processes.join(Layout(processes.world_size, zero_stage=0), comm_timeout=120)
+    processes.join(Layout(processes.world_size, zero_stage=2))
     device = processes.device
     dtype = resolve_dtype('auto', device)
-    products = {name: product_rates(device, getattr(torch, name)) for name in ('float32', 'bfloat16')}
-    attention = {name: attention_rate(device, getattr(torch, name)) for name in products}
+    products, attention = {}, {}
+    for _ in range(ROUNDS):
+        for name in ('float32', 'bfloat16'):
+            rates = product_rates(device, getattr(torch, name))
+            products[name] = [max(pair) for pair in zip(rates, products.get(name, rates))]
+            attention[name] = max(attention_rate(device, getattr(torch, name)), attention.get(name, 0))
     bandwidth, launch = memory_rate(device), operator_seconds(device)
+    dtensor_launch = dtensor_seconds(processes.mesh['tp'])
     latency, node_link = link(device, processes.world_size)
     if not processes.is_main:
         return
@@ -142,7 +161,8 @@ def main():
     peak = metrics.peak_flops(device, dtype) or max(rate for _, rate in products[dtype])
     machine = Machine(
         name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network=node_link,
-        per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, overlap=0.0 if on_cpu else 1.0,
+        per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, dtensor_launch=dtensor_launch,
+        overlap=0.0 if on_cpu else 1.0,
         cores=processes.world_size if on_cpu else 0)
     write_machine(machine, sys.argv[1])
 

@@ -231,7 +231,7 @@ def moments(shape, layout, work, rank):
     resident = dict(parameters=held['parameters'], moments=held['moments'], buffers=buffers)
     if work.cpu_offload and work.device != 'cpu':
         resident = dict(parameters=0, moments=0, buffers=buffers)
-        before = 0
+        before = gradients = 0
         held = dict.fromkeys(held, 0)
     return {
         'loss': resident | dict(gradients=before, gathered=gathered, activations=activations, logits=logits),
@@ -356,6 +356,8 @@ def seconds(shape, layout, work, machine):
     idle = bubble(layout.pp, m, layout.pp_schedule)
     parts['bubble'] = m * slowest['total'] * idle / (1 - idle)
     parts['optimizer'] = _optimizer_seconds(shape, layout, work, machine)
+    if machine.cores and layout.world_size > machine.cores:  # processes share cores
+        parts = {part: value * layout.world_size / machine.cores for part, value in parts.items()}
     return parts
 
 
@@ -363,7 +365,7 @@ def seconds(shape, layout, work, machine):
 # in eager mode, and fused by the compiler.
 TRAFFIC = {False: (3, 5), True: (2, 3)}
 OPERATORS = {False: (35, 55), True: (8, 12)}
-DTENSOR = 4  # times as long takes an operator on the host where its tensors are DTensors
+FSDP_OPERATORS = 150  # on the host, for each gather and reduction of FSDP2: as long as that many operators
 HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
 
 
@@ -386,7 +388,8 @@ def _step_seconds(shape, layout, work, machine, n_blocks, has_head):
         backward += forward
     elif work.activation_checkpoint == 'selective':
         backward += n_blocks * pointwise[0]
-    host = [count * n_blocks * machine.launch * (DTENSOR if tp > 1 else 1) for count in OPERATORS[work.compile]]
+    launch = machine.launch if tp == 1 else machine.dtensor_launch
+    host = [count * n_blocks * launch for count in OPERATORS[work.compile]]
     if machine.device == 'cpu':  # computes itself
         forward, backward = forward + host[0], backward + host[1]
     else:
@@ -396,9 +399,6 @@ def _step_seconds(shape, layout, work, machine, n_blocks, has_head):
         head = 2 * s * config.n_embd * vocabulary / machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
         forward += head + 8 * s * vocabulary / machine.bandwidth
         backward += 2 * head + 12 * s * vocabulary / machine.bandwidth
-    if machine.cores and layout.world_size > machine.cores:
-        forward, backward = (part * layout.world_size / machine.cores for part in (forward, backward))
-
     again = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives for 8
     stream = s * config.n_embd * work.width
     tp_seconds = n_blocks * 8 * again * machine.ring(stream, 1, tp)
@@ -430,16 +430,24 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
         reduced = machine.ring(sent, 1, world)
         if layout.zero_stage == 0:
             reduced *= 2
-        exposed = max(0.0, reduced - backward) + last_bucket * reduced
-        return min(exposed, reduced) + (layout.zero_stage == 1) * machine.ring(FLOAT32 * numbers, 1, world)
+        exposed = min(reduced, max(0.0, reduced - backward) + last_bucket * reduced)
+        if layout.zero_stage == 1:  # both ways through other buffers
+            buckets = math.ceil(FLOAT32 * numbers / (25 * 2 ** 20))
+            exposed += machine.ring(FLOAT32 * numbers, 1, world) + 4 * FLOAT32 * numbers / machine.bandwidth
+            exposed += 2 * buckets * FSDP_OPERATORS * machine.launch
+        return exposed
 
     block = shape.numbers('block', layout.tp, shards, layout.pp)
     ends = sum(count * shape.numbers(part, layout.tp, shards, layout.pp)[2]
                for stage in stages for part, count in _parts_of(stage) if part != 'block')
-    gather = machine.ring(work.width * block[2], stride, shards)
-    reduce = machine.ring(FLOAT32 * block[2], stride, shards)
-    gather_ends = machine.ring(work.width * ends, stride, shards)
-    reduce_ends = machine.ring(FLOAT32 * ends, stride, shards)
+
+    def sharing(byte_count):
+        """Seconds of a gather, which is copied out of its buffer, or of a reduction, which is copied in."""
+        host = FSDP_OPERATORS * machine.launch * (machine.device == 'cpu')
+        return machine.ring(byte_count, stride, shards) + 2 * byte_count / machine.bandwidth + host
+
+    gather, reduce = sharing(work.width * block[2]), sharing(FLOAT32 * block[2])
+    gather_ends, reduce_ends = sharing(work.width * ends), sharing(FLOAT32 * ends)
     shard_bytes = FLOAT32 * (block[2] * n_blocks + ends) / shards
     replicas = 2 * machine.ring(shard_bytes, stride * shards, layout.dp_replicate)
 
@@ -482,6 +490,4 @@ def _optimizer_seconds(shape, layout, work, machine):
         total += n_blocks * flops / sharing / machine.rate(work.dtype, shape.config.n_embd)
         if not layout.uses_fsdp:  # each process computes some of the updates, and all gather them
             total += machine.ring(n_blocks * matrix_bytes, 1, layout.world_size)
-    if machine.cores and layout.world_size > machine.cores:
-        total *= layout.world_size / machine.cores
     return total

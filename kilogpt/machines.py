@@ -62,6 +62,7 @@ class Machine:
     latency: float = LATENCY  # of a collective
     hop: float = HOP  # for each node that a collective passes
     launch: float = 5e-6  # of an operator in eager mode, on the host
+    dtensor_launch: float = 60e-6  # of an operator on DTensors
     overlap: float = 1.0  # the share of computation beside which communication runs
     cores: int = 0  # processes beyond this number share cores; 0: no limit
 

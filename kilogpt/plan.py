@@ -3,6 +3,7 @@ r"""The best layouts for a model on a cluster, with their memory and speed, from
     python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --gpu=H100
     python -m kilogpt.plan config/train_gpt2.py --n_layer=24 --gpus=8 --gpu='RTX 4090' --price=0.4
     python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=64 --gpu=A100 --as_given
+    python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --check --ranks=0,511,1023
     python -m kilogpt.plan --calibrate=here.json
     python -m kilogpt.plan config/quickstart.py --gpus=2 --gpu=here.json
 
@@ -15,6 +16,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import sys
 
 import torch
@@ -89,9 +91,7 @@ class Planner:
 
     def row_as_given(self):
         """The row of the layout that the config names."""
-        keys = {key: self.config[key] for key in SEARCHED_KEYS}
-        keys['gradient_accumulation_steps'] = max(1, self.global_batch // keys['batch_size'])
-        return self.row(keys)
+        return self.row({key: self.config[key] for key in SEARCHED_KEYS})
 
     def rows_of(self, keys):
         """The rows of some layout with every micro-batch. Raises ValueError as `layout` does."""
@@ -290,12 +290,26 @@ def parse_arguments():
     add('--calibrate', nargs='?', const='machine.json', metavar='FILE',
         help='measure this machine into a file that --gpu takes (machine.json)')
     options, arguments = parser.parse_known_args()
+    if options.tokens_per_iter and (options.as_given or options.check):
+        sys.exit("error: --as_given and --check take the config's batch: leave out --tokens_per_iter")
     if options.gpus < 1 or options.gpus_per_node < 1 or options.link <= 0 or options.tokens_per_iter < 0:
         sys.exit('error: --gpus and --gpus_per_node are at least 1, --link and --tokens_per_iter positive')
+    if not re.fullmatch(r'(\d+(,\d+)*)?', options.ranks):
+        sys.exit(f'error: --ranks takes numbers such as 0,511,1023, but is {options.ranks!r}')
     if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
         sys.exit(f'error: {options.gpus} GPUs are not whole nodes of {options.gpus_per_node}: '
                  'set --gpus or --gpus_per_node')
     return options, arguments
+
+
+def check(planner, options, arguments):
+    """Run an iteration of some ranks on tensors without memory, and print what each holds and sends."""
+    with exit_on_error():
+        from kilogpt import dry_run  # slow
+        ranks = [int(rank) for rank in options.ranks.split(',')] if options.ranks else None
+        results = dry_run.dry_run(arguments, options.gpus, ranks)
+    foretold = {part: 1e9 * count for part, count in planner.row_as_given()['memory'].items() if part != 'reserve'}
+    print('\n'.join(dry_run.table(results, foretold)))
 
 
 def main():
@@ -310,9 +324,13 @@ def main():
         if config['dtype'] == 'auto':
             config['dtype'] = machine.dtype
         planner = Planner(config, machine, options.gpus, options.tokens_per_iter)
-        rows = [planner.row_as_given()] if options.as_given else planner.search()
+        is_given = options.as_given or options.check
+        rows = [planner.row_as_given()] if is_given else planner.search()
         if not rows:
             raise ValueError(f'no layout of {options.gpus} GPUs divides this model and {planner.global_batch} sequences')
+    if options.check:
+        check(planner, options, arguments)
+        return
     if options.json:
         print(json.dumps([row for row in rows if planner.fits(row)] or rows[:1]))
         return
