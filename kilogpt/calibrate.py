@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from kilogpt import metrics
-from kilogpt.launch import ROOT
+from kilogpt.launch import ROOT, last_error
+from kilogpt.layout import Layout
 from kilogpt.machines import Machine, write_machine
 from kilogpt.matrices import all_gather
 from kilogpt.processes import Processes, resolve_dtype
-from kilogpt.layout import Layout
 
 ROUNDS = 5  # of which the fastest counts
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # of products, of which a GPU also takes the next two
@@ -30,9 +30,10 @@ def measure_into(path):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={devices}',
                '-m', 'kilogpt.calibrate', os.path.abspath(path)]
     print(f'measuring {devices} process(es), about half a minute ...', flush=True)
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True,
+                          text=True)
     if done.returncode:
-        raise ValueError(f'the measurement failed: {(done.stderr.splitlines() or ["no message"])[-1]}')
+        raise ValueError(f'the measurement failed: {last_error(done.stderr)}')
     with open(path, encoding='utf-8') as file:
         found = json.load(file)
     for dtype, points in found['products'].items():
@@ -43,7 +44,7 @@ def measure_into(path):
 
 
 def seconds_of(function, device, budget=0.1):
-    """Seconds of the fastest of as many calls as fit into the budget: other programs only make calls slower."""
+    """Seconds of the fastest of as many calls as fit into the budget: other programs make calls slower."""
     function()
     metrics.synchronize(device)
     times = []
@@ -56,15 +57,17 @@ def seconds_of(function, device, budget=0.1):
 
 
 def product_rates(device, dtype):
-    """[(size, FLOP/s)] of forward and backward products of which the least size is `size`."""
+    """{size: FLOP/s} of forward and backward products of which the least size is `size`."""
     sizes = SIZES if device.type == 'cpu' else (*SIZES, 4096, 8192)
-    rates = []
+    rates = {}
     for size in sizes:
         x = torch.randn(max(512, size), size, device=device, dtype=dtype, requires_grad=True)
         weight = torch.randn(2 * size, size, device=device, dtype=dtype, requires_grad=True)
         gradient = torch.randn(len(x), 2 * size, device=device, dtype=dtype)
         seconds = seconds_of(lambda: torch.nn.functional.linear(x, weight).backward(gradient), device)
-        rates.append((size, 6 * len(x) * size * 2 * size / seconds))
+        rates[size] = 6 * len(x) * size * 2 * size / seconds
+        if seconds > 0.2:  # larger ones are no faster
+            break
     return rates
 
 
@@ -138,17 +141,19 @@ def main():
     processes.join(Layout(processes.world_size, zero_stage=2))
     device = processes.device
     dtype = resolve_dtype('auto', device)
-    products, attention = {}, {}
+    products, attention = dict(float32={}, bfloat16={}), {}
     for _ in range(ROUNDS):
-        for name in ('float32', 'bfloat16'):
+        for name in products:
             rates = product_rates(device, getattr(torch, name))
-            products[name] = [max(pair) for pair in zip(rates, products.get(name, rates))]
+            for size, rate in rates.items():
+                products[name][size] = max(rate, products[name].get(size, 0))
             attention[name] = max(attention_rate(device, getattr(torch, name)), attention.get(name, 0))
     bandwidth, launch = memory_rate(device), operator_seconds(device)
     dtensor_launch = dtensor_seconds(processes.mesh['tp'])
     latency, node_link = link(device, processes.world_size)
     if not processes.is_main:
         return
+    products = {name: sorted(rates.items()) for name, rates in products.items()}
     for table in (products, attention):
         table['float16'] = table['bfloat16']
     products['float8'] = products['bfloat16']
@@ -157,13 +162,13 @@ def main():
         memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / processes.world_size
         name = 'this CPU'
     else:
-        memory, name = torch.cuda.get_device_properties(device).total_memory, torch.cuda.get_device_name(device)
+        memory = torch.cuda.get_device_properties(device).total_memory
+        name = torch.cuda.get_device_name(device)
     peak = metrics.peak_flops(device, dtype) or max(rate for _, rate in products[dtype])
     machine = Machine(
         name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network=node_link,
         per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, dtensor_launch=dtensor_launch,
-        overlap=0.0 if on_cpu else 1.0,
-        cores=processes.world_size if on_cpu else 0)
+        overlap=0.0 if on_cpu else 1.0, cores=processes.world_size if on_cpu else 0)
     write_machine(machine, sys.argv[1])
 
 

@@ -2,8 +2,8 @@
 
 Formulas alone, no torch, and they are those of this repository's code: `parallel.py` says what is laid out,
 `ddp.py` and `pipeline.py` what is sent. `machines.py` has the speeds. Sources: activations Korthikanti et al.
-2022 (4.1), sharded state Rajbhandari et al. 2020, pipelines Huang et al. 2019, Narayanan et al. 2021 and Qi et
-al. 2024.
+2022 (4.1), sharded state Rajbhandari et al. 2020, pipelines Huang et al. 2019, Narayanan et al. 2021 and Qi
+et al. 2024.
 
     shape = Shape(model)             # any GPT, on the meta device too
     work = Work(micro_batch=2, micro_steps=16, block_size=4096)
@@ -108,7 +108,7 @@ class Shape:
         return split, held, gathered, matrices, held_in_matrices
 
     def _held(self, stages, tp, ranks, pp):
-        """How many numbers the fullest of `ranks` holds of these stages: (all, those in matrices of blocks)."""
+        """How many numbers the fullest of `ranks` holds of stages: (all, those in matrices of blocks)."""
         held = in_blocks = 0
         for stage in stages:
             for part, count in _parts_of(stage):
@@ -144,7 +144,7 @@ def memory(shape, layout, work):
     n_blocks = [sum(stage[1] for stage in stages) for stages in shape.stages(layout, work.block_size)]
     # The first ranks hold most micro-batches, the last one the head.
     ranks = {0, min(1, layout.pp - 1), n_blocks.index(max(n_blocks)), max(0, layout.pp - 2), layout.pp - 1}
-    return max((moment for rank in ranks for moment in moments(shape, layout, work, rank).values()),
+    return max((parts for rank in ranks for parts in phases(shape, layout, work, rank).values()),
                key=lambda parts: sum(parts.values()))
 
 
@@ -172,10 +172,11 @@ def _parts_of(stage):
     return [('before', int(has_embedding)), ('block', n_blocks), ('after', int(has_head))]
 
 
-def moments(shape, layout, work, rank):
-    """{moment: {part: bytes}} of a pipeline rank: the loss, the last block's backward pass, the end, the step.
+def phases(shape, layout, work, rank):
+    """{phase: {part: bytes}} of a pipeline rank, for the phases in one of which most is held.
 
-    Between these moments no more is held, since activations go as gradients come.
+    They are: the loss; the last block's backward pass, before and while its gradients are reduced; the end of
+    the backward pass; and the update. In between, activations go as gradients come.
     """
     shards = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
     stages = shape.stages(layout, work.block_size)[rank]
@@ -288,7 +289,8 @@ def block_activations(config, layout, work):
     whole = s * (2 * norm_input / tp + 2 * width * C + (attention + n_hidden * width * F) / tp)
     if config.dropout:
         whole += s * 2 * C / tp * (width if on_cpu else 1)
-    products = s * width * ((heads + 2 * kv_heads + F * (n_hidden // 2)) / tp + 2 * C)  # row-wise ones are sums of tp
+    # The results of the two row-wise products are sums over tp, whole on each rank.
+    products = s * width * ((heads + 2 * kv_heads + F * (n_hidden // 2)) / tp + 2 * C)
     kept = whole
     if work.activation_checkpoint == 'full':
         kept = s * residual * C / tp
@@ -313,8 +315,8 @@ def loss_bytes(shape, layout, work):
     size = shape.model.loss.part_size(rows, vocabulary)
     if size == rows:
         return per_logit * rows * vocabulary
-    head = vocabulary * config.n_embd
-    return per_logit * size * vocabulary + (FLOAT32 + 2 * work.width) * head + work.width * rows * config.n_embd
+    gradients = (FLOAT32 + 2 * work.width) * vocabulary * config.n_embd + work.width * rows * config.n_embd
+    return per_logit * size * vocabulary + gradients
 
 
 # --- time ---------------------------------------------------------------------------------------------------
@@ -322,10 +324,10 @@ def loss_bytes(shape, layout, work):
 def bubble(pp, micro_steps, pp_schedule):
     """Idle share of a pipeline of pp ranks with equal stages.
 
-    Backward takes twice as long as forward, and sending nothing. With one stage on each rank (p - 1) / (m + p
-    - 1) (Huang et al. 2019), with two the ranks wait half as long (Narayanan et al. 2021, 2.2). Schedules that
-    split the backward pass wait for p - 1 forward passes of their first micro-batch through one of 2p stages
-    (Qi et al. 2024).
+    Backward takes twice as long as forward, and sending nothing. Each rank waits while p - 1 others compute a
+    micro-batch (Huang et al. 2019), with two stages on each rank half as long (Narayanan et al. 2021, 2.2).
+    Schedules that split the backward pass wait for p - 1 forward passes of half a rank's blocks (Qi et al.
+    2024).
     """
     if pp == 1:
         return 0.0
@@ -361,8 +363,8 @@ def seconds(shape, layout, work, machine):
     return parts
 
 
-# How often a block's kept activations pass through memory, forward and backward, and how many operators it has:
-# in eager mode, and fused by the compiler.
+# How often the activations of a block pass through memory, forward and backward, and how many operators it
+# has: {compiled: ...}
 TRAFFIC = {False: (3, 5), True: (2, 3)}
 OPERATORS = {False: (35, 55), True: (8, 12)}
 FSDP_OPERATORS = 150  # on the host, for each gather and reduction of FSDP2: as long as that many operators
@@ -396,7 +398,8 @@ def _step_seconds(shape, layout, work, machine, n_blocks, has_head):
         forward, backward = max(forward, host[0]), max(backward, host[1])
     if has_head:
         vocabulary = config.padded_vocab_size / tp
-        head = 2 * s * config.n_embd * vocabulary / machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
+        rate = machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
+        head = 2 * s * config.n_embd * vocabulary / rate
         forward += head + 8 * s * vocabulary / machine.bandwidth
         backward += 2 * head + 12 * s * vocabulary / machine.bandwidth
     again = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives for 8
@@ -411,7 +414,7 @@ def _step_seconds(shape, layout, work, machine, n_blocks, has_head):
     again = 1.5 if work.activation_checkpoint == 'full' else 1
     cp_seconds = 2 * again * n_blocks * machine.ring(exchanged, tp, layout.cp)
     if layout.cp > 1:
-        cp_seconds += 6 * again * n_blocks * machine.latency  # eight exchanges, of which two are counted above
+        cp_seconds += 6 * again * n_blocks * machine.latency  # the other six of eight exchanges
     return dict(forward=forward, backward=backward, tp=tp_seconds, cp=cp_seconds,
                 total=forward + backward + tp_seconds + cp_seconds)
 
@@ -472,7 +475,7 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
 
 
 def _optimizer_seconds(shape, layout, work, machine):
-    """Seconds of the gradient's norm and the update: AdamW reads and writes 28 bytes a number, clipping 12."""
+    """Seconds of clipping, which passes 12 bytes a number through memory, and of the update, for AdamW 28."""
     moments = max(state(shape, layout, work, rank)['moments'] for rank in {0, layout.pp // 2, layout.pp - 1})
     updated = moments / FLOAT32 / (2 if work.optimizer == 'adamw' else 1)
     total = 40 * updated / machine.bandwidth + 4 * machine.latency * (layout.world_size > 1)

@@ -1,17 +1,17 @@
-"""What machines can do: a table of GPUs, the shares of it that training reaches, and machines that were measured.
+"""What machines can do: a table of GPUs, what training reaches of it, and machines that were measured.
 
-`python -m kilogpt.plan --calibrate` measures a machine into a JSON file, which `find_machine` takes like a GPU.
+`python -m kilogpt.plan --calibrate` measures a machine into a JSON file, which `find_machine` reads.
 """
 import dataclasses
 import json
 import os
 from dataclasses import dataclass
 
-# Of each GPU the makers' figures: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32 where
-# the GPU has it) and in float8 (0: none); memory in GB and its bandwidth in GB/s; GB/s that it sends to others
-# in its node (NVLink: half of the sum of both directions; else PCIe with 16 lanes).
-# Sources: NVIDIA's data sheets (A10, A40, A100, H100, H100 NVL, H200, GH200, B200, L4, L40, L40S, T4, V100) and
-# the white papers of the Ampere, Ada and Blackwell architectures (RTX).
+# The makers' figures of each GPU: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32 where
+# the GPU has it) and in float8 (0: none); memory in GB, and its GB/s; the GB/s that it sends to others in its
+# node (NVLink: half of the sum of both directions; otherwise PCIe with 16 lanes).
+# Sources: NVIDIA's data sheets (B200, GH200, H200, H100, A100, A10, A40, L4, L40, L40S, V100, T4) and the
+# white papers of the Ampere, Ada and Blackwell architectures (A6000, RTX).
 GPUS = {
     'B200': (2250, 1125, 4500, 180, 8000, 900),
     'GH200': (989, 494, 1979, 96, 4000, 450),
@@ -35,7 +35,7 @@ GPUS = {
 }
 NO_BFLOAT16 = ('V100', 'T4')
 
-# What training reaches of those figures, each fitted on one run that torchtitan has published (docs/layouts.md).
+# What training reaches of these figures, each fitted on one run that torchtitan published (docs/layouts.md)
 PRODUCT_SHARE = 0.52  # of the TFLOP/s, in large matrix products
 ATTENTION_SHARE = 0.25  # of the TFLOP/s, in flash attention, forward and backward
 FLOAT8_SHARE = 0.8  # of what float8 promises over 16 bits, since inputs are scaled and cast
@@ -116,12 +116,13 @@ def find_machine(name, link=400, per_node=8):
     half, single, float8, memory, bandwidth, node_link = GPUS[found]
     products = {'bfloat16': half, 'float16': half, 'float32': single}
     rates = {dtype: [(256, 1e12 * PRODUCT_SHARE * peak)] for dtype, peak in products.items()}
-    float8 = FLOAT8_SHARE * float8 if float8 else half  # what emulation gains is nothing
-    rates['float8'] = [(256, 1e12 * PRODUCT_SHARE * max(half, float8))]
+    rates['float8'] = [(256, 1e12 * PRODUCT_SHARE * max(half, FLOAT8_SHARE * float8))]
     return Machine(
-        found, 'cuda', 1e9 * memory, 'float16' if found in NO_BFLOAT16 else 'bfloat16', 1e12 * half, rates,
-        {dtype: 1e12 * ATTENTION_SHARE * peak for dtype, peak in products.items()},
-        1e9 * BANDWIDTH_SHARE * bandwidth, 1e9 * LINK_SHARE * node_link, 1e9 * LINK_SHARE * link / 8, per_node)
+        name=found, device='cuda', memory=1e9 * memory, peak=1e12 * half, products=rates,
+        dtype='float16' if found in NO_BFLOAT16 else 'bfloat16',
+        attention={dtype: 1e12 * ATTENTION_SHARE * peak for dtype, peak in products.items()},
+        bandwidth=1e9 * BANDWIDTH_SHARE * bandwidth, node_link=1e9 * LINK_SHARE * node_link,
+        network=1e9 * LINK_SHARE * link / 8, per_node=per_node)
 
 
 def read_machine(path):
@@ -130,9 +131,11 @@ def read_machine(path):
         with open(path, encoding='utf-8') as file:
             return Machine(**json.load(file))
     except OSError as error:
-        raise ValueError(f'--gpu={path}: {error.strerror}; python -m kilogpt.plan --calibrate writes it') from None
+        raise ValueError(f'--gpu={path}: {error.strerror}; '
+                         'python -m kilogpt.plan --calibrate writes such a file') from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f'--gpu={path} is not what python -m kilogpt.plan --calibrate writes: {error}') from None
+        raise ValueError(f'--gpu={path} is not what python -m kilogpt.plan --calibrate writes: '
+                         f'{error}') from None
 
 
 def write_machine(machine, path):

@@ -8,7 +8,7 @@ r"""The best layouts for a model on a cluster, with their memory and speed, from
     python -m kilogpt.plan config/quickstart.py --gpus=2 --gpu=here.json
 
 Config files and keys are those of train.py, whose checks every layout here has passed. Memory is that of the
-fullest GPU. What no GPU of ours has measured is docs/layouts.md's table of published runs.
+fullest GPU. docs/layouts.md says what was compared with measurements.
 """
 import argparse
 import contextlib
@@ -32,11 +32,13 @@ from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 
 LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule')
-SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint', 'cpu_offload')
+SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint',
+                 'cpu_offload')
 DEFAULTS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', cpu_offload=False)
-# Those left out wait as long as one of these, and hold no less: gpipe, and the other schedules without bubbles.
+# The schedules left out wait as long as one of these and hold no less.
 SEARCHED_SCHEDULES = ('1f1b', 'interleaved1f1b', 'zbv')
 MODES = ('none', 'selective', 'full')
+
 
 class Planner:
     """Judges layouts of one config on a number of machines, and finds the fastest that fit.
@@ -147,7 +149,7 @@ class Planner:
                 yield degrees | dict(zero_stage=stage, dp_replicate=replicate, pp_schedule=schedule)
 
     def _batches(self, layout):
-        """(keys, micro-batch and micro-steps) of the micro-batches of 1, 2, 4 ... sequences that a layout has."""
+        """(keys, (micro_batch, micro_steps)) of micro-batches of 1, 2, 4 ... sequences that a layout has."""
         for exponent in range(10):
             batch_size = 2 ** exponent
             if self.global_batch % batch_size:
@@ -155,7 +157,8 @@ class Planner:
             split = layout.split_batch(self.global_batch, batch_size)
             if split[0] < batch_size:
                 break
-            yield dict(batch_size=batch_size, gradient_accumulation_steps=self.global_batch // batch_size), split
+            micro_batches = self.global_batch // batch_size
+            yield dict(batch_size=batch_size, gradient_accumulation_steps=micro_batches), split
 
 
 def divisors(number):
@@ -171,7 +174,7 @@ HEADER = (f'{"":<58} {"GB":>6} {"state":>6} {"activ.":>6} {"ms":>10} {"comm.":>6
 def layout_text(row):
     """A row's layout in words, as bench.py --layouts takes them."""
     keys = row['keys']
-    words = [f'{word}{keys[key]}' for word, key in (('tp', 'tp'), ('cp', 'cp'), ('pp', 'pp')) if keys[key] > 1]
+    words = [f'{key}{keys[key]}' for key in ('tp', 'cp', 'pp') if keys[key] > 1]
     words += [f'dp{row["dp"]}', f'zero{keys["zero_stage"]}']
     if keys['dp_replicate'] > 1:
         words.append(f'rep{keys["dp_replicate"]}')
@@ -189,8 +192,8 @@ def row_text(row, price):
     state = memory['parameters'] + memory['gradients'] + memory['moments']
     activations = memory['activations'] + memory['logits']
     communication = sum(times[kind] for kind in ('tp', 'cp', 'dp', 'pp'))
-    text = (f'{layout_text(row):<58} {row["memory_gb"]:>6.1f} {state:>6.1f} {activations:>6.1f} {row["ms"]:>10,.1f} '
-            f'{communication / row["ms"]:>6.1%} {times["bubble"] / row["ms"]:>6.1%} '
+    text = (f'{layout_text(row):<58} {row["memory_gb"]:>6.1f} {state:>6.1f} {activations:>6.1f} '
+            f'{row["ms"]:>10,.1f} {communication / row["ms"]:>6.1%} {times["bubble"] / row["ms"]:>6.1%} '
             f'{row["tokens_per_sec"]:>12,.0f} {row["mfu"]:>6.1%} {row["days"]:>8,.1f}')
     if price:
         text += f' {price * row["gpu_hours"]:>14,.0f}'
@@ -199,7 +202,7 @@ def row_text(row, price):
 
 def reason_text(planner, keys, best):
     """Why a layout that people try first is not the one to take."""
-    tp = keys.get('tp', 1)
+    tp, per_node = keys.get('tp', 1), planner.machine.per_node
     try:
         rows = planner.rows_of(keys)
     except ValueError as error:
@@ -209,7 +212,7 @@ def reason_text(planner, keys, best):
         least = min(row['memory_gb'] for row in rows)
         return f'needs {least:,.1f} GB of {planner.machine.memory / 1e9:.0f}, with one sequence at a time'
     fastest = min(fitting, key=lambda row: row['ms'])
-    crossing = f'tp={tp} crosses nodes of {planner.machine.per_node}: ' if tp > planner.machine.per_node else ''
+    crossing = f'tp={tp} crosses nodes of {per_node}: ' if tp > per_node else ''
     slower = fastest['ms'] / best['ms']
     return f'{crossing}takes {slower:.2f} times as long' if slower >= 1.005 else 'is as fast'
 
@@ -218,8 +221,9 @@ def popular(planner):
     """{name: keys} of the layouts that people try first, for this number of GPUs."""
     per_node, gpus = min(planner.machine.per_node, planner.gpus), planner.gpus
     checkpointed = dict(zero_stage=3, activation_checkpoint='full')
-    found = {'DDP': dict(zero_stage=0), 'ZeRO-1': dict(zero_stage=1), 'FSDP, zero_stage 2': dict(zero_stage=2),
-             'FSDP, zero_stage 3': dict(zero_stage=3), 'the same with full checkpointing': checkpointed}
+    found = {'DDP': dict(zero_stage=0), 'ZeRO-1': dict(zero_stage=1),
+             'FSDP, zero_stage 2': dict(zero_stage=2), 'FSDP, zero_stage 3': dict(zero_stage=3),
+             'the same with full checkpointing': checkpointed}
     if gpus > per_node:
         found['a replica in each node (HSDP)'] = dict(zero_stage=3, dp_replicate=gpus // per_node)
     if gpus >= per_node > 1:
@@ -236,11 +240,15 @@ def popular(planner):
 def print_row(planner, row, price):
     """One layout, and each part of its memory and time."""
     print(HEADER + (f' {"price":>14}' if price else ''))
-    print(row_text(row, price))
-    for unit, parts in (('GB', row['memory']), ('ms', row['milliseconds'])):
-        print(f'\n{unit}: ' + ', '.join(f'{part} {value:,.2f}' for part, value in parts.items() if value))
+    print(row_text(row, price), end='\n\n')
+    print_parts(row)
     if not planner.fits(row):
         print(f'\ndoes not fit into the {planner.machine.memory / 1e9:.0f} GB of {planner.machine.name}')
+
+
+def print_parts(row):
+    for unit, parts in (('GB', row['memory']), ('ms', row['milliseconds'])):
+        print(f'  {unit}: ' + ', '.join(f'{part} {value:,.2f}' for part, value in parts.items() if value))
 
 
 def print_plan(planner, rows, arguments, price):
@@ -249,10 +257,8 @@ def print_plan(planner, rows, arguments, price):
     for row in rows[:10]:
         print(row_text(row, price))
     best = rows[0]
-    print('\nof the first, ms: ' + ', '.join(f'{part} {value:,.1f}' for part, value in best['milliseconds'].items()
-                                          if value >= 0.05))
-    print('of the first, GB: ' + ', '.join(f'{part} {value:,.1f}' for part, value in best['memory'].items()
-                                        if value >= 0.05))
+    print('\nof the first:')
+    print_parts(best)
     print(f'\n{command(planner, best, arguments)}\n\nwhat is often tried:')
     for name, keys in popular(planner).items():
         print(f'  {name:<34} {reason_text(planner, keys, best)}')
@@ -282,11 +288,11 @@ def parse_arguments():
     add('--gpus_per_node', type=int, default=8, help='how many share fast links (8)')
     add('--link', type=float, default=400, help='Gb/s of the network between nodes, for each GPU (400)')
     add('--tokens_per_iter', type=float, default=0, help="tokens of an iteration on all GPUs (the config's)")
-    add('--price', type=float, default=0, help='of a GPU for an hour: also print that of max_iters iterations')
+    add('--price', type=float, default=0, help='of a GPU for an hour: adds the price of max_iters iterations')
     add('--as_given', action='store_true', help='judge the layout that config and keys name, alone')
     add('--json', action='store_true', help='print a JSON list of rows')
     add('--check', action='store_true', help='run one iteration of some ranks on tensors without memory')
-    add('--ranks', default='', metavar='R,R', help='the ranks of --check (the first, a middle and the last one)')
+    add('--ranks', default='', metavar='R,R', help='those of --check (the first, a middle and the last one)')
     add('--calibrate', nargs='?', const='machine.json', metavar='FILE',
         help='measure this machine into a file that --gpu takes (machine.json)')
     options, arguments = parser.parse_known_args()
@@ -308,7 +314,8 @@ def check(planner, options, arguments):
         from kilogpt import dry_run  # slow
         ranks = [int(rank) for rank in options.ranks.split(',')] if options.ranks else None
         results = dry_run.dry_run(arguments, options.gpus, ranks)
-    foretold = {part: 1e9 * count for part, count in planner.row_as_given()['memory'].items() if part != 'reserve'}
+    memory = planner.row_as_given()['memory']
+    foretold = {part: 1e9 * count for part, count in memory.items() if part != 'reserve'}
     print('\n'.join(dry_run.table(results, foretold)))
 
 
@@ -327,7 +334,8 @@ def main():
         is_given = options.as_given or options.check
         rows = [planner.row_as_given()] if is_given else planner.search()
         if not rows:
-            raise ValueError(f'no layout of {options.gpus} GPUs divides this model and {planner.global_batch} sequences')
+            raise ValueError(f'no layout of {options.gpus} GPUs divides this model and '
+                             f'{planner.global_batch} sequences: set --gpus or --tokens_per_iter')
     if options.check:
         check(planner, options, arguments)
         return
@@ -338,9 +346,9 @@ def main():
         print_row(planner, rows[0], options.price)
         return
     if not planner.fits(rows[0]):
-        sys.exit(f'error: no layout of {options.gpus} × {machine.name} fits; closest is {layout_text(rows[0])}, '
-                 f'which needs {rows[0]["memory_gb"]:,.1f} GB of {machine.memory / 1e9:.0f}: take more GPUs, '
-                 'or GPUs with more memory')
+        sys.exit(f'error: no layout of {options.gpus} × {machine.name} fits; '
+                 f'closest is {layout_text(rows[0])}, which needs {rows[0]["memory_gb"]:,.1f} GB of '
+                 f'{machine.memory / 1e9:.0f}: take more GPUs, or GPUs with more memory')
     print_plan(planner, rows, arguments, options.price)
 
 

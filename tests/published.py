@@ -3,7 +3,7 @@
 github.com/pytorch/torchtitan, benchmarks/: llama3_h100_202412_torchtitan.md and
 asyncTP_llama3_h100_2025-06_torchtitan.md. H100 with 96 GB at 2.4 TB/s, 500 W, NVLink, 400 Gb/s for each GPU.
 Memory is what PyTorch's allocator has reserved. Three things are theirs and not ours, and are added here: the
-loss holds all logits, 14 bytes each; selective checkpointing keeps every second matrix product's result; cp is
+loss holds all logits, 14 bytes each; selective checkpointing keeps the results of every second product; cp is
 ring attention.
 """
 import functools
@@ -35,30 +35,33 @@ class Row(NamedTuple):
     misses: str = ''  # why the formulas miss it
 
 
-def row(name, model, gpus, layout, split, options, tokens_per_sec, gib=None, block_size=8192, **rest):
-    return Row(name, model, block_size, gpus, layout, split, dict(compile=True) | options, tokens_per_sec, gib,
-               **rest)
+def row(name, model, gpus, layout, split, options, speed, gib=None, block_size=8192, **rest):
+    options = dict(compile=True) | options
+    return Row(name, model, block_size, gpus, layout, split, options, speed, gib, **rest)
 
 
+FSDP = dict(zero_stage=3)
 SELECTIVE, FULL = dict(activation_checkpoint='selective'), dict(activation_checkpoint='full')
-FP8, ASYNC = dict(fp8=True), dict(async_tp=True)
+FP8, ASYNC, EAGER = dict(fp8=True), dict(async_tp=True), dict(compile=False)
 TP_PP = dict(zero_stage=2, tp=8, pp=8)
 RING = 'ring attention; ours is all-to-all'
 ROWS = [
-    row('8B, FSDP', '8B', 8, dict(zero_stage=3), (2, 1), SELECTIVE, 6667, 77.0, fitted='products, gaps'),
-    row('8B, FSDP, float8', '8B', 8, dict(zero_stage=3), (2, 1), SELECTIVE | FP8, 8532, 76.8, fitted='float8'),
-    row('8B, FSDP, not compiled', '8B', 8, dict(zero_stage=3), (2, 1), SELECTIVE | dict(compile=False), 5762, 82.4),
-    row('8B, FSDP', '8B', 128, dict(zero_stage=3), (2, 1), SELECTIVE, 6514, 62.0),
-    row('8B, FSDP, float8', '8B', 128, dict(zero_stage=3), (2, 1), SELECTIVE | FP8, 8380, 61.8),
-    row('8B, FSDP, float8', '8B', 8, dict(zero_stage=3), (1, 1), FULL | FP8, 3890, 83.9, 32768, fitted='attention'),
-    row('8B, cp 2, float8', '8B', 8, dict(zero_stage=3, cp=2), (1, 1), FULL | FP8, 2540, 84.2, 65536),
-    row('8B, cp 4, float8', '8B', 8, dict(zero_stage=3, cp=4), (1, 1), FULL | FP8, 1071, 84.0, 131072, misses=RING),
-    row('8B, cp 8, float8', '8B', 8, dict(zero_stage=3, cp=8), (1, 1), FULL | FP8, 548, 84.5, 262144, misses=RING),
-    row('8B, tp 8', '8B', 64, dict(zero_stage=3, tp=8), (12, 1), SELECTIVE, 4378),
-    row('8B, tp 8, async', '8B', 64, dict(zero_stage=3, tp=8), (12, 1), SELECTIVE | ASYNC, 4809),
-    row('70B, tp 8', '70B', 256, dict(zero_stage=3, tp=8), (16, 1), FULL, 597),
-    row('70B, tp 8, async', '70B', 256, dict(zero_stage=3, tp=8), (16, 1), FULL | ASYNC, 652),
-    row('70B, tp 8, float8', '70B', 256, dict(zero_stage=3, tp=8), (16, 1), FULL | FP8, 829, 71.9,
+    row('8B, FSDP', '8B', 8, FSDP, (2, 1), SELECTIVE, 6667, 77.0, fitted='products, gaps'),
+    row('8B, FSDP, float8', '8B', 8, FSDP, (2, 1), SELECTIVE | FP8, 8532, 76.8, fitted='float8'),
+    row('8B, FSDP, not compiled', '8B', 8, FSDP, (2, 1), SELECTIVE | EAGER, 5762, 82.4),
+    row('8B, FSDP', '8B', 128, FSDP, (2, 1), SELECTIVE, 6514, 62.0),
+    row('8B, FSDP, float8', '8B', 128, FSDP, (2, 1), SELECTIVE | FP8, 8380, 61.8),
+    row('8B, FSDP, float8', '8B', 8, FSDP, (1, 1), FULL | FP8, 3890, 83.9, 32768, fitted='attention'),
+    row('8B, cp 2, float8', '8B', 8, FSDP | dict(cp=2), (1, 1), FULL | FP8, 2540, 84.2, 65536),
+    row('8B, cp 4, float8', '8B', 8, FSDP | dict(cp=4), (1, 1), FULL | FP8, 1071, 84.0, 131072,
+        misses=RING),
+    row('8B, cp 8, float8', '8B', 8, FSDP | dict(cp=8), (1, 1), FULL | FP8, 548, 84.5, 262144,
+        misses=RING),
+    row('8B, tp 8', '8B', 64, FSDP | dict(tp=8), (12, 1), SELECTIVE, 4378),
+    row('8B, tp 8, async', '8B', 64, FSDP | dict(tp=8), (12, 1), SELECTIVE | ASYNC, 4809),
+    row('70B, tp 8', '70B', 256, FSDP | dict(tp=8), (16, 1), FULL, 597),
+    row('70B, tp 8, async', '70B', 256, FSDP | dict(tp=8), (16, 1), FULL | ASYNC, 652),
+    row('70B, tp 8, float8', '70B', 256, FSDP | dict(tp=8), (16, 1), FULL | FP8, 829, 71.9,
         misses='memory, for an unknown reason'),
     row('405B, tp 8 × pp 8, float8, async, 1f1b', '405B', 512, TP_PP, (4, 8), FULL | FP8 | ASYNC, 100, 82.5),
     row('405B, the same, interleaved', '405B', 512, TP_PP | dict(pp_schedule='interleaved1f1b'), (4, 8),
@@ -71,8 +74,9 @@ def shape_of(model, block_size):
     n_layer, n_head, n_embd, n_hidden = MODELS[model]
     with torch.device('meta'):
         return costs.Shape(GPT(GPTConfig(
-            block_size=block_size, vocab_size=128256, n_layer=n_layer, n_head=n_head, n_kv_head=8, n_embd=n_embd,
-            n_hidden=n_hidden, bias=False, pos='rope', norm='rmsnorm', mlp='swiglu', tie_weights=False), seed=None))
+            block_size=block_size, vocab_size=128256, n_layer=n_layer, n_head=n_head, n_kv_head=8,
+            n_embd=n_embd, n_hidden=n_hidden, bias=False, pos='rope', norm='rmsnorm', mlp='swiglu',
+            tie_weights=False), seed=None))
 
 
 def judge(row):
@@ -93,17 +97,10 @@ def judge(row):
         seconds += shape.n_blocks * flops / machine.rate('float8' if work.fp8 else work.dtype, 1024)
     most = 0
     for rank in range(layout.pp):
-        for moment, parts in costs.moments(shape, layout, work, rank).items():
+        for parts in costs.phases(shape, layout, work, rank).values():
             if parts['logits']:
                 parts['logits'] = BYTES_OF_A_LOGIT * s * config.padded_vocab_size / tp
             parts['activations'] -= unkept * (parts['activations'] > 0)
             most = max(most, sum(parts.values()))
     gib = (1 + costs.GAPS) * most / 2 ** 30
     return tokens * work.micro_steps * layout.dp / seconds / row.gpus, gib
-
-
-if __name__ == '__main__':
-    for found in ROWS:
-        speed, memory = judge(found)
-        print(f'{found.name:<42} {found.gpus:>4} {speed:>8,.0f} {found.tokens_per_sec:>8,} {speed / found.tokens_per_sec:.2f} '
-              f'{memory:>8.1f} {found.gib or 0:>6} {memory / found.gib if found.gib else 0:.2f} {found.fitted} {found.misses}')

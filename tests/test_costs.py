@@ -1,5 +1,4 @@
 """The formulas of costs.py: against the bytes of real runs, PyTorch's pipeline orders, and published runs."""
-import dataclasses
 import json
 import os
 from types import SimpleNamespace
@@ -27,8 +26,9 @@ CASES = [case for case in CASES if 'compiled' not in case[1]]
 def foretold(nproc, arguments, device='cpu'):
     """(Shape, Layout, Work) of a run of train.py on the dataset of the tests."""
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
-    layout = Layout(nproc, *(config[key] for key in ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule')))
-    fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
+    degrees = 'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule'
+    layout = Layout(nproc, *(config[key] for key in degrees))
+    fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
     with torch.device('meta'):
         model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
     return costs.Shape(model), layout, costs.Work.of(config, layout, device)
@@ -97,7 +97,7 @@ def orders(pp, micro_steps, pp_schedule):
 
 
 def played_bubble(pp, micro_steps, pp_schedule):
-    """Idle share of a pipeline with equal stages: forward takes 1, each half of backward 1, sending nothing."""
+    """Idle share of a pipeline of equal stages: forward and each half of backward take 1, sending nothing."""
     chunks, queues = SCHEDULES[pp_schedule][1], orders(pp, micro_steps, pp_schedule)
     # when micro-batches leave a stage, forward and backward; they leave in the order in which they came
     exits = {(stage, way): [] for stage in range(pp * chunks) for way in ('forward', 'backward')}
@@ -141,7 +141,7 @@ def test_pipelines_idle_and_hold_as_much_as_pytorchs_orders(pp, pp_schedule):
 @pytest.mark.parametrize('row', [
     pytest.param(row, marks=[] if row.model == '8B' else pytest.mark.slow) for row in ROWS])
 def test_published_runs_are_foretold(row):
-    """Tokens/s within 20%, memory within 15%, where docs/layouts.md does not name the row as one that is not."""
+    """Tokens/s within 20% and memory within 15%, but for the rows that docs/layouts.md says are not."""
     tokens_per_sec, gib = judge(row)
     is_near = abs(tokens_per_sec / row.tokens_per_sec - 1) < 0.2
     if row.gib:

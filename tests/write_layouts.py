@@ -12,7 +12,8 @@ from published import ROWS, judge
 
 PAGE = ROOT / 'docs' / 'layouts.md'
 GPT2, XL, LLAMA, BIG = 'train_gpt2', 'gpt2_xl_fsdp', 'llama_7b_tp_fsdp', 'gpt_70b_3d'
-NAMES = {GPT2: 'GPT-2 (0.12B)', XL: 'GPT-2 XL (1.56B)', LLAMA: 'Llama 7B (6.86B)', BIG: 'Llama 2 70B (55.94B)'}
+NAMES = {GPT2: 'GPT-2 (0.12B)', XL: 'GPT-2 XL (1.56B)', LLAMA: 'Llama 7B (6.86B)',
+         BIG: 'Llama 2 70B (55.94B)'}
 # (config, GPUs, its layout, micro-batch, micro-steps)
 EXAMPLES = [
     (GPT2, 8, 'zero_stage=0', 12, 5),
@@ -28,14 +29,18 @@ EXAMPLES = [
     (BIG, 64, 'zero_stage=2 tp=8 pp=4', 1, 256),
     (BIG, 1024, 'zero_stage=2 tp=8 pp=8 pp_schedule=interleaved1f1b', 1, 64),
 ]
-PLAIN = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --pp_schedule=1f1b --activation_checkpoint=none '
-         '--cpu_offload=False --dtype=bfloat16').split()
+PLAIN = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --pp_schedule=1f1b --cpu_offload=False '
+         '--activation_checkpoint=none --dtype=bfloat16').split()
+
+
+def header(*columns):
+    return [f'| {" | ".join(columns)} |', '| --- ' * len(columns) + '|']
 
 
 def examples():
     """The table of examples, for H100 GPUs with 400 Gb/s."""
-    lines = ['| model | GPUs | keys | B × m × dp | tokens | state | gathered | activations | sum, GB | idle | MFU |',
-             '| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |']
+    lines = header('model', 'GPUs', 'keys', 'B × m × dp', 'tokens', 'state', 'gathered', 'activations',
+                   'sum, GB', 'idle', 'MFU')
     for config, gpus, keys, micro_batch, micro_steps in EXAMPLES:
         arguments = [str(ROOT / 'config' / f'{config}.py'), *PLAIN, *(f'--{key}' for key in keys.split())]
         planner = Planner(config_of(str(ROOT / 'train.py'), arguments), find_machine('H100'), gpus)
@@ -55,8 +60,8 @@ def examples():
 
 def published():
     """The table of published runs: foretold beside measured."""
-    lines = ['| Llama 3.1 | GPUs | tokens a sequence | tokens/s/GPU measured | foretold | GiB measured | foretold | |',
-             '| --- | --- | --- | --- | --- | --- | --- | --- |']
+    lines = header('Llama 3.1', 'GPUs', 'tokens a sequence', 'tokens/s/GPU measured', 'foretold',
+                   'GiB measured', 'foretold', '')
     for row in ROWS:
         speed, gib = judge(row)
         memory = f'{row.gib} | {gib:.0f} ({gib / row.gib - 1:+.0%})' if row.gib else '- | -'

@@ -1,7 +1,7 @@
 """Count the bytes that tensors hold: at most in an iteration, and by what stays from one to the next.
 
 OUT_DIR.peak.RANK gets JSON: `peak` of the iterations after the first two, and `parameters`, `gradients` and
-`moments` at the last step, as the sizes of the memory behind them. What gloo copies for itself does not count.
+`moments` at the last step: the sizes of the memory behind them. What gloo copies for itself does not count.
 """
 import atexit
 import json
