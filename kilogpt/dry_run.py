@@ -203,7 +203,8 @@ class FakeMemory:
     """A context in which tensors are fake, and a Recorder sees them."""
 
     def __init__(self):
-        self.mode, self.recorder = FakeTensorMode(allow_non_fake_inputs=True), Recorder()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = Recorder(self.mode)
 
     def __enter__(self):
         self.mode.__enter__()
@@ -251,6 +252,7 @@ def names_of_groups(processes):
 def substitutes_for_communication(memory):
     """Contexts in which DDP and pipelines get what they would receive from other processes."""
     from torch.distributed.pipelining import schedules
+    from torch.distributed.tensor import _sharding_prop
     reducer_buckets = dist._compute_bucket_assignment_by_size
 
     def final_buckets(parameters, limits, *options):
@@ -283,6 +285,9 @@ def substitutes_for_communication(memory):
         mock.patch.object(dist.Reducer, '_rebuild_buckets', lambda reducer: False),
         mock.patch.object(dist, 'all_reduce', all_reduce_at_once),
         mock.patch.object(parallel, 'replicate', replicate_in_fake_memory)]
+    if hasattr(_sharding_prop, 'detect_fake_mode'):
+        # DTensor works out shapes on whole tensors, in a fake mode of its own if it does not find one.
+        contexts.append(mock.patch.object(_sharding_prop, 'detect_fake_mode', lambda *inputs: None))
     if hasattr(schedules._PipelineSchedule, '_warmup_p2p'):  # since torch 2.13
         contexts.append(mock.patch.object(schedules._PipelineSchedule, '_warmup_p2p', agree_on_shapes))
     return contexts

@@ -26,6 +26,7 @@ class Segment:
 class Recorder(TorchDispatchMode):
     """Within this context, every new piece of a tensor's memory and every collective is noted.
 
+    fake_mode: that of the tensors to record; None records real ones.
     phase: the part of memory that comes from now on, unless `label`, a collective or its shape says otherwise.
     logits_width: elements in the last dimension of the tensors that count as logits; 0 for none.
     group_names: {name of a process group: what `collectives` calls it}.
@@ -33,8 +34,9 @@ class Recorder(TorchDispatchMode):
     themselves (NCCL, cuBLAS, the allocator).
     """
 
-    def __init__(self):
+    def __init__(self, fake_mode=None):
         super().__init__()
+        self.fake_mode = fake_mode
         self.phase, self.logits_width, self.group_names = 'other', 0, {}
         self._clock = 0
         self._alive, self._references = {}, {}  # {id of a storage: Segment}, {id of a storage: weak reference}
@@ -67,6 +69,8 @@ class Recorder(TorchDispatchMode):
             return NotImplemented  # a DTensor, whose operations on local tensors come here in their turn
         result = operator(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
+            if tensor.is_meta or getattr(tensor, 'fake_mode', None) is not self.fake_mode:
+                continue  # a model without memory, or a DTensor that works out the shape of a result
             is_logits = tensor.dim() > 1 and tensor.size(-1) == self.logits_width
             self._note_storage(tensor.untyped_storage(), 'logits' if is_logits else self.phase)
         namespace = operator.namespace
