@@ -10,9 +10,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kilogpt.trace import COLLECTIVES
 
-# In the order in which a table prints them. 'gathered' are the whole parameters of FSDP2 and the buffers of
-# collectives, 'whole gradients' those that FSDP2 has not reduced to shards yet.
-PARTS = ('parameters', 'gradients', 'moments', 'gathered', 'whole gradients', 'activations', 'logits', 'other')
+# In the order in which a table prints them. 'gradients' are shards, and those that are still whole; 'gathered'
+# the whole parameters of FSDP2 and what collectives send and receive; 'buffers' what a pipeline receives into.
+PARTS = ('parameters', 'gradients', 'moments', 'gathered', 'buffers', 'activations', 'logits', 'other')
+DEVICE_OF = torch.ops.prim.device.default  # what tensor.device calls where the tensor is fake
 
 
 class Segment:
@@ -54,7 +55,7 @@ class Recorder(TorchDispatchMode):
 
         def noted_resize(storage, size):
             resize(storage, size)
-            recorder._note_storage(storage, None)
+            recorder._note_storage(storage, recorder.phase)
 
         self._resize = resize
         torch.UntypedStorage.resize_ = noted_resize
@@ -67,10 +68,14 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, '__tensor_flatten__') for kind in types):
             return NotImplemented  # a DTensor, whose operations on local tensors come here in their turn
+        if operator is DEVICE_OF and self.fake_mode:  # half of all calls
+            return args[0].fake_device
         result = operator(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
-            if tensor.is_meta or getattr(tensor, 'fake_mode', None) is not self.fake_mode:
-                continue  # a model without memory, or a DTensor that works out the shape of a result
+            if getattr(tensor, 'fake_mode', None) is not self.fake_mode:
+                continue  # DTensor works out the shape of a result
+            if self.fake_mode is None and tensor.is_meta:
+                continue
             is_logits = tensor.dim() > 1 and tensor.size(-1) == self.logits_width
             self._note_storage(tensor.untyped_storage(), 'logits' if is_logits else self.phase)
         namespace = operator.namespace
@@ -83,7 +88,7 @@ class Recorder(TorchDispatchMode):
     # --- memory ---------------------------------------------------------------------------------------------
 
     def _note_storage(self, storage, part):
-        """Note memory that is new or has another size. part: None keeps the part that it had."""
+        """Note memory that is new, as a part, or that has another size."""
         key, size = storage._cdata, storage.nbytes()
         segment = self._alive.get(key)
         if segment is None:
@@ -141,27 +146,26 @@ class Recorder(TorchDispatchMode):
         if kind is None:  # wait_tensor, barrier
             return
         tensors = [found for found in map(_tensors_in, [*args, result]) if found]
-        is_buffer = operator.namespace == 'c10d' and kind not in ('send', 'recv')
-        if is_buffer:  # DTensor's collectives and a pipeline's neighbours hand over activations instead
-            self._label_new(tensors)
+        if operator.namespace == 'c10d' and kind != 'send':  # DTensor's collectives return activations
+            self._label_new(tensors, 'buffers' if kind == 'recv' else 'gathered')
         group = _group_of(operator, args)
         key = kind, self.group_names.get(group, group), str(tensors[0][0].dtype).removeprefix('torch.')
         calls, total = self._collectives.get(key, (0, 0))
         size = max(sum(tensor.nbytes for tensor in found) for found in tensors)
         self._collectives[key] = calls + 1, total + size
 
-    def _label_new(self, tensors):
-        """Count the buffers of a collective as gathered, unless they are gradients or another known part."""
+    def _label_new(self, tensors, part):
+        """Count the memory of a collective as a part, unless it is known to be another one."""
         for found in tensors:
             for tensor in found:
                 segment = self._alive.get(tensor.untyped_storage()._cdata)
                 if segment and segment.part == self.phase:
-                    segment.part = 'gathered'
+                    segment.part = part
 
     def _note_fsdp(self, operator, args, kwargs):
         """Name the memory of FSDP2's own operators, which copy between buffers and whole parameters."""
         if 'chunk_cat' in operator.name():  # whole gradients, into the buffer of a reduce-scatter
-            self.label(_tensors_in(args[0]), 'whole gradients')
+            self.label(_tensors_in(args[0]), 'gradients')
         elif 'split_with_sizes_copy' in operator.name():  # from the buffer of an all-gather
             self.label(_tensors_in(kwargs['out']), 'gathered')
 

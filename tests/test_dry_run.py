@@ -54,7 +54,7 @@ def bytes_by_kind(collectives):
 
 def check_layout(train, dataset, nproc, arguments):
     run = train(*SHAPE, *arguments, nproc=nproc, faults=[FAULTS / 'record.py'])
-    for rank in sorted({0, nproc - 1}):
+    for rank in (0, nproc - 1) if '--pp=2' in arguments else (0,):
         recorded = json.load(open(f'{run.out_dir}.record.{rank}'))
         foretold = dry_run(dataset, rank, nproc, *SHAPE, *arguments)
         assert bytes_by_kind(foretold['collectives']) == bytes_by_kind(recorded['collectives']), rank
