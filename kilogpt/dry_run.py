@@ -7,7 +7,7 @@ model out on fake tensors, which have shapes but no memory, and runs one iterati
 cluster raises here. `dry_run` starts such a process for each of several ranks.
 
 Tensors are on a fake CPU, also for a run on GPUs, since PyTorch builds without CUDA have no other; what GPUs do
-otherwise is put in its place by `as_on_gpu`. Nothing is compiled: a compiled model holds fewer activations.
+otherwise is put in its place by `substitutes_for_gpus`. Nothing is compiled: a compiled model holds fewer activations.
 """
 import contextlib
 import dataclasses
@@ -24,6 +24,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from data.loader import DATA, read_meta
 from kilogpt import cpu, parallel
@@ -42,19 +43,17 @@ HOPPER = (9, 0)  # the compute capability that is assumed for GPUs
 
 # --- several ranks, each in a process of its own ------------------------------------------------------------
 
-def dry_run(arguments, world_size, ranks=None, report=lambda result: None):
+def dry_run(arguments, world_size, ranks=(), report=lambda result: None):
     """The reports of several ranks of a run of train.py, made two at a time, in the order of ranks.
 
-    arguments: config files and keys of train.py. ranks: by default the first, a middle and the last one.
+    arguments: config files and keys of train.py. ranks: none of them means the first, a middle and the last.
     report(result): called with each report as it comes.
     Raises ValueError with the sentence of the first rank that would not start.
     """
-    if ranks is None:
-        ranks = [0, (world_size - 1) // 2, world_size - 1]
-    ranks = sorted(set(ranks))
+    ranks = sorted(set(ranks or (0, (world_size - 1) // 2, world_size - 1)))
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
-        raise ValueError(f'ranks {ranks} are to be checked, but the ranks of {world_size} process(es) are 0 to '
-                         f'{world_size - 1}: set --ranks to some of those')
+        raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to {world_size - 1}: '
+                         'set --ranks to some of those')
     results = []
     with ThreadPoolExecutor(2) as pool:
         for result in pool.map(lambda rank: _launch(arguments, world_size, rank), ranks):
@@ -68,7 +67,8 @@ def _launch(arguments, world_size, rank):
     environment = dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
-        raise ValueError(f'rank {rank}: {last_error(run.stderr)}')
+        sentence = last_error(run.stderr).removeprefix('error: ')
+        raise ValueError(f'rank {rank}: {sentence}')
     return json.loads(run.stdout.splitlines()[-1])
 
 
@@ -82,7 +82,8 @@ def table(results, foretold=None):
     for part in (*PARTS, 'all'):
         figures = [result['peak_bytes'] if part == 'all' else result['peak_parts'][part] for result in results]
         if foretold:
-            figures.append(sum(foretold.values()) if part == 'all' else foretold.get(part, 0))
+            known = {name: foretold.get(name, 0) for name in PARTS}
+            figures.append(sum(known.values()) if part == 'all' else known[part])
         if any(figures):
             lines.append(f'{part:<18}' + ''.join(f'{figure / 1e9:>12.3f}' for figure in figures))
     for result in results:
@@ -139,12 +140,13 @@ def run_rank(config):
             x, y = torch.zeros(2, rows, block_size // layout.cp, dtype=torch.int64)
             steps = 1 if layout.pp > 1 else micro_steps
             held = run_iterations(laid_out, optimizer, x, y, steps, config['grad_clip'], memory.recorder)
-    in_host_memory = ('parameters', 'gradients', 'moments') if config['cpu_offload'] else ()
+    in_host_memory = ('parameters', 'gradients', 'moments') if config['cpu_offload'] and on_gpu else ()
     peak_parts = memory.recorder.peak(left_out=in_host_memory)
     return dict(
         rank=processes.rank, world_size=processes.world_size, layout=layout.describe(),
         coordinates=dict(zip(('pp', 'dp', 'cp', 'tp'), layout.coordinates(processes.rank))),
-        notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes,
+        notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes
+        + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile'],
         parameters=n_parameters, micro_batch=micro_batch, micro_steps=micro_steps, dtype=dtype,
         held=held, peak_bytes=sum(peak_parts.values()), peak_parts=peak_parts,
         collectives=memory.recorder.collectives(), lay_out_seconds=lay_out_seconds,
@@ -320,11 +322,20 @@ def substitutes_for_gpus(dtype):
                 if not flash_attention_runs(dtype, HOPPER):
                     module.register_forward_pre_hook(repeat_grouped_heads)
 
+    composite = torch.nn.RMSNorm.forward
+
+    def fused_rms_norm(norm, x):
+        if x.dtype != norm.weight.dtype:  # not fused on GPUs either
+            return composite(norm, x)
+        # PyTorch's fused LayerNorm keeps what its fused RMSNorm does, which CPUs do not have, and a mean per row.
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, None, norm.eps)
+
     def all_to_all(x, gather_dim, shard_dim, mesh, mesh_dim):  # gloo has none, and gathers instead
         group = mesh.get_group(mesh_dim).group_name
         return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
 
     return [mock.patch.object(cpu, 'use_faster_parts', use_flash_attention),
+            mock.patch.object(torch.nn.RMSNorm, 'forward', fused_rms_norm),
             mock.patch.object(placement_types, 'shard_dim_alltoall', all_to_all)]
 
 

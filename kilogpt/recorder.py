@@ -147,6 +147,8 @@ class Recorder(TorchDispatchMode):
             return
         tensors = [found for found in map(_tensors_in, [*args, result]) if found]
         if operator.namespace == 'c10d' and kind != 'send':  # DTensor's collectives return activations
+            if kind == 'reduce_scatter':  # into what becomes a gradient, or is added to one
+                self._label_new(tensors[:1], 'gradients')
             self._label_new(tensors, 'buffers' if kind == 'recv' else 'gathered')
         group = _group_of(operator, args)
         key = kind, self.group_names.get(group, group), str(tensors[0][0].dtype).removeprefix('torch.')
