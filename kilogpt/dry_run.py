@@ -277,6 +277,12 @@ def substitutes_for_communication(memory):
         all_reduce(tensor, op, group)
         return FinishedWork(tensor) if async_op else None
 
+    send_and_receive = schedules._batch_p2p
+
+    def send_and_receive_at_once(operations, desc=None):
+        send_and_receive(operations, desc)
+        return [FinishedWork(operation.tensor) for operation in operations]
+
     def agree_on_shapes(schedule, stages, *options):
         # Each stage is told its shapes, and the stages vote whether all are: the votes would come from others.
         for stage in stages:
@@ -286,6 +292,7 @@ def substitutes_for_communication(memory):
         mock.patch.object(dist, '_compute_bucket_assignment_by_size', final_buckets),
         mock.patch.object(dist.Reducer, '_rebuild_buckets', lambda reducer: False),
         mock.patch.object(dist, 'all_reduce', all_reduce_at_once),
+        mock.patch.object(schedules, '_batch_p2p', send_and_receive_at_once),
         mock.patch.object(parallel, 'replicate', replicate_in_fake_memory)]
     if hasattr(_sharding_prop, 'detect_fake_mode'):
         # DTensor works out shapes on whole tensors, in a fake mode of its own if it does not find one.
@@ -296,7 +303,10 @@ def substitutes_for_communication(memory):
 
 
 class FinishedWork(dist.Work):
-    """The handle of an all-reduce: unlike that of a fake process group, its future holds the tensor."""
+    """The handle of an operation that, unlike that of a fake process group, keeps the tensor alive.
+
+    A pipeline's schedule keeps such handles, and so what it has sent, to the end of the iteration.
+    """
 
     def __init__(self, tensor):
         super().__init__()
