@@ -210,6 +210,15 @@ def peak_memory_gb(device):
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
+def available_memory(device):
+    """Bytes that this process can hold: of a GPU what others have left, else the machine's."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if not hasattr(os, 'sysconf'):  # Windows
+        return math.inf
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
+
+
 def synchronize(device):
     """Wait for the device, so that a clock read next is read after the work."""
     if device.type != 'cpu':
