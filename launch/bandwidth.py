@@ -23,7 +23,7 @@ from kilogpt.processes import Processes
 
 device = 'auto'  # 'cpu' or 'cuda'; 'auto' = CUDA if available
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
-max_mb = 1024  # size of the largest all-reduce in MB; each smaller one is a quarter of the next
+max_mb = 1024.0  # size of the largest all-reduce in MB; each smaller one is a quarter of the next
 repeats = 20  # timed repeats of each size, after 5 that are not timed
 configure(globals())
 

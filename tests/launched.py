@@ -197,9 +197,14 @@ class Cluster:
                  *self.folder.glob('*.stderr')]
         return '\n'.join(f'--- {path}\n{path.read_text(errors="replace")[-3000:]}' for path in paths)
 
-    def wait_for_state(self, job, state):
-        wait_for(lambda: self.field(job, 'JobState') == state,
-                 lambda: f'job {job} is {self.field(job, "JobState")}, not {state}\n{self.logs()}')
+    def wait_for_state(self, job, wanted):
+        def is_wanted():
+            state = self.field(job, 'JobState')
+            has_ended = state in ('CANCELLED', 'COMPLETED', 'FAILED', 'NODE_FAIL', 'TIMEOUT')
+            assert state == wanted or not has_ended, f'job {job} is {state}, not {wanted}\n{self.logs()}'
+            return state == wanted
+
+        wait_for(is_wanted, self.logs)
 
     def end(self):
         for daemon in self.daemons.values():

@@ -67,7 +67,7 @@ class Run:
 
         restarts: how often Slurm is to start the job for it. mend(): what the owner of the cluster then does.
         """
-        self.train(15)
+        self.train(12)
         resumes, restarts, lost = self.resumes(), self.restarts() + restarts, self.lost()
         strike()
         struck = time.monotonic()
@@ -111,14 +111,14 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
         return mend
 
     # what signals the run loses nothing, and what kills it no more than was made since the save before the last
+    assert run.survive('second node lost', lose('n2'), mend=bring_back('n2')) <= 20
+    assert run.survive('first node lost', lose('n1'), mend=bring_back('n1')) <= 20
     assert run.survive('time limit', reach_time_limit, mend=grant_a_day) == 0
     assert run.survive('process killed', lambda: kill([cluster.workers(run.out_dir)[1]]), restarts=0) <= 20
     assert run.survive('`scontrol requeue`', lambda: cluster.run('scontrol', 'requeue', run.job)) == 0
     assert run.survive('preemption', preempt) == 0
     cluster.run('scontrol', 'update', 'PartitionName=main', 'GraceTime=60')
     assert run.survive('preemption with a grace period', preempt) == 0
-    assert run.survive('second node lost', lose('n2'), mend=bring_back('n2')) <= 20
-    assert run.survive('first node lost', lose('n1'), mend=bring_back('n1')) <= 20
     run.train(5)
     cluster.run('scancel', run.job)
     cluster.wait_for_state(run.job, 'CANCELLED')
