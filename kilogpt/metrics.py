@@ -1,4 +1,4 @@
-"""A run's report of itself: console lines, metrics.jsonl, wandb, and the peak that MFU is a share of."""
+"""A run's report of itself: console, metrics.jsonl, wandb, TensorBoard, and the peak that MFU is a share of."""
 import json
 import math
 import os
@@ -8,17 +8,7 @@ import time
 
 import torch
 
-# Dense peak TFLOP/s from the makers' data sheets: in 16 bits with float32 accumulation, and in float32 (TF32
-# where the device has it)
-PEAK_TFLOPS = {
-    'B200': (2250, 1125), 'H200': (989, 494), 'GH200': (989, 494),
-    'H100 PCIe': (756, 378), 'H100 NVL': (835, 417), 'H100': (989, 494),
-    'A100': (312, 156), 'A10': (125, 62.5), 'A40': (149.7, 74.8), 'A6000': (154.8, 77.4),
-    'L4': (121, 60.5), 'L40S': (362, 183), 'L40': (181, 90.5),
-    'RTX 5090': (209.5, 104.8), 'RTX 4090': (165.2, 82.6), 'RTX 3090': (71, 35.6),
-    'V100': (125, 15.7), 'T4': (65, 8.1),
-}
-
+from kilogpt.machines import GPUS
 
 # Products (rows, inner, columns) timed on a CPU, where caches and vector units decide which is fastest. AMX
 # reaches three times as much in bfloat16 with the last two as with the first.
@@ -33,7 +23,7 @@ def peak_flops(device, dtype):
     """
     if device.type == 'cuda':
         name = torch.cuda.get_device_name(device)
-        return next((peak[dtype == 'float32'] * 1e12 for key, peak in PEAK_TFLOPS.items()
+        return next((1e12 * figures[dtype == 'float32'] for key, figures in GPUS.items()
                      if re.search(rf'\b{key}\b', name)), None)
     if device.type != 'cpu':
         return None
@@ -54,14 +44,17 @@ def measured_flops(rows, inner, columns, dtype, seconds=0.03):
 
 
 class Metrics:
-    """Writes a run's lines to the console, out_dir/metrics.jsonl and wandb; only the main process writes.
+    """Writes a run's lines to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
 
+    Only the main process writes.
     wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError if wandb is not
     installed, ValueError if it cannot start.
+    tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
+    iteration: the one at which the run starts or resumes.
     """
 
-    def __init__(self, out_dir, is_main, wandb=None):
-        self.file = self.wandb = None
+    def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0):
+        self.file = self.wandb = self.tensorboard = None
         self.wandb_step = 0
         self.save = None  # the arguments of save_started, until that save is written
         self.seconds_per_iteration = None  # those of the last training line
@@ -78,6 +71,16 @@ class Metrics:
             except client.Error as error:  # no account, no network
                 raise ValueError(f'wandb_log=True, but {error} '
                                  '(or set WANDB_MODE=offline, or --wandb_log=False)') from None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ImportError('tensorboard=True needs TensorBoard: pip install tensorboard, '
+                                  'or set --tensorboard=False') from None
+            # After a resume, the files of the earlier part of the run have everything up to this iteration.
+            self.tensorboard_begin = iteration + 1 if iteration else 0
+            self.tensorboard = SummaryWriter(os.path.join(out_dir, 'tensorboard'),
+                                             purge_step=self.tensorboard_begin)
         path = os.path.join(out_dir, 'metrics.jsonl')
         if os.path.exists(path):
             with open(path, 'rb+') as file:  # drop a last line that a crash of the machine cut off
@@ -155,6 +158,19 @@ class Metrics:
         if self.wandb:
             self.wandb_step = max(self.wandb_step, line['iter'])  # wandb drops what is of an earlier step
             self.wandb.log(line, step=self.wandb_step)
+        if self.tensorboard and line['iter'] >= self.tensorboard_begin:
+            self._write_to_tensorboard(line)
+
+    def _write_to_tensorboard(self, line):
+        try:
+            for key, value in line.items():
+                if key != 'iter' and isinstance(value, (int, float)):
+                    self.tensorboard.add_scalar(key, value, line['iter'])
+            self.tensorboard.flush()
+        except OSError as error:
+            print(f'warning: out_dir/tensorboard could not be written ({error}). '
+                  'Training continues without it', file=sys.stderr, flush=True)
+            self.tensorboard = None
 
     def _flush(self):
         try:
@@ -171,6 +187,8 @@ class Metrics:
             self._flush()
         if self.wandb:
             self.wandb.finish()
+        if self.tensorboard:
+            self.tensorboard.close()
 
 
 def _is_not_finite(value):

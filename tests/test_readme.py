@@ -99,6 +99,14 @@ SLOW_SESSIONS = dict(
         step('torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/train_gpt2.py '
              '--init_from=auto --save_minutes=10', MANY, nproc=2),
     ],
+    plan=[
+        step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --gpu=H100 --price=2.5'),
+        step('python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=64 --gpu=A100 --link=200 --as_given'),
+        step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --as_given --check',
+             '--n_layer=16 --ranks=1023'),
+        step('python -m kilogpt.plan --calibrate=here.json'),
+        step('python -m kilogpt.plan config/quickstart.py --gpus=2 --gpus_per_node=2 --gpu=here.json'),
+    ],
     logs=[
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
@@ -147,7 +155,13 @@ NEEDS = {
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
     'python -m kilogpt.versus ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
+    'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
+    'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
+    'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
     'bash tests/gpu': 'a GPU',
+    'sbatch': 'Slurm: test_slurm.py starts one',
+    'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
+    'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py': 'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
     'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',
 }
