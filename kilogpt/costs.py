@@ -310,8 +310,8 @@ def loss_bytes(shape, layout, work):
     rows, vocabulary = int(_tokens(layout, work)), config.padded_vocab_size
     per_logit = 2 * work.width if work.compile and layout.tp == 1 else 12
     per_logit += 8 if config.softcap else 0
-    if layout.tp > 1:  # sharded, and whole
-        return per_logit * rows * vocabulary / layout.tp + work.width * rows * config.n_embd
+    if layout.tp > 1:  # sharded, not in parts, and by DTensor's own formulas, which take a copy more
+        return (per_logit + FLOAT32) * rows * vocabulary / layout.tp + work.width * rows * config.n_embd
     size = shape.model.loss.part_size(rows, vocabulary)
     if size == rows:
         return per_logit * rows * vocabulary

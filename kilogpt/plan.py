@@ -314,6 +314,7 @@ def check(planner, options, arguments):
         from kilogpt import dry_run  # slow
         ranks = [int(rank) for rank in options.ranks.split(',')] if options.ranks else None
         results = dry_run.dry_run(arguments, options.gpus, ranks)
+    planner.config['compile'] = False  # as the dry run
     memory = planner.row_as_given()['memory']
     foretold = {part: 1e9 * count for part, count in memory.items() if part != 'reserve'}
     print('\n'.join(dry_run.table(results, foretold)))
