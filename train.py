@@ -272,7 +272,7 @@ say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {momen
 if n_active == n_parameters:  # the formulas do not know experts
     available = metrics.available_memory(processes.device)
     foretold, warning = forecast(model, layout, config | dict(dtype=dtype), processes.device.type, available)
-    say(f'  memory      {foretold / 1e9:,.2f} GB foretold for tensors, of {available / 1e9:,.1f} GB')
+    say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')
     if warning:
         say(f'  warning     {warning}')
 say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
