@@ -13,7 +13,7 @@ pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), b
 (grad_compress), and key=value for any other key. With dpN a layout has dp × tp × cp × pp processes, else
 --nproc_per_node. Its row has the main process's memory and, beneath, the bytes that the main process
 communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the
-wire. Bubble is the idle share of the pipeline: simulated with equal stages / measured on the main process,
+wire. Bubble is the idle share of the pipeline: by formula for equal stages / measured on the main process,
 without the optimizer and the data (on a CPU, Python between operators counts as idle).
 
 MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that of
@@ -31,11 +31,11 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import NamedTuple
 
 from data.prepare import write_random_tokens
 from kilogpt import launch
+from kilogpt.costs import bubble
 from kilogpt.layout import SCHEDULES
 
 
@@ -84,54 +84,6 @@ def parse_layout(layout, nproc_per_node):
         sys.exit(f'error: layout {layout!r} takes a multiple of tp × cp × pp = {model_parallel} processes, '
                  f'not {processes}: set --nproc_per_node, or add dpN to the layout')
     return processes, arguments
-
-
-def bubble(pp, micro_steps, pp_schedule):
-    """Idle share of a pipeline of `pp` ranks with equal stages: plays PyTorch's order of the computations.
-
-    Forward takes 1, backward 2: 1 for the input's gradient and 1 for the weights' where they are apart.
-    Sending takes nothing. Gives (p - 1) / (m + p - 1) for gpipe and 1f1b (Huang et al. 2019), and with p - 1
-    over 2 chunks for interleaved1f1b (Narayanan et al. 2021, 2.2); schedules that split the backward (Qi et
-    al. 2024) wait only for p - 1 forwards of their first micro-batch.
-    """
-    from torch.distributed.pipelining import schedules
-    schedule, chunks = SCHEDULES[pp_schedule]
-    n_stages = pp * chunks
-    stages = SimpleNamespace(num_stages=n_stages, group_size=pp, group_rank=0, submod=None)
-    if chunks > 1:
-        stages = [stages] * chunks
-    order = getattr(schedules, schedule)(stages, micro_steps).pipeline_order
-    queues = [_computations(actions) for actions in order.values()]
-    # when micro-batches leave a stage, forward and backward; they leave in the order in which they came
-    exits = {(stage, way): [] for stage in range(n_stages) for way in ('forward', 'backward')}
-    exits[-1, 'forward'] = exits[n_stages, 'backward'] = [0] * micro_steps
-    clock = [0] * pp
-    while any(queues):
-        for rank, queue in enumerate(queues):
-            while queue:
-                stage, kind = queue[0]
-                duration = 2 if kind == 'B' else 1
-                if kind == 'W':  # needs nothing from other stages
-                    clock[rank] += duration
-                else:
-                    before, way = (stage - 1, 'forward') if kind == 'F' else (stage + 1, 'backward')
-                    arrivals, done = exits[before, way], exits[stage, way]
-                    if len(arrivals) == len(done):
-                        break  # the next micro-batch has yet to arrive
-                    clock[rank] = max(clock[rank], arrivals[len(done)]) + duration
-                    done.append(clock[rank])
-                queue.pop(0)
-    return 1 - 3 * chunks * micro_steps / max(clock)
-
-
-def _computations(actions):
-    """[(stage, kind)] of a rank's actions. F: forward, B: backward, I and W: its two halves."""
-    found = []
-    for action in filter(None, actions):
-        for part in action.sub_actions or [action]:
-            if part.is_compute_op:
-                found.append((part.stage_index, part.computation_type.value))
-    return found
 
 
 def measure(arguments, processes, iters, warmup, profile=False, trace=None, **keys):

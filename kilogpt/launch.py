@@ -43,7 +43,7 @@ def train(arguments, out_dir, processes=1, **keys):
     command = [*launcher, *train_command(arguments, out_dir, **keys)]
     run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
-        raise RuntimeError(_last_error(run.stderr))
+        raise RuntimeError(last_error(run.stderr))
     with open(os.path.join(out_dir, 'config.json'), encoding='utf-8') as file:
         config = json.load(file)
     with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as file:
@@ -53,7 +53,7 @@ def train(arguments, out_dir, processes=1, **keys):
                stalls_ms=[line['ckpt_stall_ms'] for line in lines if 'ckpt_stall_ms' in line])
 
 
-def _last_error(stderr):
+def last_error(stderr):
     """The most telling line of a failed run. Under torchrun the very last only says that a child failed."""
     lines = stderr.splitlines() or ['no message']
     sentences = [line for line in lines if line.startswith('error:')]

@@ -3,6 +3,7 @@
 Plain arithmetic: no torch, no device, no communication. `processes.py` makes the device mesh of a layout and
 `parallel.py` lays the model out on it.
 """
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -161,6 +162,47 @@ class Layout:
         return (f'pp {self.pp}{schedule} × dp {self.dp} ({self.dp_replicate} × {self.dp_shard}) '
                 f'× cp {self.cp} × tp {self.tp} = {self.world_size}{experts}; '
                 f'zero_stage {self.zero_stage} ({data_parallel})')
+
+
+# --- the stages of a pipeline -------------------------------------------------------------------------------
+
+def stage_lengths(model, n_stages, block_size):
+    """How many parts each pipeline stage has: part 0 comes before the blocks, the last part after them.
+
+    The stages cost as nearly the same as whole parts allow. A parameter costs one multiplication per token,
+    attention T · C per block, and the embedding half of its size: lookups are nearly free, but memory and
+    updates are not.
+    """
+    plan = model.split_plan
+    names = list(model.get_submodule(plan['blocks']))
+
+    def size_of(name):
+        return sum(p.numel() for p in model.get_submodule(name).parameters())
+
+    block_cost = size_of(plan['blocks']) // len(names) + block_size * model.config.n_embd
+    first_cost = 0
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name.startswith(plan['before_blocks']):
+            first_cost += parameter.numel()
+    last_cost = sum(size_of(name) for name in plan['after_blocks'])
+    return balance([first_cost // 2, *[block_cost] * len(names), last_cost], n_stages)
+
+
+def balance(costs, parts):
+    """Lengths of `parts` non-empty runs of costs, of which the most expensive is as cheap as possible."""
+    @functools.cache
+    def best(start, parts):  # (most expensive run, sum of squares, lengths) of costs[start:]
+        if parts == 1:
+            total = sum(costs[start:])
+            return total, total ** 2, (len(costs) - start,)
+        options = []
+        for length in range(1, len(costs) - start - parts + 2):
+            run = sum(costs[start:start + length])
+            most_expensive, squares, lengths = best(start + length, parts - 1)
+            options.append((max(run, most_expensive), run ** 2 + squares, (length, *lengths)))
+        return min(options)
+
+    return best(0, parts)[2]
 
 
 # --- what cannot be laid out --------------------------------------------------------------------------------

@@ -8,17 +8,7 @@ import time
 
 import torch
 
-# Dense peak TFLOP/s from the makers' data sheets: in 16 bits with float32 accumulation, and in float32 (TF32
-# where the device has it)
-PEAK_TFLOPS = {
-    'B200': (2250, 1125), 'H200': (989, 494), 'GH200': (989, 494),
-    'H100 PCIe': (756, 378), 'H100 NVL': (835, 417), 'H100': (989, 494),
-    'A100': (312, 156), 'A10': (125, 62.5), 'A40': (149.7, 74.8), 'A6000': (154.8, 77.4),
-    'L4': (121, 60.5), 'L40S': (362, 183), 'L40': (181, 90.5),
-    'RTX 5090': (209.5, 104.8), 'RTX 4090': (165.2, 82.6), 'RTX 3090': (71, 35.6),
-    'V100': (125, 15.7), 'T4': (65, 8.1),
-}
-
+from kilogpt.machines import GPUS
 
 # Products (rows, inner, columns) timed on a CPU, where caches and vector units decide which is fastest. AMX
 # reaches three times as much in bfloat16 with the last two as with the first.
@@ -33,7 +23,7 @@ def peak_flops(device, dtype):
     """
     if device.type == 'cuda':
         name = torch.cuda.get_device_name(device)
-        return next((peak[dtype == 'float32'] * 1e12 for key, peak in PEAK_TFLOPS.items()
+        return next((1e12 * figures[dtype == 'float32'] for key, figures in GPUS.items()
                      if re.search(rf'\b{key}\b', name)), None)
     if device.type != 'cpu':
         return None
@@ -174,7 +164,7 @@ class Metrics:
     def _write_to_tensorboard(self, line):
         try:
             for key, value in line.items():
-                if key != 'iter' and value is not None:
+                if key != 'iter' and isinstance(value, (int, float)):
                     self.tensorboard.add_scalar(key, value, line['iter'])
             self.tensorboard.flush()
         except OSError as error:

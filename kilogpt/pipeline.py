@@ -8,30 +8,18 @@ import functools
 import torch
 import torch.distributed as dist
 
-from kilogpt.layout import SCHEDULES
+from kilogpt.layout import SCHEDULES, stage_lengths
 
 
 def cut_stage(model, index, n_stages, block_size):
     """A copy of the model with only the parts of pipeline stage `index`, and None for the other parts.
 
-    A stage is a run of whole blocks, and the stages cost as nearly the same as that allows. A parameter costs
-    one multiplication per token, attention T · C per block, and the embedding half of its size: lookups are
-    nearly free, but memory and updates are not.
+    A stage is a run of whole blocks; `layout.stage_lengths` says how long.
     """
     plan = model.split_plan
     names = list(model.get_submodule(plan['blocks']))
 
-    def size_of(name):
-        return sum(p.numel() for p in model.get_submodule(name).parameters())
-
-    block_cost = size_of(plan['blocks']) // len(names) + block_size * model.config.n_embd
-    first_cost = 0
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if name.startswith(plan['before_blocks']):
-            first_cost += parameter.numel()
-    last_cost = sum(size_of(name) for name in plan['after_blocks'])
-    lengths = balance([first_cost // 2, *[block_cost] * len(names), last_cost], n_stages)
-
+    lengths = stage_lengths(model, n_stages, block_size)
     start = sum(lengths[:index])  # in parts: part 0 comes before the blocks, the last part after them
     end = start + lengths[index]
     stage = copy.deepcopy(model)
@@ -50,23 +38,6 @@ def cut_stage(model, index, n_stages, block_size):
         if child in siblings:
             siblings[child] = None
     return stage
-
-
-def balance(costs, parts):
-    """Lengths of `parts` non-empty runs of costs, of which the most expensive is as cheap as possible."""
-    @functools.cache
-    def best(start, parts):  # (most expensive run, sum of squares, lengths) of costs[start:]
-        if parts == 1:
-            total = sum(costs[start:])
-            return total, total ** 2, (len(costs) - start,)
-        options = []
-        for length in range(1, len(costs) - start - parts + 2):
-            run = sum(costs[start:start + length])
-            most_expensive, squares, lengths = best(start + length, parts - 1)
-            options.append((max(run, most_expensive), run ** 2 + squares, (length, *lengths)))
-        return min(options)
-
-    return best(0, parts)[2]
 
 
 class Pipeline:

@@ -109,7 +109,7 @@ class LogReader:
         self.position += len(content)
         values = {}
         for line in content.splitlines():
-            values |= {key: value for key, value in json.loads(line).items() if value is not None}
+            values |= {key: value for key, value in json.loads(line).items() if isinstance(value, (int, float))}
         return values
 
 

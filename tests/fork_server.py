@@ -32,10 +32,14 @@ def be_process(rank, nproc, script, arguments, env, cwd, faults, timeout, folder
         os.environ.update(WORLD_SIZE=str(nproc), LOCAL_WORLD_SIZE=str(nproc))
     os.chdir(cwd)
     sys.argv = [script, *arguments]
-    sys.path[0] = os.path.dirname(script)
+    is_file = script.endswith('.py')
+    sys.path[0] = os.path.dirname(script) if is_file else cwd
     for path in faults:
         runpy.run_path(path)
-    runpy.run_path(script, run_name='__main__')
+    if is_file:
+        runpy.run_path(script, run_name='__main__')
+    else:
+        runpy.run_module(script, run_name='__main__', alter_sys=True)
 
 
 torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive

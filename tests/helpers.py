@@ -80,7 +80,7 @@ SERVERS_LOCK = threading.Lock()
 
 
 def run_forked(script, *arguments, check=True, **options):
-    """Run a script like `run_script`, seconds faster: in processes forked from one that has imported torch.
+    """Run a script or module like `run_script`, seconds faster: in processes forked from one that has torch.
 
     options: those of `_run_in_fork_server`.
     """
@@ -105,7 +105,8 @@ def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='
     environment |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, 'stdin').write_text(stdin)
-        request = dict(script=os.path.join(ROOT, script), arguments=[*map(str, arguments)], nproc=nproc,
+        path = os.path.join(ROOT, script) if script.endswith('.py') else script
+        request = dict(script=path, arguments=[*map(str, arguments)], nproc=nproc,
                        env=environment, cwd=str(cwd or ROOT), faults=[*map(str, faults)], timeout=timeout,
                        folder=folder)
         print(json.dumps(request), file=server.stdin, flush=True)

@@ -99,6 +99,14 @@ SLOW_SESSIONS = dict(
         step('torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/train_gpt2.py '
              '--init_from=auto --save_minutes=10', MANY, nproc=2),
     ],
+    plan=[
+        step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --gpu=H100 --price=2.5'),
+        step('python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=64 --gpu=A100 --link=200 --as_given'),
+        step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --as_given --check',
+             '--n_layer=16 --ranks=1023'),
+        step('python -m kilogpt.plan --calibrate=here.json'),
+        step('python -m kilogpt.plan config/quickstart.py --gpus=2 --gpus_per_node=2 --gpu=here.json'),
+    ],
     logs=[
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),

@@ -1,0 +1,143 @@
+"""What machines can do: a table of GPUs, what training reaches of it, and machines that were measured.
+
+`python -m kilogpt.plan --calibrate` measures a machine into a JSON file, which `find_machine` reads.
+"""
+import dataclasses
+import json
+import os
+from dataclasses import dataclass
+
+# The makers' figures of each GPU: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32 where
+# the GPU has it) and in float8 (0: none); memory in GB, and its GB/s; the GB/s that it sends to others in its
+# node (NVLink: half of the sum of both directions; otherwise PCIe with 16 lanes).
+# Sources: NVIDIA's data sheets (B200, GH200, H200, H100, A100, A10, A40, L4, L40, L40S, V100, T4) and the
+# white papers of the Ampere, Ada and Blackwell architectures (A6000, RTX).
+GPUS = {
+    'B200': (2250, 1125, 4500, 180, 8000, 900),
+    'GH200': (989, 494, 1979, 96, 4000, 450),
+    'H200': (989, 494, 1979, 141, 4800, 450),
+    'H100 PCIe': (756, 378, 1513, 80, 2000, 64),
+    'H100 NVL': (835, 417, 1671, 94, 3900, 64),
+    'H100': (989, 494, 1979, 80, 3350, 450),
+    'A100 40GB': (312, 156, 0, 40, 1555, 300),
+    'A100': (312, 156, 0, 80, 2039, 300),
+    'A10': (125, 62.5, 0, 24, 600, 32),
+    'A40': (149.7, 74.8, 0, 48, 696, 32),
+    'A6000': (154.8, 77.4, 0, 48, 768, 32),
+    'L4': (121, 60.5, 242, 24, 300, 32),
+    'L40S': (362, 183, 733, 48, 864, 32),
+    'L40': (181, 90.5, 362, 48, 864, 32),
+    'RTX 5090': (209.5, 104.8, 419, 32, 1792, 64),
+    'RTX 4090': (165.2, 82.6, 330, 24, 1008, 32),
+    'RTX 3090': (71, 35.6, 0, 24, 936, 32),
+    'V100': (125, 15.7, 0, 32, 900, 150),
+    'T4': (65, 8.1, 0, 16, 320, 16),
+}
+NO_BFLOAT16 = ('V100', 'T4')
+
+# What training reaches of these figures, each fitted on one run that torchtitan published (docs/layouts.md)
+PRODUCT_SHARE = 0.52  # of the TFLOP/s, in large matrix products
+ATTENTION_SHARE = 0.25  # of the TFLOP/s, in flash attention, forward and backward
+FLOAT8_SHARE = 0.8  # of what float8 promises over 16 bits, since inputs are scaled and cast
+# Usual in measurements of NCCL and of copies.
+LINK_SHARE = 0.75
+BANDWIDTH_SHARE = 0.8
+LATENCY, HOP = 20e-6, 4e-6  # seconds of a collective, and for each further node
+
+
+@dataclass
+class Machine:
+    """A kind of process (a GPU, or a core) and its links, in what they reach: FLOP/s, bytes/s, seconds."""
+    name: str
+    device: str  # 'cuda' or 'cpu'
+    memory: float  # bytes
+    dtype: str  # what train.py takes for --dtype=auto
+    peak: float  # FLOP/s in that dtype, of which MFU is a share
+    products: dict  # {dtype: [(the least of a product's three sizes, FLOP/s), ...]}, sizes rising
+    attention: dict  # {dtype: FLOP/s}
+    bandwidth: float  # of memory
+    node_link: float  # what one sends to others of its node
+    network: float  # what one sends to other nodes
+    per_node: int = 8
+    latency: float = LATENCY  # of a collective
+    hop: float = HOP  # for each node that a collective passes
+    launch: float = 5e-6  # of an operator in eager mode, on the host
+    dtensor_launch: float = 60e-6  # of an operator on DTensors
+    overlap: float = 1.0  # the share of computation beside which communication runs
+    cores: int = 0  # processes beyond this number share cores; 0: no limit
+
+    def rate(self, dtype, size):
+        """FLOP/s of a matrix product whose least size is `size`."""
+        points = self.products[dtype]
+        if size <= points[0][0]:
+            return points[0][1] * size / points[0][0]
+        for (small, slow), (large, fast) in zip(points, points[1:]):
+            if size <= large:
+                return slow + (fast - slow) * (size - small) / (large - small)
+        return points[-1][1]
+
+    def bandwidth_of(self, stride, ranks):
+        """Bytes/s that each of a group's ranks sends, where its ranks are `stride` processes apart.
+
+        A ring within a node runs over its links. Through several nodes it passes each border once, over the
+        network of all ranks that the group has in a node.
+        """
+        in_node = self.ranks_in_node(stride, ranks)
+        if in_node == ranks:
+            return self.node_link
+        return min(self.node_link, self.network * in_node)
+
+    def ranks_in_node(self, stride, ranks):
+        return max(1, min(ranks, self.per_node // stride))
+
+    def ring(self, byte_count, stride, ranks):
+        """Seconds in which a group gathers, or reduces and scatters, byte_count whole bytes."""
+        if ranks == 1 or byte_count == 0:
+            return 0.0
+        nodes = ranks // self.ranks_in_node(stride, ranks)
+        latency = self.latency + (nodes - 1) * self.hop
+        return latency + byte_count * (ranks - 1) / ranks / self.bandwidth_of(stride, ranks)
+
+
+def find_machine(name, link=400, per_node=8):
+    """The Machine of a GPU in the table, or of a file that --calibrate has written.
+
+    link: Gb/s of the network for each GPU. Raises ValueError for a name that is neither.
+    """
+    if name.endswith('.json'):
+        machine = read_machine(name)
+        if machine.device == 'cuda':
+            machine.network = 1e9 * LINK_SHARE * link / 8
+        return machine
+    found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
+    if found is None:
+        raise ValueError(f'--gpu is {name!r}: choose one of {", ".join(GPUS)}, '
+                         'or the file that python -m kilogpt.plan --calibrate has written')
+    half, single, float8, memory, bandwidth, node_link = GPUS[found]
+    products = {'bfloat16': half, 'float16': half, 'float32': single}
+    rates = {dtype: [(256, 1e12 * PRODUCT_SHARE * peak)] for dtype, peak in products.items()}
+    rates['float8'] = [(256, 1e12 * PRODUCT_SHARE * max(half, FLOAT8_SHARE * float8))]
+    return Machine(
+        name=found, device='cuda', memory=1e9 * memory, peak=1e12 * half, products=rates,
+        dtype='float16' if found in NO_BFLOAT16 else 'bfloat16',
+        attention={dtype: 1e12 * ATTENTION_SHARE * peak for dtype, peak in products.items()},
+        bandwidth=1e9 * BANDWIDTH_SHARE * bandwidth, node_link=1e9 * LINK_SHARE * node_link,
+        network=1e9 * LINK_SHARE * link / 8, per_node=per_node)
+
+
+def read_machine(path):
+    """The Machine of a file that write_machine has written. ValueError where it is not one."""
+    try:
+        with open(path, encoding='utf-8') as file:
+            return Machine(**json.load(file))
+    except OSError as error:
+        raise ValueError(f'--gpu={path}: {error.strerror}; '
+                         'python -m kilogpt.plan --calibrate writes such a file') from None
+    except (TypeError, ValueError) as error:
+        raise ValueError(f'--gpu={path} is not what python -m kilogpt.plan --calibrate writes: '
+                         f'{error}') from None
+
+
+def write_machine(machine, path):
+    with open(path, 'w', encoding='utf-8') as file:
+        json.dump(dataclasses.asdict(machine), file, indent=1)
