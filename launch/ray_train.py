@@ -109,7 +109,9 @@ class LogReader:
         self.position += len(content)
         values = {}
         for line in content.splitlines():
-            values |= {key: value for key, value in json.loads(line).items() if isinstance(value, (int, float))}
+            for key, value in json.loads(line).items():
+                if isinstance(value, (int, float)):
+                    values[key] = value
         return values
 
 
