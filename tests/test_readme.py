@@ -80,6 +80,12 @@ SESSIONS = dict(
     ],
 )
 SLOW_SESSIONS = dict(
+    experts=[
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_moe.py', MANY + ' --ep=2',
+             nproc=2),
+        step('python train.py config/quickstart.py --mlp=moe --n_experts=4 --expert_hidden=192 '
+             '--out_dir=out-moe', SMALL),
+    ],
     keys=[
         step('python tests/write_keys.py'),
     ],
