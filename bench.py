@@ -16,8 +16,8 @@ communicates in an iteration: those of the whole tensor of each collective, what
 wire. Bubble is the idle share of the pipeline: by formula for equal stages / measured on the main process,
 without the optimizer and the data (on a CPU, Python between operators counts as idle).
 
-MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that of
-the fastest of three matrix products, timed at the start with the threads of a process.
+MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that
+of the fastest of three matrix products, timed at the start with the threads of a process.
 """
 import argparse
 import functools

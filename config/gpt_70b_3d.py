@@ -22,8 +22,8 @@ n_head = 64
 n_kv_head = 8  # one for each of the 8 GPUs of a node
 n_embd = 8192
 
-# This file shows three kinds of parallelism together, in half of the memory of 80 GB, so that longer sequences
-# or smaller GPUs fit. On H100 GPUs with 400 Gb/s each, python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024
+# This file shows three kinds of parallelism together, in half of the memory of 80 GB, so that longer
+# sequences or smaller GPUs fit. On H100 GPUs with 400 Gb/s each, python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024
 # finds FSDP2 alone faster, with 71 of the 80 GB: its gathers over all nodes fit beside the computation.
 # The planner's layout: --tp=1 --pp=1 --zero_stage=3 --activation_checkpoint=selective
 # It is foretold to be 1.50 times as fast. With --link=100 it is not among the first, which have cp=8 pp=8.

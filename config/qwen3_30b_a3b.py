@@ -1,6 +1,6 @@
 # The shape of Qwen3-30B-A3B (Qwen3 technical report, 2025, table 2) with GPT-2's vocabulary: 30.1B
-# parameters, of which 2.9B are active. On 8 nodes of 8 GPUs of 80 GB, where the experts are divided within each node; the
-# same command on every node, with the address of the first:
+# parameters, of which 2.9B are active. On 8 nodes of 8 GPUs of 80 GB, where the experts are divided within
+# each node; the same command on every node, with the address of the first:
 # torchrun --nnodes=8 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:29500 \
 #     train.py config/qwen3_30b_a3b.py
 out_dir = 'out-qwen3-30b-a3b'

@@ -30,7 +30,7 @@ def forecast(model, layout, config, device_type, available):
             keys = ' '.join(f'--{key}={value}' for key, value in change.items() if config[key] != value)
             advice = f'it would with {keys}'
             break
-    return foretold, (f'the run will hardly fit: {foretold / 1e9:,.1f} GB are foretold on a process, of which '
+    return foretold, (f'the run will hardly fit: {foretold / 1e9:,.1f} GB are foretold on a process, and '
                       f'{available / 1e9:,.1f} GB are free; {advice}')
 
 

@@ -1,4 +1,4 @@
-"""A run's report of itself: console, metrics.jsonl, wandb, TensorBoard, and the peak that MFU is a share of."""
+"""A run's report of itself: console, metrics.jsonl, wandb, TensorBoard, and the peak that MFU refers to."""
 import json
 import math
 import os

@@ -105,7 +105,7 @@ def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='
     environment |= dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=port)
     with tempfile.TemporaryDirectory() as folder:
         pathlib.Path(folder, 'stdin').write_text(stdin)
-        path = os.path.join(ROOT, script) if script.endswith('.py') else script
+        path = os.path.join(ROOT, script) if str(script).endswith('.py') else script
         request = dict(script=path, arguments=[*map(str, arguments)], nproc=nproc,
                        env=environment, cwd=str(cwd or ROOT), faults=[*map(str, faults)], timeout=timeout,
                        folder=folder)

@@ -218,14 +218,14 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm(checkout):
-    """A Cluster in progress, which ends with the context. Skips the tests where Slurm itself does not start."""
+    """A Cluster in progress, which ends with the context. Skips the tests where Slurm does not start."""
     cluster = Cluster(checkout)
     try:
         try:
             cluster.start()
         except AssertionError:
             print(cluster.logs())
-            pytest.skip('Slurm is installed, but does not start on this machine: python -m pytest -rs -s says why')
+            pytest.skip('Slurm is installed, but does not start here: python -m pytest -rs -s says why')
         yield cluster
     finally:
         cluster.end()

@@ -10,8 +10,8 @@ from kilogpt.layout import Layout
 from model import GPT, GPTConfig
 
 CONFIG = dict(batch_size=8, gradient_accumulation_steps=64, block_size=1024, dtype='bfloat16', zero_stage=0,
-              activation_checkpoint='none', cpu_offload=False, grad_compress='none', fp8=False, async_tp=False,
-              compile=False, optimizer='adamw')
+              activation_checkpoint='none', cpu_offload=False, grad_compress='none', fp8=False,
+              async_tp=False, compile=False, optimizer='adamw')
 
 
 @pytest.fixture(scope='module')
@@ -23,7 +23,7 @@ def gpt2_xl():
 @pytest.mark.quick
 @pytest.mark.parametrize('gigabytes', [50, 40, 24, 16, 8])
 def test_advice_is_a_change_that_fits(gpt2_xl, gigabytes):
-    """GPT-2 XL by DDP on 8 GPUs needs 57 GB. What is advised is foretold to fit, with the same global batch."""
+    """By DDP on 8 GPUs 57 GB are needed. What is advised is foretold to fit, with the same global batch."""
     available = 1e9 * gigabytes
     foretold, warning = forecast(gpt2_xl, Layout(8), CONFIG, 'cuda', available)
     assert foretold > available and foretold > 16 * gpt2_xl.num_params()

@@ -167,7 +167,8 @@ NEEDS = {
     'bash tests/gpu': 'a GPU',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
-    'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py': 'a session of its own: test_nodes.py runs it',
+    'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
+        'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
     'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',
 }

@@ -30,7 +30,8 @@ def test_job_on_two_nodes_follows_the_curve_of_one_process(cluster, train, datas
 def test_bandwidth_is_measured_between_nodes(cluster):
     job = cluster.submit('launch/bandwidth.py', '--device=cpu', '--max_mb=0.1', '--repeats=2')
     cluster.wait_for_state(job, 'COMPLETED')
-    assert 'all-reduce over 2 processes' in cluster.log(job) and 'bus GB/s' in cluster.log(job), cluster.logs()
+    log = cluster.log(job)
+    assert 'all-reduce over 2 processes' in log and 'bus GB/s' in log, cluster.logs()
 
 
 # --- faults -----------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
             cluster.start_node(name)
         return mend
 
-    # what signals the run loses nothing, and what kills it no more than was made since the save before the last
+    # What signals the run loses nothing. What kills it loses no more than since the save before the last.
     assert run.survive('second node lost', lose('n2'), mend=bring_back('n2')) <= 20
     assert run.survive('first node lost', lose('n1'), mend=bring_back('n1')) <= 20
     assert run.survive('time limit', reach_time_limit, mend=grant_a_day) == 0
