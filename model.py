@@ -2,10 +2,12 @@
 
 The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks
 (RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
-same few classes. Where a layout or a CPU needs another form of a part, `kilogpt/parallel.py` replaces it.
+same few classes, and so is a mixture of experts. Where a layout or a device needs another form of a part,
+`kilogpt/parallel.py` replaces it.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
-rows, S positions that a query may see.
+rows, S positions that a query may see; in experts N tokens (B * T), E experts, K experts that a token goes
+to, M = N * K.
 """
 import hashlib
 import math
@@ -25,24 +27,38 @@ class GPTConfig:
     n_head: int = 12
     n_kv_head: int = 0         # key/value heads (grouped-query attention); 0 = n_head
     n_embd: int = 768
+    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
     dropout: float = 0.0
     bias: bool = True          # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'       # 'learned' or 'rope'
     norm: str = 'layernorm'    # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'          # 'gelu', 'gelu_tanh' (GPT-2's own weights), 'relu2' or 'swiglu'
+    mlp: str = 'gelu'          # 'gelu', 'gelu_tanh' (GPT-2's own weights), 'relu2', 'swiglu' or 'moe'
     qk_norm: bool = False      # RMSNorm on queries and keys, per head
     tie_weights: bool = True   # the output head is the token embedding
     softcap: float = 0.0       # tanh cap on the logits; 0 = none
     zero_init: bool = False    # each block starts as the identity: projections into the residual stream are 0
+    # For mlp='moe', a mixture of experts.
+    n_experts: int = 8
+    n_active_experts: int = 2  # experts that a token goes to
+    n_shared_experts: int = 0  # experts that every token goes to as well
+    expert_hidden: int = 0     # the width of an expert; 0 = that of a dense MLP
+    expert_mlp: str = 'swiglu'  # the form of an expert, and of the MLP in blocks without experts
+    moe_first_layer: int = 0   # the first block with experts
+    moe_every: int = 1         # each of that many blocks has experts, from moe_first_layer on
+    router: str = 'softmax'    # 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
+    router_balance: str = 'bias'  # 'bias', 'loss' or 'none': what keeps the experts equally busy
+    router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
+    router_z_loss: float = 0.0  # weight of the squared log of the router's softmax denominator
     # Weights that were trained elsewhere may need these; train.py has no keys for them.
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    n_hidden: int = 0          # the MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
-    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
+    n_hidden: int = 0          # a dense MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
 
     def __post_init__(self):
         choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'),
-                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu'))
+                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'moe'),
+                       expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu'), router=('softmax', 'sigmoid'),
+                       router_balance=('bias', 'loss', 'none'))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -66,8 +82,36 @@ class GPTConfig:
             raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
         if not self.n_hidden:
             self.n_hidden = 4 * self.n_embd
-            if self.mlp == 'swiglu':  # three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
+            if self.mlp_form == 'swiglu':  # three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
                 self.n_hidden = -(-8 * self.n_embd // 3 // 64) * 64
+        if self.mlp == 'moe':
+            self._check_experts()
+
+    def _check_experts(self):
+        for key in ('n_experts', 'n_active_experts', 'moe_every'):
+            if getattr(self, key) < 1:
+                raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
+        for key in ('n_shared_experts', 'expert_hidden', 'moe_first_layer', 'router_balance_rate',
+                    'router_z_loss'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        if self.n_active_experts > self.n_experts:
+            raise ValueError(f'n_active_experts={self.n_active_experts} is more than n_experts='
+                             f'{self.n_experts}: set n_active_experts to {self.n_experts} or less')
+        if self.moe_first_layer >= self.n_layer:
+            raise ValueError(f'moe_first_layer={self.moe_first_layer} is beyond the last block of '
+                             f'n_layer={self.n_layer}: set moe_first_layer to {self.n_layer - 1} or less')
+        self.expert_hidden = self.expert_hidden or self.n_hidden
+
+    @property
+    def mlp_form(self):
+        """What a dense MLP, and an expert, computes: 'gelu', 'gelu_tanh', 'relu2' or 'swiglu'."""
+        return self.expert_mlp if self.mlp == 'moe' else self.mlp
+
+    def has_experts(self, layer):
+        """Whether block number `layer` has experts in the place of a dense MLP."""
+        after_first = layer - self.moe_first_layer
+        return self.mlp == 'moe' and after_first >= 0 and after_first % self.moe_every == 0
 
     @property
     def padded_vocab_size(self):
@@ -143,40 +187,262 @@ class Attention(nn.Module):
         return self.resid_dropout(self.c_proj(y))
 
 
+def activate(form, h, gate):
+    """The activation of an MLP of that form. h: what c_fc gives; gate: what c_gate gives, or None."""
+    if form == 'swiglu':  # Shazeer 2020
+        return F.silu(gate) * h
+    if form == 'relu2':  # Primer (So et al. 2021)
+        return F.relu(h).square()
+    return F.gelu(h, approximate='tanh' if form == 'gelu_tanh' else 'none')
+
+
 class MLP(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, n_hidden):
         super().__init__()
-        self.kind = config.mlp
-        self.c_fc = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        if self.kind == 'swiglu':
-            self.c_gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+        self.form = config.mlp_form
+        self.c_fc = nn.Linear(config.n_embd, n_hidden, bias=config.bias)
+        if self.form == 'swiglu':
+            self.c_gate = nn.Linear(config.n_embd, n_hidden, bias=config.bias)
+        self.c_proj = nn.Linear(n_hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
         x = cast_for_linears(x)
-        h = self.c_fc(x)
-        if self.kind == 'swiglu':  # Shazeer 2020
-            h = F.silu(self.c_gate(x)) * h
-        elif self.kind == 'relu2':  # Primer (So et al. 2021)
-            h = F.relu(h).square()
-        else:
-            h = F.gelu(h, approximate='tanh' if self.kind == 'gelu_tanh' else 'none')
-        return self.dropout(self.c_proj(h))
+        gate = self.c_gate(x) if self.form == 'swiglu' else None
+        return self.dropout(self.c_proj(activate(self.form, self.c_fc(x), gate)))
 
 
 class Block(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = build_norm(config.n_embd, config)
         self.attn = Attention(config)
         self.ln_2 = build_norm(config.n_embd, config)
-        self.mlp = MLP(config)
+        self.has_experts = config.has_experts(layer)
+        self.mlp = MixtureOfExperts(config) if self.has_experts else MLP(config, config.n_hidden)
 
-    def forward(self, x, rope=None, cache=None):
+    def forward(self, x, rope=None, cache=None, is_counted=None):
+        """x (B, T, C) -> (B, T, C). rope, cache: as in Attention. is_counted: as in Router."""
         x = x + self.attn(self.ln_1(x), rope, cache)
+        if self.has_experts:
+            return x + self.mlp(self.ln_2(x), is_counted)
         return x + self.mlp(self.ln_2(x))
 
+
+# --- experts ------------------------------------------------------------------------------------------------
+
+class MixtureOfExperts(nn.Module):
+    """Each token goes to K of E experts (Shazeer et al. 2017), and to shared ones (Dai et al. 2024).
+
+    No expert has a limit of tokens, so that none is dropped. Experts have no biases.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.routed = RoutedExperts(config)
+        self.shared = None
+        if config.n_shared_experts:  # side by side, they are one wide MLP
+            self.shared = MLP(config, config.n_shared_experts * config.expert_hidden)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, is_counted=None):
+        """x (B, T, C) -> (B, T, C). is_counted: as in Router."""
+        x = cast_for_linears(x)
+        y, shared = self.routed(x, is_counted, meanwhile=lambda: self.shared(x) if self.shared else 0)
+        return self.dropout(y) + shared
+
+
+class RoutedExperts(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.router = Router(config)
+        self.experts = Experts(config)
+        self.send = send_nowhere
+
+    def forward(self, x, is_counted, meanwhile):
+        """x (B, T, C) -> what its experts make of x (B, T, C), and the result of the function `meanwhile`.
+
+        `meanwhile` is called while tokens travel, where the experts are on several processes.
+        """
+        tokens = x.flatten(0, 1)  # (N, C)
+        chosen, weights = self.router(tokens, is_counted)  # (N, K)
+        # Rows are sorted by expert, and among those of an expert by token: the order of all sums is fixed.
+        experts, order = chosen.flatten().sort(stable=True)  # (M,)
+        ends = torch.searchsorted(experts, torch.arange(self.router.n_experts, device=x.device), right=True)
+        rows = TakeRows.apply(tokens, order, chosen.size(1))  # (M, C)
+        rows, ends, send_back = self.send(rows, ends)
+        result = meanwhile()
+        y = send_back(self.experts(rows, ends))  # (M, C)
+        y = Permute.apply(y, order.argsort(), order).view(*chosen.shape, -1)  # (N, K, C)
+        y = torch.bmm(weights[:, None].type_as(y), y)  # (N, 1, C)
+        return y.view_as(x), result
+
+
+def send_nowhere(rows, ends):
+    """Rows (M, C) to their experts, and a function that sends the experts' results back.
+
+    All experts are here. A layout with experts on several processes replaces this function.
+    """
+    return rows, ends, lambda rows: rows
+
+
+class Router(nn.Module):
+    """Which experts each token goes to, and how much each counts. Computes in float32.
+
+    'softmax': the K likeliest experts, and their probabilities divided by their sum (Mixtral, Jiang et al.
+    2024). 'sigmoid': an affinity for each expert on its own, and likewise (DeepSeek-V3, 2024, 2.1.2). With
+    K = 1 the affinity itself counts (Switch, Fedus et al. 2021), since divided by itself it has no gradient.
+
+    Experts are kept equally busy by a bias, which counts in the choice alone and moves by a fixed step
+    towards the experts with fewer tokens (Wang et al. 2024), or by Switch's loss. Both go by the tokens of
+    the whole batch: the bias moves after each update, and the loss takes the shares of the batch before,
+    since those of the present batch are known only after its last token.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.n_experts, self.n_active = config.n_experts, config.n_active_experts
+        self.kind, self.balance, self.rate = config.router, config.router_balance, config.router_balance_rate
+        self.z_loss = config.router_z_loss
+        self.weight = nn.Parameter(torch.empty(config.n_experts, config.n_embd))
+        # These two are not trained, but part of the model's state.
+        if self.balance == 'bias':
+            self.bias = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)
+        elif self.balance == 'loss':
+            self.load = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)  # shares of tokens
+        self.loss_scale = 1.0  # what the model's loss is multiplied by before the backward pass
+        self.n_tokens = None  # (E,): tokens that went to each expert since the last `rebalance`
+
+    def forward(self, x, is_counted=None):
+        """x (N, C) -> experts (N, K), the first of which counts most, and their weights (N, K), float32.
+
+        is_counted (N,): whether a token counts in the balance, as padding does not; None: no token does.
+        """
+        with torch.autocast(x.device.type, enabled=False):
+            precision = torch.promote_types(x.dtype, torch.float32)
+            logits = F.linear(x.to(precision), self.matrix().to(precision))  # (N, E)
+            affinities = logits.softmax(dim=-1) if self.kind == 'softmax' else logits.sigmoid()
+            ranking = affinities.detach()
+            if self.balance == 'bias':
+                ranking = ranking + self.bias
+            chosen = self.choose(ranking)
+            weights = affinities.gather(-1, chosen)
+            if self.n_active > 1:
+                weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            if is_counted is None or not self.training:
+                return chosen, weights
+            self._count(chosen, is_counted)
+            losses = self._losses(logits, affinities, is_counted)
+            return chosen, AddLoss.apply(weights, losses, self.loss_scale)
+
+    def choose(self, ranking):
+        """The experts (N, K) that rank highest of (N, E), the highest first, and of equal ones the first."""
+        # `topk` does not promise an order of equals.
+        return ranking.sort(dim=-1, descending=True, stable=True).indices[:, :self.n_active]
+
+    def matrix(self):
+        """The weight (E, C). A layout that splits the model replaces this function."""
+        return self.weight
+
+    @torch.no_grad()
+    def _count(self, chosen, is_counted):
+        # A checkpointed block counts twice. The balance goes by shares, which does not show.
+        goes_there = chosen[..., None] == torch.arange(self.n_experts, device=chosen.device)
+        n_tokens = (goes_there.any(dim=1) & is_counted[:, None]).sum(dim=0)
+        self.n_tokens = n_tokens if self.n_tokens is None else self.n_tokens + n_tokens
+
+    def _losses(self, logits, affinities, is_counted):
+        """The sum of the tokens' balance losses and z-losses."""
+        total = logits.new_zeros(())
+        if self.balance == 'loss':  # Switch, equations 4 to 6; its f is the load
+            probabilities = affinities / affinities.sum(dim=-1, keepdim=True)
+            total = total + self.rate * self.n_experts * (probabilities @ self.load * is_counted).sum()
+        if self.z_loss:  # ST-MoE (Zoph et al. 2022), equation 5
+            total = total + self.z_loss * (logits.logsumexp(dim=-1).square() * is_counted).sum()
+        return total
+
+    @torch.no_grad()
+    def rebalance(self, n_tokens, is_applied):
+        """Go by the tokens (E,) of the batch, float32. is_applied: 1, or 0 where the update was left out."""
+        if self.balance == 'bias':
+            self.bias += is_applied * self.rate * (n_tokens.mean() - n_tokens).sign()
+        elif self.balance == 'loss':
+            self.load.lerp_(n_tokens / n_tokens.sum().clamp(min=1), is_applied)
+
+
+class Experts(nn.Module):
+    """E MLPs without biases, of one form. Matrix number e of each parameter is that of expert e."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.form = config.mlp_form
+        E, C, width = config.n_experts, config.n_embd, config.expert_hidden
+        self.c_fc = nn.Parameter(torch.empty(E, width, C))
+        if self.form == 'swiglu':
+            self.c_gate = nn.Parameter(torch.empty(E, width, C))
+        self.c_proj = nn.Parameter(torch.empty(E, C, width))
+
+    def forward(self, x, ends):
+        """x (M, C), the rows of expert 0 first; ends (E,): the row at which each expert's end -> (M, C)."""
+        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+        matrices = [cast_for_linears(weight).unbind() for weight in self.matrices()]
+        return torch.cat([self.apply_expert(rows, *each) for rows, *each in zip(x.split(sizes), *matrices)])
+
+    def matrices(self):
+        """c_fc, c_proj and, with SwiGLU, c_gate. A layout that splits them replaces this function."""
+        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.form == 'swiglu' else [])
+
+    def apply_expert(self, x, c_fc, c_proj, c_gate=None):
+        gate = F.linear(x, c_gate) if self.form == 'swiglu' else None
+        return F.linear(activate(self.form, F.linear(x, c_fc), gate), c_proj)
+
+
+class AddLoss(torch.autograd.Function):
+    """x as it is. In the backward pass the gradient of scale · loss joins in, as if it were part of the sum.
+
+    The model's loss stays the cross-entropy, and the blocks of a pipeline need not hand a second loss on.
+    """
+
+    @staticmethod
+    def forward(ctx, x, loss, scale):
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.as_tensor(ctx.scale, dtype=grad.dtype, device=grad.device), None
+
+
+class TakeRows(torch.autograd.Function):
+    """Rows of x (N, C), each K times, in an order (M,) -> (M, C). Gradients add up in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, x, order, K):
+        ctx.save_for_backward(order)
+        ctx.K = K
+        return x[order // K]
+
+    @staticmethod
+    def backward(ctx, grad):
+        order, = ctx.saved_tensors
+        return grad[order.argsort()].unflatten(0, (-1, ctx.K)).sum(dim=1), None, None
+
+
+class Permute(torch.autograd.Function):
+    """The rows of x in an order that `inverse` undoes. Indexing would add up gradients, in any order."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse):
+        ctx.save_for_backward(inverse)
+        return x[order]
+
+    @staticmethod
+    def backward(ctx, grad):
+        inverse, = ctx.saved_tensors
+        return grad[inverse], None, None
+
+
+# --- the whole model ----------------------------------------------------------------------------------------
 
 class GPT(nn.Module):
     # How the model may be split, which parallel.py carries out. Names are paths in the model or in a block.
@@ -185,8 +451,12 @@ class GPT(nn.Module):
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
-        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate'),  # output features over ranks
-        rowwise=('attn.c_proj', 'mlp.c_proj'),         # input features over ranks, then a sum
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate',
+                 'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
+        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
+        experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
+        # Where a block has experts, selective activation checkpointing goes around these.
+        checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # each rank has its part of the sequence
         positions=('transformer.wpe',),                # each rank has the positions of its part
         heads=('attn.q_norm', 'attn.k_norm'),          # each rank has its heads
@@ -204,7 +474,7 @@ class GPT(nn.Module):
                 wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
                 # A ModuleDict: blocks keep their names in a pipeline stage, which has only some of them.
-                h=nn.ModuleDict({str(i): Block(config) for i in range(config.n_layer)}),
+                h=nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layer)}),
                 ln_f=build_norm(config.n_embd, config),
             ))
             if config.pos == 'learned':
@@ -235,7 +505,7 @@ class GPT(nn.Module):
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
         std = 0.02
-        if name.endswith('c_proj.weight'):  # scaled by residual layers (Radford et al. 2019, 2.3)
+        if 'c_proj' in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
         size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; starting a generator takes 7% of a block
         first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # of whole blocks
@@ -272,8 +542,9 @@ class GPT(nn.Module):
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
         rope = self.rope(positions) if self.config.pos == 'rope' else None
+        is_counted = None if targets is None else targets.flatten() >= 0
         for name, block in self.transformer.h.items():
-            x = block(x, rope, views[name])
+            x = block(x, rope, views[name], is_counted)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
@@ -300,6 +571,15 @@ class GPT(nn.Module):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    def num_active_params(self):
+        """Parameters that take part in the computation of a token: of the experts, those that it goes to."""
+        config, total = self.config, self.num_params()
+        for module in self.modules():
+            if isinstance(module, Experts):
+                size = sum(p.numel() for p in module.parameters())
+                total -= size // config.n_experts * (config.n_experts - config.n_active_experts)
+        return total
+
     def flops_per_token(self, T):
         """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
@@ -308,7 +588,9 @@ class GPT(nn.Module):
         sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve, and so report
         a somewhat higher MFU.
         """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
+        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, Router)))
+        matrices -= self.num_params() - self.num_active_params()
+        matrices += sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
         return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
 
     @torch.no_grad()

@@ -26,10 +26,11 @@ from torch.profiler import record_function
 from data.loader import Batches, TokenLoader, find_dataset, prepare_small_dataset, read_meta
 from kilogpt import checkpoint, cpu, metrics, trace, weights
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.forecast import forecast
 from kilogpt.health import Agreement, Ending, NonfiniteUpdates, StopRequest, Update, Watchdog
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
-from kilogpt.parallel import Parallel, fill
+from kilogpt.parallel import Parallel, bytes_held, fill
 from kilogpt.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
 from kilogpt.settings import check_settings, compare_settings
 from model import GPT, GPTConfig
@@ -52,6 +53,7 @@ init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), 'gpt2
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
 wandb_project = 'owt'  # project in Weights & Biases
 wandb_run_name = 'gpt2'  # run name in Weights & Biases
+tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
 dataset = 'openwebtext'  # a folder in data/, or any other path
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
@@ -62,15 +64,28 @@ n_layer = 12  # blocks
 n_head = 12  # attention heads
 n_kv_head = 0  # key/value heads (grouped-query attention); 0 = n_head
 n_embd = 768  # width of the residual stream
+head_width = 0  # width of a head; 0 = n_embd / n_head
 dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
 bias = False  # biases in linears and LayerNorms
 pos = 'learned'  # positions: 'learned' or 'rope'
 norm = 'layernorm'  # 'layernorm' or 'rmsnorm'
-mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2' or 'swiglu'
+mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu' or 'moe' (a mixture of experts)
 qk_norm = False  # normalise queries and keys per head
 tie_weights = True  # the output head shares the token embedding
 softcap = 0.0  # tanh cap on the logits; 0 = none
 zero_init = False  # start each block as the identity: projections into the residual stream are zero
+# mixture of experts, with mlp='moe'
+n_experts = 8  # experts in a block
+n_active_experts = 2  # experts that a token goes to
+n_shared_experts = 0  # experts that every token goes to as well
+expert_hidden = 0  # width of an expert; 0 = that of a dense MLP
+expert_mlp = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
+moe_first_layer = 0  # first block with experts
+moe_every = 1  # from there on, each of this many blocks has experts
+router = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
+router_balance = 'bias'  # keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch's) or 'none'
+router_balance_rate = 1e-3  # step of the bias in an iteration, or weight of the loss
+router_z_loss = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
 # optimizer
 optimizer = 'adamw'  # 'adamw', or 'muon': Muon for the blocks' matrices, AdamW for the rest
 learning_rate = 6e-4  # highest learning rate of the schedule
@@ -92,6 +107,7 @@ dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that each hold o
 tp = 1  # tensor (and sequence) parallel degree
 async_tp = False  # with tp, compile and NVLink: its collectives run beside matrix products
 cp = 1  # context parallel degree: processes that share each sequence
+ep = 1  # expert parallel degree: processes that divide the experts, of those that dp_replicate leaves
 pp = 1  # pipeline parallel degree
 pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
 activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but matmuls and attention), 'full'
@@ -122,7 +138,7 @@ with exit_on_error():
     if deterministic:
         make_deterministic()
     processes = Processes(device)
-    layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule)
+    layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     parallel = Parallel(processes, layout)
@@ -186,7 +202,8 @@ with exit_on_error():
                          'tokens here): copy one folder to all of them')
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args), seed=None)
-    n_parameters, flops_per_token = model.num_params(), model.flops_per_token(block_size)
+    n_parameters, n_active = model.num_params(), model.num_active_params()
+    flops_per_token = model.flops_per_token(block_size)
     parallel.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps,
                      block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
@@ -244,11 +261,20 @@ if parallel.compiles or processes.world_size > 1:
     parallel.warm_up(x, y)
 
 # --- set-up: what the run will be ---------------------------------------------------------------------------
-parameter_bytes, moment_bytes = (processes.max(count) for count in parallel.bytes_held(optimizer))
-say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {n_parameters:,} parameters, '
+bytes_here = bytes_held(parallel.named_parameters(), optimizer)
+parameter_bytes, moment_bytes = (processes.max(count) for count in bytes_here)
+of_a_token = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
+say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, '
+    f'{n_parameters:,} parameters{of_a_token}, '
     f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
+if n_active == n_parameters:  # the formulas do not know experts
+    available = metrics.available_memory(processes.device)
+    foretold, warning = forecast(model, layout, config | dict(dtype=dtype), processes.device.type, available)
+    say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')
+    if warning:
+        say(f'  warning     {warning}')
 say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
 for note in layout.notes + layout.split_notes(global_batch, batch_size) + parallel.notes:
@@ -273,7 +299,7 @@ with exit_on_error():
     wandb = None
     if wandb_log:
         wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(out_dir, processes.is_main, wandb)
+    log = metrics.Metrics(out_dir, processes.is_main, wandb, tensorboard and not eval_only, iteration)
 peak_flops = metrics.peak_flops(processes.device, dtype)
 profiler = trace.Profiler(out_dir) if profile and processes.is_main else None
 
@@ -358,6 +384,7 @@ def step_optimizer():
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     scaler.step(optimizer)
     scaler.update()
+    parallel.balance.update(grad_norm.isfinite().float())
     parallel.zero_grad()
     return grad_norm
 
@@ -370,7 +397,7 @@ def line_of(update, iterations, seconds):
         dt_ms=1000 * seconds, tokens_per_sec=tokens_per_iter / seconds,
         mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
         mem_gb=metrics.peak_memory_gb(processes.device), tokens=tokens_before(iteration),
-        seconds=time.perf_counter() - _started, iterations=iterations)
+        seconds=time.perf_counter() - _started, iterations=iterations, **parallel.balance.load_max())
 
 
 def log_training(line):
@@ -410,7 +437,8 @@ while True:
         val_loss = losses['val']
         # A NaN does not improve.
         improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)
-        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss))
+        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss,
+                      **parallel.balance.loads()))
     if improved:
         best_val_loss = val_loss
 

@@ -356,7 +356,7 @@ def set_aside(out_dir):
         return None
     folder = os.path.join(out_dir, time.strftime('earlier-%Y%m%d-%H%M%S'))
     os.makedirs(folder)
-    for name in ('ckpt', 'metrics.jsonl', 'config.json'):
+    for name in ('ckpt', 'metrics.jsonl', 'config.json', 'tensorboard'):
         if os.path.exists(os.path.join(out_dir, name)):
             os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
     return folder

@@ -6,14 +6,14 @@ prints the report of rank 511 of 1,024 as JSON: this process joins a process gro
 model out on fake tensors, which have shapes but no memory, and runs one iteration. What would raise on the
 cluster raises here. `dry_run` starts such a process for each of several ranks.
 
-Tensors are on a fake CPU, also for a run on GPUs, since PyTorch builds without CUDA have no other; what GPUs do
-otherwise is put in its place by `substitutes_for_gpus`. Nothing is compiled: a compiled model holds fewer activations.
+Tensors are on a fake CPU, also for a run on GPUs, since a PyTorch without CUDA has no other fake device;
+`substitutes_for_gpus` puts in place what GPUs do otherwise. Nothing is compiled: a compiled model holds fewer
+activations, and fp8 is emulated.
 """
 import contextlib
 import dataclasses
 import json
 import os
-import resource
 import subprocess
 import sys
 import time
@@ -32,6 +32,7 @@ from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.cuda import flash_attention_runs, repeat_grouped_heads
 from kilogpt.launch import ROOT, last_error
 from kilogpt.layout import Layout
+from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
 from kilogpt.processes import Processes, resolve_dtype
 from kilogpt.recorder import PARTS, Recorder
@@ -52,8 +53,8 @@ def dry_run(arguments, world_size, ranks=(), report=lambda result: None):
     """
     ranks = sorted(set(ranks or (0, (world_size - 1) // 2, world_size - 1)))
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
-        raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to {world_size - 1}: '
-                         'set --ranks to some of those')
+        raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to '
+                         f'{world_size - 1}: set --ranks to some of those')
     results = []
     with ThreadPoolExecutor(2) as pool:
         for result in pool.map(lambda rank: _launch(arguments, world_size, rank), ranks):
@@ -75,15 +76,14 @@ def _launch(arguments, world_size, rank):
 def table(results, foretold=None):
     """Lines of a table of the memory at the peak in GB, a column a rank, and of the collectives of each.
 
-    foretold: {part: bytes} of the planner's formulas for the fullest rank, in a column of its own.
+    foretold: {part of PARTS: bytes} by the planner's formulas for the fullest rank, a column of its own.
     """
     columns = [f'rank {result["rank"]}' for result in results] + ['formula'] * bool(foretold)
     lines = [f'{"GB at the peak":<18}' + ''.join(f'{column:>12}' for column in columns)]
+    memories = [result['peak_parts'] for result in results] + [foretold] * bool(foretold)
+    memories = [memory | dict(all=sum(memory.values())) for memory in memories]
     for part in (*PARTS, 'all'):
-        figures = [result['peak_bytes'] if part == 'all' else result['peak_parts'][part] for result in results]
-        if foretold:
-            known = {name: foretold.get(name, 0) for name in PARTS}
-            figures.append(sum(known.values()) if part == 'all' else known[part])
+        figures = [memory.get(part, 0) for memory in memories]
         if any(figures):
             lines.append(f'{part:<18}' + ''.join(f'{figure / 1e9:>12.3f}' for figure in figures))
     for result in results:
@@ -284,7 +284,7 @@ def substitutes_for_communication(memory):
         return [FinishedWork(operation.tensor) for operation in operations]
 
     def agree_on_shapes(schedule, stages, *options):
-        # Each stage is told its shapes, and the stages vote whether all are: the votes would come from others.
+        # Every stage is told its shapes. The stages vote on whether that is so, with votes from other ranks.
         for stage in stages:
             stage._inference_mode = schedules.InferenceMode.STATIC
 
@@ -337,7 +337,7 @@ def substitutes_for_gpus(dtype):
     def fused_rms_norm(norm, x):
         if x.dtype != norm.weight.dtype:  # not fused on GPUs either
             return composite(norm, x)
-        # PyTorch's fused LayerNorm keeps what its fused RMSNorm does, which CPUs do not have, and a mean per row.
+        # CPUs do not have a fused RMSNorm. Their LayerNorm keeps the same, and a mean per row.
         return F.layer_norm(x, norm.normalized_shape, norm.weight, None, norm.eps)
 
     def all_to_all(x, gather_dim, shard_dim, mesh, mesh_dim):  # gloo has none, and gathers instead
@@ -362,6 +362,5 @@ if __name__ == '__main__':
     os.environ |= dict(RANK=rank, LOCAL_RANK='0', WORLD_SIZE=world_size)
     with exit_on_error():
         report = run_rank(config_of(os.path.join(ROOT, 'train.py'), arguments))
-    # In kilobytes on Linux. What matters is whether the machine has that much memory.
-    report['process_gb'] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+    report['process_gb'] = peak_memory_gb(torch.device('cpu'))
     print(json.dumps(report))

@@ -38,9 +38,10 @@ class Layout:
     cp: int = 1
     pp: int = 1
     pp_schedule: str = '1f1b'
+    ep: int = 1
 
     def __post_init__(self):
-        for key in ('tp', 'cp', 'pp', 'dp_replicate'):
+        for key in ('tp', 'cp', 'pp', 'ep', 'dp_replicate'):
             if getattr(self, key) < 1:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
         if self.zero_stage not in (0, 1, 2, 3):
@@ -67,10 +68,14 @@ class Layout:
         self.stages_per_rank = SCHEDULES[self.pp_schedule][1] if self.pp > 1 else 1
         self.n_stages = self.pp * self.stages_per_rank
         self.notes = []  # one line for each choice that differs from what was asked for, with the reason
-        if self.tp * self.pp > 1 and self.zero_stage < 2:
+        if self.tp * self.pp * self.ep > 1 and self.zero_stage < 2:
             self.notes.append(f'zero_stage={self.zero_stage} runs as 2: '
-                              'with tp or pp above 1 the data-parallel part is FSDP2')
+                              'with tp, pp or ep above 1 the data-parallel part is FSDP2')
             self.zero_stage = 2
+        if self.dp_shard * self.cp % self.ep:
+            raise ValueError(
+                f'ep={self.ep} does not divide the {self.dp_shard * self.cp} ranks that shard the parameters '
+                f'(dp × cp / dp_replicate): set it to one of {_divisors(self.dp_shard * self.cp)}')
 
     @property
     def uses_fsdp(self):
@@ -153,8 +158,9 @@ class Layout:
         """The layout in one line."""
         schedule = f' ({self.pp_schedule})' if self.pp > 1 else ''
         data_parallel = f'FSDP2 over {self.dp_shard * self.cp}' if self.uses_fsdp else 'DDP'
+        experts = f', ep {self.ep}' if self.ep > 1 else ''
         return (f'pp {self.pp}{schedule} × dp {self.dp} ({self.dp_replicate} × {self.dp_shard}) '
-                f'× cp {self.cp} × tp {self.tp} = {self.world_size}; '
+                f'× cp {self.cp} × tp {self.tp} = {self.world_size}{experts}; '
                 f'zero_stage {self.zero_stage} ({data_parallel})')
 
 
@@ -217,6 +223,12 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
                     fits.append(f'tp={tp} cp={cp}')
         raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
                          f'on these processes this model can have {", ".join(fits)}')
+    if layout.ep > 1 and model.config.mlp != 'moe':
+        raise ValueError(f'ep={layout.ep} divides experts, but mlp is {model.config.mlp!r}: set mlp to moe, '
+                         'or ep to 1')
+    if layout.ep > 1 and model.config.n_experts % layout.ep:
+        raise ValueError(f'ep={layout.ep} does not divide n_experts={model.config.n_experts}: set ep to one '
+                         f'of {_divisors(model.config.n_experts)}')
     if layout.n_stages > n_parts:
         raise ValueError(
             f'pp={layout.pp} with pp_schedule={layout.pp_schedule} makes {layout.n_stages} stages, but '
@@ -250,9 +262,12 @@ def _split_obstacle(model, block_size, tp, cp):
     config, plan = model.config, model.split_plan
     sizes = [('n_head', config.n_head, tp * cp), ('block_size', block_size, tp * cp),
              ('n_kv_head', config.n_kv_head, tp)]
-    for name, module in model.get_submodule(plan['blocks'])['0'].named_modules():
-        if name in plan['colwise']:
-            sizes.append((name, module.out_features, tp))
+    for block in model.get_submodule(plan['blocks']).values():
+        for name, module in block.named_modules():
+            if name in plan['colwise']:
+                sizes.append((name, module.out_features, tp))
+    if config.mlp == 'moe':
+        sizes.append(('expert_hidden', config.expert_hidden, tp))
     for name in plan['embedding']:
         sizes.append((f'{name} (rows)', model.get_submodule(name).weight.size(0), tp))
     for name, size, ranks in sizes:

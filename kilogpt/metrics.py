@@ -1,4 +1,4 @@
-"""A run's report of itself: console lines, metrics.jsonl, wandb, and the peak that MFU is a share of."""
+"""A run's report of itself: console, metrics.jsonl, wandb, TensorBoard, and the peak that MFU is a share of."""
 import json
 import math
 import os
@@ -44,14 +44,17 @@ def measured_flops(rows, inner, columns, dtype, seconds=0.03):
 
 
 class Metrics:
-    """Writes a run's lines to the console, out_dir/metrics.jsonl and wandb; only the main process writes.
+    """Writes a run's lines to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
 
+    Only the main process writes.
     wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError if wandb is not
     installed, ValueError if it cannot start.
+    tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
+    iteration: the one at which the run starts or resumes.
     """
 
-    def __init__(self, out_dir, is_main, wandb=None):
-        self.file = self.wandb = None
+    def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0):
+        self.file = self.wandb = self.tensorboard = None
         self.wandb_step = 0
         self.save = None  # the arguments of save_started, until that save is written
         self.seconds_per_iteration = None  # those of the last training line
@@ -68,6 +71,16 @@ class Metrics:
             except client.Error as error:  # no account, no network
                 raise ValueError(f'wandb_log=True, but {error} '
                                  '(or set WANDB_MODE=offline, or --wandb_log=False)') from None
+        if tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise ImportError('tensorboard=True needs TensorBoard: pip install tensorboard, '
+                                  'or set --tensorboard=False') from None
+            # After a resume, the files of the earlier part of the run have everything up to this iteration.
+            self.tensorboard_begin = iteration + 1 if iteration else 0
+            self.tensorboard = SummaryWriter(os.path.join(out_dir, 'tensorboard'),
+                                             purge_step=self.tensorboard_begin)
         path = os.path.join(out_dir, 'metrics.jsonl')
         if os.path.exists(path):
             with open(path, 'rb+') as file:  # drop a last line that a crash of the machine cut off
@@ -145,6 +158,19 @@ class Metrics:
         if self.wandb:
             self.wandb_step = max(self.wandb_step, line['iter'])  # wandb drops what is of an earlier step
             self.wandb.log(line, step=self.wandb_step)
+        if self.tensorboard and line['iter'] >= self.tensorboard_begin:
+            self._write_to_tensorboard(line)
+
+    def _write_to_tensorboard(self, line):
+        try:
+            for key, value in line.items():
+                if key != 'iter' and isinstance(value, (int, float)):
+                    self.tensorboard.add_scalar(key, value, line['iter'])
+            self.tensorboard.flush()
+        except OSError as error:
+            print(f'warning: out_dir/tensorboard could not be written ({error}). '
+                  'Training continues without it', file=sys.stderr, flush=True)
+            self.tensorboard = None
 
     def _flush(self):
         try:
@@ -161,6 +187,8 @@ class Metrics:
             self._flush()
         if self.wandb:
             self.wandb.finish()
+        if self.tensorboard:
+            self.tensorboard.close()
 
 
 def _is_not_finite(value):
@@ -180,6 +208,15 @@ def peak_memory_gb(device):
         return 0.0
     unit = 1 if sys.platform == 'darwin' else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def available_memory(device):
+    """Bytes that this process can hold: of a GPU what others have left, else the machine's."""
+    if device.type == 'cuda':
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if not hasattr(os, 'sysconf'):  # Windows
+        return math.inf
+    return os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
 
 
 def synchronize(device):

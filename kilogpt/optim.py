@@ -48,7 +48,8 @@ class Muon(torch.optim.Optimizer):
     orthogonal, times 0.2 √(the longer side). The update then has the root mean square of AdamW's (Liu et
     al. 2025, 2.2), so that a learning rate for AdamW suits Muon too.
 
-    named_parameters: [(name, parameter)]; Muon takes those of two dimensions whose names begin with `blocks`.
+    named_parameters: [(name, parameter)]; Muon takes those whose names begin with `blocks`: matrices, and
+    experts' matrices (E, rows, columns), each of which is orthogonalised on its own.
     apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
     columns) where each process holds parts of them, as Parallel.apply_to_whole_matrices does.
     dtype: of the orthogonalisation.
@@ -59,7 +60,7 @@ class Muon(torch.optim.Optimizer):
                  momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
         matrices, others = [], []
         for name, parameter in named_parameters:
-            is_muons = name.startswith(f'{blocks}.') and parameter.dim() == 2
+            is_muons = name.startswith(f'{blocks}.') and parameter.dim() >= 2
             (matrices if is_muons else others).append((name, parameter))
         self.adamw = build_adamw(others, learning_rate, weight_decay, betas)
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
@@ -93,10 +94,12 @@ class Muon(torch.optim.Optimizer):
             gradients = [torch.where(is_applied > 0, g, m) for g, m in zip(gradients, momenta)]
         torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
         directions = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
-        updates = self.apply_to_whole_matrices(orthogonalize, parameters[0], directions)
+        matrices = directions.flatten(0, -3)  # (n, rows, columns); n counts the matrices of experts too
+        updates = self.apply_to_whole_matrices(orthogonalize, parameters[0], matrices).view_as(directions)
         updates = [update.to(weight) * is_applied for update, weight in zip(updates, weights)]
         torch._foreach_mul_(weights, 1 - is_applied * group['lr'] * group['weight_decay'])
-        torch._foreach_add_(weights, updates, alpha=-group['lr'] * 0.2 * math.sqrt(max(parameters[0].shape)))
+        scale = 0.2 * math.sqrt(max(parameters[0].shape[-2:]))
+        torch._foreach_add_(weights, updates, alpha=-group['lr'] * scale)
 
 
 def orthogonalize(matrices, steps=5):

@@ -5,6 +5,7 @@
   pipeline (pp)  pipeline.py: each rank holds one or two runs of blocks (GPipe, Huang et al. 2019)
   tensor (tp)    DTensor: heads, hidden features and vocabulary rows split over ranks (Megatron-LM, Shoeybi et
                  al. 2019), the sequence split between blocks (sequence parallelism, Korthikanti et al. 2022)
+  expert (ep)    experts.py: each rank holds some of the experts of a mixture (GShard, Lepikhin et al. 2020)
   context (cp)   the sequence split over ranks, in attention the heads (DeepSpeed-Ulysses, Jacobs et al. 2023)
   data (rest)    DDP, or FSDP2 over dp_shard × cp (ZeRO, Rajbhandari et al. 2020), dp_replicate times (HSDP)
 
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from kilogpt import cpu, cuda
 from kilogpt.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.ddp import PowerSGD, Zero1, replicate
+from kilogpt.experts import ExpertBalance, find_experts, remember_choice, shard_experts, split_experts
 from kilogpt.layout import SPLIT_BACKWARD, check_layout
 from kilogpt.matrices import apply_to_whole_matrices
 from kilogpt.optim import local_part
@@ -78,6 +80,9 @@ class Parallel:
                 cpu.use_faster_parts(stage)
             if fp8:
                 use_float8(stage.get_submodule(plan['blocks']), self.device, self.notes)
+            if layout.tp * layout.ep > 1:
+                for routed in find_experts(stage).values():
+                    split_experts(routed, self.processes.expert_mesh, layout.ep, layout.tp)
             if layout.tp > 1:
                 self._split_tensors(stage, blocks)
             if layout.cp > 1:
@@ -88,11 +93,11 @@ class Parallel:
             if self.device.type == 'cuda':  # after cp, which may repeat key/value heads itself
                 cuda.use_fused_attention(stage, self.device, dtype)
             for block in blocks:
-                apply_to_block(block, activation_checkpoint, compile)
+                apply_to_block(block, plan, activation_checkpoint, compile)
             if compile and layout.tp == 1:
                 stage.loss.of_hidden = torch.compile(stage.loss.of_hidden)
             if layout.uses_fsdp:
-                shard_parameters(stage, blocks, layout, self.mesh, dtype, cpu_offload)
+                shard_parameters(stage, blocks, layout, self.processes, dtype, cpu_offload)
             stage.to_empty(device='cpu' if cpu_offload else self.device)
             stage.tie()
             if model.tied and layout.pp == 1:
@@ -112,8 +117,10 @@ class Parallel:
                 loss_scale=self.loss_scale)
         self._named_parameters = []
         for stage in self.stages.values():
-            for name, parameter in stage.named_parameters():
+            for name, parameter in name_parameters(stage, self.processes):
                 self._named_parameters.append((model.tied.get(name, name), parameter))
+        self.balance = ExpertBalance(model, self.stages, self.processes, layout.tp)
+        self.balance.set_loss_scale(self.loss_scale)  # a pipeline's stays so
 
     # --- the parts of a layout ------------------------------------------------------------------------------
 
@@ -131,7 +138,8 @@ class Parallel:
         if grad_compress == 'powersgd':
             grad_compress = self._powersgd = PowerSGD()
         if self.layout.zero_stage == 1:
-            self._zero1 = Zero1(model.named_parameters(), self.mesh['dp_shard_cp'], grad_compress)
+            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+            self._zero1 = Zero1(trained, self.mesh['dp_shard_cp'], grad_compress)
         network = replicate(model, self.device, self._zero1, grad_compress)
         # The gradient of the embedding is the last one. From then on this process waits for the others.
         self._gradients_ready = []
@@ -153,6 +161,7 @@ class Parallel:
         """
         self.forward_backward(x, y)
         self._drop_gradients()
+        self.balance.forget()
         if self._zero1:
             self._zero1.is_first_pass = False
         if self.compiles:
@@ -162,6 +171,7 @@ class Parallel:
         if self._is_ddp and self._accumulates:  # makes the gradients views of the buckets in their new order
             self.forward_backward(x, y)
             self.zero_grad()
+            self.balance.forget()
 
     def forward_backward(self, x, y, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (a pipeline: of all); returns this process's sum of losses.
@@ -177,6 +187,8 @@ class Parallel:
             # gathered between forward and backward stays so until the parameters change.
             self.network.set_requires_all_reduce(last)
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
+        if self.balance.names:  # a GradScaler's scale changes
+            self.balance.set_loss_scale(scale(torch.tensor(self.loss_scale, device=self.device)))
         with self._autocast:
             loss = self.network(x, y)
         scale(loss * self.loss_scale).backward()
@@ -211,9 +223,7 @@ class Parallel:
         counted = [p.grad for p in parameters if p is not second_copy]
         if self._zero1:  # as plain tensors, which DTensor's norm would take ten times as long for
             counted = [local_part(gradient) for gradient in counted]
-        norm = torch.nn.utils.get_total_norm(counted)
-        if hasattr(norm, 'full_tensor'):
-            norm = norm.full_tensor()
+        norm = total_norm(counted)
         if self.pipeline or self._zero1:  # the processes have gradients of different elements
             squares = norm.square()
             group = self.mesh.get_group('pp' if self.pipeline else 'dp_shard_cp')
@@ -244,16 +254,9 @@ class Parallel:
 
     def optimizer_parameters(self):
         """named_parameters, or for ZeRO-1 this process's rows of them as DTensors over the same memory."""
-        return self._zero1.named_rows if self._zero1 else self._named_parameters
-
-    def bytes_held(self, optimizer):
-        """Bytes on this process: (parameters, optimizer state). AdamW has two float32 moments, Muon one."""
-        parameters = sum(local_part(parameter).nbytes for _, parameter in self._named_parameters)
-        state = 0
-        for group in optimizer.param_groups:
-            moments = 1 if 'momentum' in group else 2
-            state += moments * 4 * sum(local_part(parameter).numel() for parameter in group['params'])
-        return parameters, state
+        if self._zero1:
+            return self._zero1.named_rows
+        return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
 
     def attach(self, optimizer):
         """For ZeRO-1: gather the parameters after each step."""
@@ -269,14 +272,44 @@ class Parallel:
         dimensions = []  # (process group, dimension of a matrix that its ranks cut or None), outermost first
         if hasattr(parameter, 'placements'):
             mesh = parameter.device_mesh
+            stacked = parameter.dim() - 2  # 1 for the matrices of experts: ranks that cut there have others
             for name, placement in zip(mesh.mesh_dim_names, parameter.placements):
-                if mesh[name].size() > 1:
-                    cut = None if placement.is_replicate() else placement.dim
+                cut = None if placement.is_replicate() else placement.dim - stacked
+                if mesh[name].size() > 1 and cut != -1:
                     dimensions.append((mesh.get_group(name), cut))
         elif self.layout.world_size > 1:
             dimensions.append((torch.distributed.group.WORLD, None))
         # With cpu_offload the parts are in host memory.
-        return apply_to_whole_matrices(function, parameter.shape, parts.to(self.device), dimensions)
+        return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+def name_parameters(stage, processes):
+    """[(name, parameter)] of a pipeline stage. What is not trained is no DTensor, but all ranks have it."""
+    named = []
+    for name, parameter in stage.named_parameters():
+        is_plain = not parameter.requires_grad and processes.mesh is not None
+        named.append((name, processes.as_replicas(parameter) if is_plain else parameter))
+    return named
+
+
+def bytes_held(named_parameters, optimizer):
+    """Bytes on this process: (parameters, optimizer state). AdamW has two float32 moments, Muon one."""
+    parameters = sum(local_part(parameter).nbytes for _, parameter in named_parameters)
+    state = 0
+    for group in optimizer.param_groups:
+        moments = 1 if 'momentum' in group else 2
+        state += moments * 4 * sum(local_part(parameter).numel() for parameter in group['params'])
+    return parameters, state
+
+
+def total_norm(gradients):
+    """The norm of all gradients, which may be DTensors on meshes that have the same processes."""
+    by_mesh = {}
+    for gradient in gradients:
+        by_mesh.setdefault(getattr(gradient, 'device_mesh', None), []).append(gradient)
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if hasattr(norm, 'full_tensor') else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 @torch.no_grad()
@@ -366,7 +399,7 @@ def split_tensors(model, blocks, mesh):
                     modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
     model.tie()  # splitting gave each of the two a parameter of its own
     for name, parameter in model.named_parameters():
-        if not hasattr(parameter, 'placements'):
+        if parameter.requires_grad and not hasattr(parameter, 'placements'):
             raise ValueError(f'{name} is in no part of split_plan (model.py): say there how tp={mesh.size()} '
                              'splits it, or set tp to 1')
     model.register_forward_hook(
@@ -402,32 +435,44 @@ SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attenti
                  '_scaled_dot_product_cudnn_attention')
 
 
-def apply_to_block(block, activation_checkpoint, compile):
+def apply_to_block(block, plan, activation_checkpoint, compile):
     """Checkpoint a block's activations and compile it.
 
     'selective' is within what is compiled, so that the compiler sees it. 'full' is around what is compiled,
     since the compiler fails on tensor-parallel blocks with 'full' inside.
     """
+    modules = dict(block.named_modules())
+    routed, parts = modules.get(plan['experts']), [block]
+    if routed:  # selective checkpointing does not go around modules that FSDP2 shards on their own
+        parts = [modules[name] for name in plan['checkpointed'] if name in modules]
+        routed.forward = torch.compiler.disable(routed.forward)  # the numbers of rows depend on the tokens
     if activation_checkpoint == 'selective':  # recompute all in the backward pass but SAVED_OUTPUTS
         saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]
         contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, context_fn=contexts)
+        for part in parts:
+            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,
+                                             context_fn=contexts)
     if compile:
         block.forward = torch.compile(block.forward)
     if activation_checkpoint == 'full':  # recompute the whole block (Chen et al. 2016)
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+        options = dict(context_fn=remember_choice(routed.router)) if routed else {}
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
 
 
-def shard_parameters(stage, blocks, layout, mesh, dtype, cpu_offload):
+def shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload):
     """FSDP2, which reduces gradients to shards in each micro-batch, and with a pipeline once an iteration."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    mesh = processes.mesh
     mesh_dims = ('dp_replicate', 'dp_shard_cp') if layout.dp_replicate > 1 else 'dp_shard_cp'
     options = dict(mesh=mesh[mesh_dims])
     if dtype == 'bfloat16':  # for parameters alone: the rotary tables are inputs that stay in float32
         options['mp_policy'] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     if cpu_offload:
         options['offload_policy'] = CPUOffloadPolicy(pin_memory=mesh.device_type == 'cuda')
+    reshard = layout.zero_stage == 3
+    for routed in find_experts(stage).values():
+        shard_experts(routed, layout, processes.expert_mesh, reshard, options)
     for block in blocks:
-        fully_shard(block, reshard_after_forward=layout.zero_stage == 3, **options)
+        fully_shard(block, reshard_after_forward=reshard, **options)
     # Embeddings and head together, since they may be tied.
     fully_shard(stage, reshard_after_forward=False, **options)

@@ -59,7 +59,7 @@ class Pipeline:
         length = block_size // layout.cp
         tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
         x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,
-                        dtype=torch.bfloat16 if dtype == 'bfloat16' else torch.float32)
+                        dtype=torch.bfloat16 if dtype == 'bfloat16' else torch.get_default_dtype())
         loss = torch.empty((), device='meta', requires_grad=True)
         pipeline_stages = []
         for index, stage in stages.items():

@@ -34,6 +34,7 @@ class Processes:
         self.device = find_device(device, self.local_rank, self.world_size)
         self.mesh = None  # for the parameters: pp × dp_replicate × dp_shard_cp × tp
         self.cp_mesh = None  # for the ranks that share sequences
+        self.expert_mesh = None  # for the parameters of experts
         self._waits = []  # (begin, end) of waiting for other processes
         self._counts_waits = False
 
@@ -80,10 +81,22 @@ class Processes:
         self.mesh = init_device_mesh(
             self.device.type, (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp),
             mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
+        self.expert_mesh = self.mesh
+        if layout.ep > 1:
+            expert_shard = layout.dp_shard * layout.cp // layout.ep
+            self.expert_mesh = init_device_mesh(
+                self.device.type, (layout.pp, layout.dp_replicate, expert_shard, layout.ep, layout.tp),
+                mesh_dim_names=('pp', 'dp_replicate', 'expert_shard', 'ep', 'tp'))
         if layout.cp > 1:
             cp_meshes = init_device_mesh(self.device.type, (layout.pp * layout.dp, layout.cp, layout.tp),
                                          mesh_dim_names=('pp_dp', 'cp', 'tp'))
             self.cp_mesh = cp_meshes['cp']
+
+    def as_replicas(self, tensor):
+        """A DTensor over the memory of a tensor that all processes of a pipeline stage hold alike."""
+        from torch.distributed.tensor import DTensor, Replicate
+        mesh = self.mesh['dp_replicate', 'dp_shard_cp', 'tp']
+        return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * 3, run_check=False)
 
     def say(self, text):
         """Print on the main process only."""

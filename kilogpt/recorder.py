@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kilogpt.trace import COLLECTIVES
 
-# In the order in which a table prints them. 'gradients' are shards, and those that are still whole; 'gathered'
-# the whole parameters of FSDP2 and what collectives send and receive; 'buffers' what a pipeline receives into.
+# In the order in which a table prints them. 'gradients' are shards and those that are still whole, 'gathered'
+# the whole parameters of FSDP2 and what collectives send and receive, 'buffers' where a pipeline receives.
 PARTS = ('parameters', 'gradients', 'moments', 'gathered', 'buffers', 'activations', 'logits', 'other')
 DEVICE_OF = torch.ops.prim.device.default  # what tensor.device calls where the tensor is fake
 
@@ -28,7 +28,7 @@ class Recorder(TorchDispatchMode):
     """Within this context, every new piece of a tensor's memory and every collective is noted.
 
     fake_mode: that of the tensors to record; None records real ones.
-    phase: the part of memory that comes from now on, unless `label`, a collective or its shape says otherwise.
+    phase: the part to which new memory belongs, unless `label`, a collective or the shape says otherwise.
     logits_width: elements in the last dimension of the tensors that count as logits; 0 for none.
     group_names: {name of a process group: what `collectives` calls it}.
     Memory that an operator takes and returns within itself is not seen, nor what libraries keep for
@@ -40,7 +40,7 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.phase, self.logits_width, self.group_names = 'other', 0, {}
         self._clock = 0
-        self._alive, self._references = {}, {}  # {id of a storage: Segment}, {id of a storage: weak reference}
+        self._alive, self._references = {}, {}  # {id of a storage: Segment, or weak reference}
         self._segments = []  # those that have died since the last `start`
         self._collectives = {}
 
@@ -172,7 +172,7 @@ class Recorder(TorchDispatchMode):
             self.label(_tensors_in(kwargs['out']), 'gathered')
 
     def collectives(self):
-        """[{kind, group, dtype, calls, bytes}] since `start`: whole tensors, as `trace.bytes_moved` counts."""
+        """[{kind, group, dtype, calls, bytes}] since `start`; bytes are those of `trace.bytes_moved`."""
         return [dict(kind=kind, group=group, dtype=dtype, calls=calls, bytes=size)
                 for (kind, group, dtype), (calls, size) in sorted(self._collectives.items())]
 

@@ -12,6 +12,9 @@ import torch
 from data.loader import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
+from kilogpt.hugging_face import (arguments_from_hugging_face, gpt2_config, keys_without_standard_form,
+                                  llama_config, pack_qkv, split_qkv, tensors_from_gpt2, tensors_from_llama,
+                                  tensors_to_gpt2, tensors_to_llama)
 from kilogpt.optim import build_adamw
 from kilogpt.shards import write_json
 from model import GPT, GPTConfig
@@ -23,13 +26,6 @@ NANOGPT_KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size
 MOMENTS = ('exp_avg', 'exp_avg_sq')  # AdamW's
 # Tables with a row for each token: our model pads them to more rows than the vocabulary has.
 TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')
-# Parts of names in our model and in Llama, to be replaced in this order.
-LLAMA_NAMES = (
-    ('transformer.h.', 'model.layers.'), ('transformer.wte.', 'model.embed_tokens.'),
-    ('transformer.ln_f.', 'model.norm.'), ('.ln_1.', '.input_layernorm.'),
-    ('.ln_2.', '.post_attention_layernorm.'), ('.c_fc.', '.up_proj.'), ('.c_gate.', '.gate_proj.'),
-    ('.mlp.c_proj.', '.mlp.down_proj.'), ('.attn.', '.self_attn.'), ('_attn.c_proj.', '_attn.o_proj.'),
-    ('.c_q.', '.q_proj.'), ('.c_k.', '.k_proj.'), ('.c_v.', '.v_proj.'))
 
 
 # --- reading ------------------------------------------------------------------------------------------------
@@ -109,7 +105,7 @@ def read_hugging_face(source):
             for name in biases:
                 del tensors[name]
     else:
-        tensors = tensors_from_llama(tensors)
+        tensors = tensors_from_llama(tensors, theirs['model_type'], arguments.get('router_balance'))
     if arguments['tie_weights']:
         tensors.pop('lm_head.weight', None)
     is_gpt2 = theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES
@@ -160,57 +156,6 @@ def read_json(path):
             raise ValueError(f'{path} is not JSON ({error})') from None
 
 
-def arguments_from_hugging_face(theirs, folder):
-    """The GPTConfig arguments that a config.json stands for. ValueError if our model lacks a part of it."""
-    kind = theirs.get('model_type')
-    known = dict(model_type=['gpt2', 'llama', 'qwen3'], quantization_config=[None])
-    if kind == 'gpt2':
-        known |= dict(activation_function=['gelu_new', 'gelu', 'gelu_pytorch_tanh'],
-                      scale_attn_weights=[True], scale_attn_by_inverse_layer_idx=[False])
-    else:
-        known |= dict(hidden_act=['silu'], use_sliding_window=[False], partial_rotary_factor=[1.0, None],
-                      layer_types=[None, ['full_attention'] * theirs.get('num_hidden_layers', 0)])
-        if kind == 'qwen3':
-            known |= dict(attention_bias=[False])
-        else:
-            known |= dict(mlp_bias=[theirs.get('attention_bias', False)])
-    unknown = {key: theirs[key] for key in known if key in theirs and theirs[key] not in known[key]}
-    rope = {}
-    for key in ('rope_scaling', 'rope_parameters'):  # before and since version 5 of transformers
-        rope |= theirs.get(key) or {}
-        rope_type = rope.get('rope_type', rope.get('type', 'default'))
-        if rope_type != 'default' or rope.keys() - {'rope_type', 'type', 'rope_theta'}:
-            unknown[key] = rope
-    if not kind or unknown:
-        raise ValueError(f'{folder} is not a GPT-2, Llama or Qwen3 that our model can represent: '
-                         f'its config.json has {unknown or "no model_type"}')
-    if kind == 'gpt2':
-        return arguments_from_gpt2(theirs)
-    return arguments_from_llama(theirs, rope.get('rope_theta', theirs.get('rope_theta', 10000.0)))
-
-
-def arguments_from_gpt2(theirs):
-    return dict(
-        block_size=theirs['n_positions'], vocab_size=theirs['vocab_size'],
-        n_layer=theirs['n_layer'], n_head=theirs['n_head'],
-        n_embd=theirs['n_embd'], n_hidden=theirs.get('n_inner') or 0,
-        mlp='gelu' if theirs.get('activation_function') == 'gelu' else 'gelu_tanh',
-        tie_weights=theirs.get('tie_word_embeddings', True), norm_eps=theirs.get('layer_norm_epsilon', 1e-5))
-
-
-def arguments_from_llama(theirs, rope_theta):
-    is_qwen3 = theirs['model_type'] == 'qwen3'
-    return dict(
-        block_size=theirs['max_position_embeddings'], vocab_size=theirs['vocab_size'],
-        n_layer=theirs['num_hidden_layers'], n_head=theirs['num_attention_heads'],
-        n_kv_head=theirs.get('num_key_value_heads') or 0,
-        head_width=theirs.get('head_dim') or (128 if is_qwen3 else 0),
-        n_embd=theirs['hidden_size'], n_hidden=theirs['intermediate_size'],
-        pos='rope', norm='rmsnorm', mlp='swiglu', qk_norm=is_qwen3, bias=theirs.get('attention_bias', False),
-        tie_weights=theirs.get('tie_word_embeddings', False), norm_eps=theirs.get('rms_norm_eps', 1e-6),
-        rope_theta=float(rope_theta))
-
-
 def load_nanogpt(path):
     """The content of a ckpt.pt, its tensors mapped into memory.
 
@@ -238,66 +183,6 @@ def read_nanogpt(path):
     return arguments, split_qkv(weights), saved.get('tokenizer', default_meta)
 
 
-# --- our tensors and theirs ---------------------------------------------------------------------------------
-
-def split_qkv(tensors):
-    """Split each c_attn, rows of queries, keys and values, into c_q, c_k and c_v; leave out causal masks."""
-    split = {}
-    for name, tensor in tensors.items():
-        if '.attn.c_attn.' in name:
-            for part, rows in zip('qkv', tensor.chunk(3)):
-                split[name.replace('c_attn', f'c_{part}')] = rows
-        elif not name.endswith(('.attn.bias', '.attn.masked_bias')):
-            split[name] = tensor
-    return split
-
-
-def pack_qkv(tensors):
-    """The inverse of split_qkv, in nanoGPT's order: token table, position table, blocks."""
-    packed = {}
-    for name in sorted(tensors, key=lambda name: ('.wte.' not in name, '.wpe.' not in name)):
-        if '.attn.c_q.' in name:
-            qkv = [tensors[name.replace('c_q', f'c_{part}')] for part in 'qkv']
-            packed[name.replace('c_q', 'c_attn')] = torch.cat(qkv)
-        elif '.attn.c_k.' not in name and '.attn.c_v.' not in name:
-            packed[name] = tensors[name]
-    return packed
-
-
-def transpose_matrices(tensors):
-    """Transpose the blocks' matrices: GPT-2 of Hugging Face has them (in, out), nanoGPT and we (out, in)."""
-    return {name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor
-            for name, tensor in tensors.items()}
-
-
-def tensors_from_gpt2(tensors):
-    prefixed = {}  # older files leave out the prefix of the names
-    for name, tensor in tensors.items():
-        has_prefix = name.startswith(('transformer.', 'lm_head.'))
-        prefixed[name if has_prefix else f'transformer.{name}'] = tensor
-    return split_qkv(transpose_matrices(prefixed))
-
-
-def tensors_to_gpt2(tensors):
-    with_biases = dict(tensors)
-    for name, tensor in tensors.items():
-        if '.h.' in name or '.ln_f.' in name:
-            with_biases.setdefault(name.replace('weight', 'bias'), torch.zeros(len(tensor)))
-    return transpose_matrices(pack_qkv(with_biases))
-
-
-def tensors_from_llama(tensors):
-    for our_part, their_part in reversed(LLAMA_NAMES):
-        tensors = {name.replace(their_part, our_part): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
-def tensors_to_llama(tensors):
-    for our_part, their_part in LLAMA_NAMES:
-        tensors = {name.replace(our_part, their_part): tensor for name, tensor in tensors.items()}
-    return tensors
-
-
 # --- from a run ---------------------------------------------------------------------------------------------
 
 def export_weights(source, target, which='best', dtype='float32'):
@@ -323,20 +208,6 @@ def export_weights(source, target, which='best', dtype='float32'):
     write = write_nanogpt if to_nanogpt else write_hugging_face
     write(target, path, config, state, getattr(torch, dtype))
     print(f'wrote {target} from {path}')
-
-
-def keys_without_standard_form(config, to_nanogpt):
-    """The entries of a GPTConfig, as 'key=value', that nanoGPT's or Hugging Face's form cannot represent."""
-    if config.pos == 'learned' or to_nanogpt:
-        known = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu', 'gelu_tanh'],
-                     n_kv_head=[config.n_head], qk_norm=[False], softcap=[0],
-                     head_width=[config.n_embd / config.n_head])
-    else:
-        known = dict(pos=['rope'], norm=['rmsnorm'], mlp=['swiglu'], softcap=[0],
-                     bias=[False] if config.qk_norm else [False, True])
-    if to_nanogpt:
-        known |= dict(mlp=['gelu'], tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
-    return [f'{key}={getattr(config, key)}' for key in known if getattr(config, key) not in known[key]]
 
 
 def load_unpadded(path, config, with_optimizer):
@@ -395,7 +266,7 @@ def write_hugging_face(target, path, config, state, dtype):
         tensors = tensors_to_gpt2(weights)
     else:
         theirs |= llama_config(config)
-        tensors = tensors_to_llama(weights)
+        tensors = tensors_to_llama(weights, config)
     os.makedirs(target)
     if tokenizer:
         for name, content in tokenizer.hugging_face(config.block_size).items():
@@ -407,29 +278,6 @@ def write_hugging_face(target, path, config, state, dtype):
     save_file(tensors, tensor_file, metadata=dict(format='pt'))
     write_json(config_file, theirs)
     shutil.copymode(config_file, tensor_file)  # safetensors lets no one but the owner read the file
-
-
-def gpt2_config(config):
-    """The entries of config.json that are GPT-2's."""
-    return dict(
-        architectures=['GPT2LMHeadModel'], model_type='gpt2',
-        n_positions=config.block_size, n_ctx=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
-        n_head=config.n_head, n_inner=config.n_hidden, layer_norm_epsilon=config.norm_eps,
-        activation_function='gelu' if config.mlp == 'gelu' else 'gelu_new',
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-
-
-def llama_config(config):
-    """The entries of config.json that are Llama's or Qwen3's."""
-    if config.qk_norm:
-        kind = dict(architectures=['Qwen3ForCausalLM'], model_type='qwen3')
-    else:
-        kind = dict(architectures=['LlamaForCausalLM'], model_type='llama', mlp_bias=config.bias)
-    return kind | dict(
-        max_position_embeddings=config.block_size, hidden_size=config.n_embd,
-        intermediate_size=config.n_hidden, hidden_act='silu', num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head, head_dim=config.head_width,
-        attention_bias=config.bias, rms_norm_eps=config.norm_eps, rope_theta=config.rope_theta)
 
 
 # --- to a run -----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from helpers import ROOT
 from kilogpt.configurator import configure
 from kilogpt.layout import Layout
 from kilogpt.optim import local_part
-from kilogpt.parallel import Parallel, fill
+from kilogpt.parallel import Parallel, bytes_held, fill
 from kilogpt.processes import Processes
 from model import GPT, GPTConfig
 
@@ -47,7 +47,7 @@ def lay_out(monkeypatch, world_size, rank, arguments):
     for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
         monkeypatch.setenv(key, str(value))
     layout = Layout(world_size, config.zero_stage, config.dp_replicate, config.tp, config.cp, config.pp,
-                    config.pp_schedule)
+                    config.pp_schedule, config.ep)
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=world_size)
     try:
         processes = Processes('cpu')
@@ -70,7 +70,8 @@ def lay_out(monkeypatch, world_size, rank, arguments):
 
 @pytest.mark.parametrize('world_size, arguments', [
     *commands_of('gpt2_xl_fsdp'), *commands_of('llama_7b_tp_fsdp'),
-    *(pytest.param(*command, marks=pytest.mark.slow) for command in commands_of('gpt_70b_3d'))])
+    *(pytest.param(*command, marks=pytest.mark.slow)
+      for name in ('gpt_70b_3d', 'train_gpt2_moe', 'qwen3_30b_a3b') for command in commands_of(name))])
 def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments):
     def value(name, shape, rows):
         assert rows.stop - rows.start == rows_held[name], f'{name}: no rank draws what others hold'
@@ -83,7 +84,7 @@ def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments)
         parallel, n_parameters, micro_batch, micro_steps, config = found
         layout = parallel.layout
         share = layout.tp * layout.dp_shard * layout.cp  # ranks that divide this pipeline rank's parameters
-        held = parallel.bytes_held(no_optimizer)[0]
+        held = bytes_held(parallel.named_parameters(), no_optimizer)[0]
         assert held == pytest.approx(4 * n_parameters / pp / share, rel=0.06)  # the head makes stages uneven
         total += held * share
         rows_held = {name: local_part(parameter).size(0) for name, parameter in parallel.named_parameters()}
@@ -100,7 +101,7 @@ def test_config_lays_out_as_its_command_says(monkeypatch, world_size, arguments)
 @pytest.mark.quick
 @pytest.mark.parametrize('name, most_epochs', [
     ('gpt_70b_3d', 1), ('llama_7b_tp_fsdp', 1), ('gpt2_xl_fsdp', 4), ('train_gpt2_modern', 4),
-    ('train_gpt2', 40)])
+    ('train_gpt2', 40), ('train_gpt2_moe', 4), ('qwen3_30b_a3b', 1)])
 def test_dataset_of_a_config_has_the_tokens_that_it_wants(name, most_epochs):
     """Repeating data up to 4 times costs little (Muennighoff et al. 2023); train_gpt2 is nanoGPT's run."""
     config = SimpleNamespace(**settings(f'config/{name}.py'))

@@ -44,7 +44,7 @@ def test_files_that_pages_name_exist():
     for page in PAGES:
         names = set(re.findall(r'(?<![\w./*])[\w/]+\.(?:py|sh|md)\b', page.read_text('utf-8')))
         for name in names - NOT_OURS:
-            places = [pathlib.Path(ROOT, folder, name) for folder in ('', 'config', 'data', 'docs')]
+            places = [pathlib.Path(ROOT, folder, name) for folder in ('', 'config', 'data', 'docs', 'launch')]
             if not any(place.exists() for place in places):
                 missing.add(f'{page.name}: {name}')
     assert missing == set()
@@ -97,7 +97,8 @@ def test_nanogpts_keys_keep_their_names_and_defaults():
 def test_keys_that_pages_mention_exist():
     """Every `key=value` in running text is a key of train.py or sample.py, or another command's option."""
     keys = {key for key, _ in KEY_ROW.findall(write_keys.PAGE.read_text('utf-8'))}
-    options = {'key', 'tokenizer', 'val_fraction', 'nproc_per_node', 'random_tokens', 'saves', 'signal'}
+    options = {'key', 'tokenizer', 'val_fraction', 'nproc_per_node', 'random_tokens', 'saves', 'signal',
+               'handle', 'logdir', 'num_workers'}
     for page in PAGES:
         spans = ' '.join(re.findall(r'`([^`]+)`', FENCE.sub('', page.read_text('utf-8'))))
         mentioned = set(re.findall(r'(?<![\w.])([a-z]\w*)=(?!=)', spans))

@@ -2,8 +2,11 @@
 import json
 
 import pytest
+import torch
 
-from helpers import FAULTS, TINY, run_forked, run_script
+from helpers import FAULTS, TINY, run_forked
+from kilogpt import dry_run
+from kilogpt.recorder import Recorder
 
 # Large enough that activations and logits weigh as much as parameters.
 SHAPE = ('--n_layer=4 --n_embd=64 --block_size=64 --max_iters=3 --eval_iters=0 --keep_checkpoints=0 '
@@ -16,7 +19,7 @@ LAYOUTS = {
     'zero1 muon': (2, '--zero_stage=1 --optimizer=muon'),
     'zero2': (2, '--zero_stage=2'),
     'zero3': (4, '--zero_stage=3'),
-    'zero3 in bfloat16, full checkpointing': (2, '--zero_stage=3 --dtype=bfloat16 --activation_checkpoint=full'),
+    'full checkpointing': (2, '--zero_stage=3 --dtype=bfloat16 --activation_checkpoint=full'),
     'zero2 muon': (2, '--zero_stage=2 --optimizer=muon'),
     'selective checkpointing': (2, '--zero_stage=2 --activation_checkpoint=selective'),
     'cpu_offload': (2, '--zero_stage=2 --cpu_offload'),
@@ -36,10 +39,10 @@ LAYOUTS = {
 }
 
 
-def dry_run(dataset, rank, world_size, *arguments, **options):
+def report_of(dataset, rank, world_size, *arguments):
     """The report of a rank by `python -m kilogpt.dry_run`."""
-    done = run_forked('kilogpt.dry_run', rank, world_size, *TINY, f'--dataset={dataset}', *arguments, **options)
-    return json.loads(done.stdout.splitlines()[-1])
+    arguments = [*TINY, f'--dataset={dataset}', *arguments]
+    return json.loads(run_forked('kilogpt.dry_run', rank, world_size, *arguments).stdout.splitlines()[-1])
 
 
 def bytes_by_kind(collectives):
@@ -52,11 +55,57 @@ def bytes_by_kind(collectives):
     return sums
 
 
+def test_recorder_counts_memory_from_its_first_tensor_to_its_last():
+    with Recorder() as recorder:
+        before = torch.zeros(10)
+        recorder.start()
+        recorder.phase = 'activations'
+        whole, other = torch.zeros(100), torch.zeros(50)
+        part = whole[:10]
+        del whole, other
+        after = torch.zeros(20)
+        part.untyped_storage().resize_(0)
+    peak, alive = recorder.peak(), recorder.bytes_alive()
+    assert {name: size for name, size in peak.items() if size} == dict(other=40, activations=600)
+    assert alive['activations'] == after.nbytes and alive['other'] == before.nbytes
+    assert sum(recorder.peak(left_out=['activations']).values()) == 40
+
+
+@pytest.mark.parametrize('world_size, arguments', [
+    (2, '--tp=2 --n_head=1'),
+    pytest.param(2, '--tp=4', marks=pytest.mark.slow),
+    pytest.param(2, '--zero_stage=1 --cpu_offload', marks=pytest.mark.slow),
+    pytest.param(4, '--pp=4 --pp_schedule=zbv --n_layer=2', marks=pytest.mark.slow)])
+def test_dry_run_refuses_in_the_sentence_of_a_run(world_size, arguments, train, dataset):
+    run = train(*arguments.split(), nproc=world_size, check=False)
+    dry = run_forked('kilogpt.dry_run', 0, world_size, *TINY, f'--dataset={dataset}', *arguments.split(),
+                     check=False)
+    assert run.codes[0] == dry.returncode == 1
+    assert dry.stderr.startswith('error: ') and dry.stderr in run.stderr, (run.stderr, dry.stderr)
+
+
+@pytest.mark.slow
+def test_dry_run_of_several_ranks_on_gpus():
+    """A pipeline on 64 GPUs: the logits are on the last rank alone."""
+    shape = ('--n_layer=8 --n_embd=256 --n_head=4 --pp=4 --tp=2 --gradient_accumulation_steps=64 '
+             '--batch_size=1')
+    first, middle, last = results = dry_run.dry_run([*shape.split(), '--device=cuda'], 64)
+    assert [result['coordinates']['pp'] for result in results] == [0, 1, 3]
+    assert [result['peak_parts']['logits'] > 0 for result in results] == [False, False, True]
+    # Four blocks of 12 C², divided by tp=2 and dp=8: embedding and head are larger, and stages of their own.
+    assert middle['held']['parameters'] == pytest.approx(4 * 4 * 12 * 256 ** 2 / 2 / 8, rel=0.02)
+    assert middle['held']['moments'] == pytest.approx(2 * middle['held']['parameters'], rel=0.001)
+    text = '\n'.join(dry_run.table(results, first['peak_parts']))
+    assert 'rank 31' in text and 'formula' in text
+    with pytest.raises(ValueError, match=r'ranks is \[64\]'):
+        dry_run.dry_run(shape.split(), 64, [64])
+
+
 def check_layout(train, dataset, nproc, arguments):
     run = train(*SHAPE, *arguments, nproc=nproc, faults=[FAULTS / 'record.py'])
     for rank in (0, nproc - 1) if '--pp=2' in arguments else (0,):
         recorded = json.load(open(f'{run.out_dir}.record.{rank}'))
-        foretold = dry_run(dataset, rank, nproc, *SHAPE, *arguments)
+        foretold = report_of(dataset, rank, nproc, *SHAPE, *arguments)
         assert bytes_by_kind(foretold['collectives']) == bytes_by_kind(recorded['collectives']), rank
         assert foretold['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, foretold)
 

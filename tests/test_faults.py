@@ -179,12 +179,12 @@ def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_pa
 # --- slow -----------------------------------------------------------------------------------------------
 
 def test_slowest_process_and_its_lag_are_logged(train):
-    """Two layers, three micro-steps, 10 ms in each: 60 ms that the other process waits in every iteration."""
+    """Two layers, three micro-steps, 30 ms in each: the other process waits 180 ms in every iteration."""
     run = train('--gradient_accumulation_steps=6', '--eval_iters=0', nproc=2,
                 faults=[FAULTS / 'slow_rank.py'])
     lines = list(run.lines.values())
-    assert len(lines) == 12 and [line['slowest_rank'] for line in lines].count(1) >= 11, run.stdout
-    assert sorted(line['lag_ms'] for line in lines)[6] == pytest.approx(60, rel=0.5)
+    assert len(lines) == 12 and [line['slowest_rank'] for line in lines].count(1) >= 9, run.stdout
+    assert sorted(line['lag_ms'] for line in lines)[6] == pytest.approx(180, rel=0.5)
     assert re.search(r'iter 12: .*, rank 1 last by \d+\.\dms', run.stdout)
 
 

@@ -12,15 +12,18 @@ import pytest
 from helpers import FAULTS, ROOT, run_forked
 
 FLOORS = [
-    {'model', 'kilogpt.configurator', 'kilogpt.costs', 'kilogpt.layout', 'kilogpt.machines',
-     'kilogpt.metrics', 'kilogpt.optim', 'kilogpt.settings', 'kilogpt.trace', 'data.fetch', 'data.loader',
-     'data.prepare', 'data.tokenizer'},
+    {'model', 'kilogpt.configurator', 'kilogpt.costs', 'kilogpt.forecast', 'kilogpt.hugging_face',
+     'kilogpt.layout', 'kilogpt.machines', 'kilogpt.metrics', 'kilogpt.optim', 'kilogpt.settings', 'kilogpt.trace',
+     'data.fetch', 'data.loader', 'data.prepare', 'data.tokenizer'},
     {'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compiler', 'kilogpt.cpu', 'kilogpt.cuda',
-     'kilogpt.ddp', 'kilogpt.health', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes',
+     'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.health', 'kilogpt.launch',
+     'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes', 'kilogpt.recorder',
      'kilogpt.shards', 'kilogpt.weights'},
     {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.plan', 'kilogpt.plot', 'kilogpt.versus'},
 ]
-LONG_FILES = {}  # {path: why it is longer than 500 lines}
+LONG_FILES = {  # {path: why it is longer than 500 lines}
+    'model.py': 'the GPT and its experts, all of it, in one file that runs without the others',
+    'train.py': 'each key of a run is a line here, above a script of 400'}
 LONG_CLASSES = {}  # {path:class: why it is longer than 250 lines}
 
 HOME = pathlib.Path(ROOT)
@@ -79,7 +82,8 @@ def test_model_is_one_file_that_imports_torch_alone():
     foreign = {name.partition('.')[0] for name in imports_of(TREES['model.py'])} - sys.stdlib_module_names
     assert foreign <= {'torch', 'numpy'}
     machinery = {module for module in OURS if floor_of(module) < len(FLOORS) - 1}
-    assert {module for module in machinery if 'model' in OURS[module]} <= {'kilogpt.weights'}
+    assert {module for module in machinery if 'model' in OURS[module]} <= {
+        'kilogpt.dry_run', 'kilogpt.weights'}
 
 
 def test_layout_is_arithmetic():

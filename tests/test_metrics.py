@@ -1,12 +1,14 @@
 """What a run writes of itself, and what it measures on any system."""
 import json
+import os
+import shutil
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from kilogpt import metrics
+from kilogpt import checkpoint, metrics
 
 pytestmark = pytest.mark.quick
 
@@ -66,3 +68,38 @@ def test_peak_memory_is_measured_and_0_where_it_is_unknown(monkeypatch):
     assert 0.05 < metrics.peak_memory_gb(cpu) < 1000
     monkeypatch.setitem(sys.modules, 'resource', None)
     assert metrics.peak_memory_gb(cpu) == 0.0
+
+
+def test_tensorboard_has_the_scalars_of_the_log_and_none_twice_after_a_resume(train):
+    """A run that is killed at 12, after its checkpoint at 6 and an evaluation, resumes at 6."""
+    accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
+    run = train('--tensorboard=True', '--save_interval=6', '--keep_checkpoints=9')
+    shutil.rmtree(run.out_dir / 'ckpt' / 'iter_00000012')
+    resumed = train('--tensorboard=True', '--init_from=resume', out_dir=run.out_dir)
+    events = accumulator.EventAccumulator(str(run.out_dir / 'tensorboard')).Reload()
+    for key, lines in dict(loss=resumed.lines, lr=resumed.lines, val_loss=resumed.evals).items():
+        found = [(event.step, event.value) for event in events.Scalars(key)]
+        assert found == [(i, pytest.approx(line[key])) for i, line in lines.items()]
+    assert set(events.Tags()['scalars']) == {'ckpt_stall_ms'} | (
+        set(resumed.lines[1]) | set(resumed.evals[0])) - {'iter'}
+    assert len(resumed.lines) == 12 and list(resumed.evals) == [0, 6, 12]
+    assert len(os.listdir(run.out_dir / 'tensorboard')) == 2
+    earlier = checkpoint.set_aside(run.out_dir)
+    assert len(os.listdir(os.path.join(earlier, 'tensorboard'))) == 2
+
+
+def test_tensorboard_that_cannot_be_written_or_is_missing(tmp_path, monkeypatch, capsys):
+    pytest.importorskip('tensorboard')
+    log = metrics.Metrics(tmp_path, is_main=True, tensorboard=True)
+
+    def fail(*arguments):
+        raise OSError('no space left')
+
+    monkeypatch.setattr(log.tensorboard, 'add_scalar', fail)
+    for iteration in range(2):
+        log.eval(dict(iter=iteration, train_loss=4.0, val_loss=4.0))
+    log.close()
+    assert capsys.readouterr().err.count('out_dir/tensorboard could not be written (no space left)') == 1
+    monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
+    with pytest.raises(ImportError, match='tensorboard=True needs TensorBoard: pip install tensorboard'):
+        metrics.Metrics(tmp_path, is_main=True, tensorboard=True)

@@ -24,7 +24,13 @@ BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n
         f'--max_iters={ITERATIONS} --eval_interval={ITERATIONS}').split()
 MODERN = '--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15'
 MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN,
-              muon=f'{MODERN} --optimizer=muon')
+              muon=f'{MODERN} --optimizer=muon',
+              moe='--mlp=moe --n_experts=4 --n_active_experts=2 --n_shared_experts=1 --expert_hidden=16 '
+                  '--router_balance_rate=0.01 --router_z_loss=0.001',
+              muon_moe='--optimizer=muon --mlp=moe --n_experts=4 --expert_hidden=16 --n_shared_experts=1',
+              all='--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=16 --router_balance=none',
+              losses='--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --router=sigmoid '
+                     '--moe_first_layer=1 --router_balance=loss --router_balance_rate=0.01 --pos=rope')
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
 
 # --- the layouts ----------------------------------------------------------------------------------------
@@ -39,7 +45,7 @@ LAYOUTS = {
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
         'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
         **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
-        'muon ddp': '', 'muon zero1': '--zero_stage=1'},
+        'moe ep2': '--ep=2', 'muon ddp': '', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
     4: {'muon hsdp': '--zero_stage=2 --dp_replicate=2',
@@ -70,6 +76,28 @@ SLOW_LAYOUTS = {
     8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern hsdp tp2': '--tp=2 --zero_stage=3 --dp_replicate=2',
         'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
+# mixtures of experts; three processes pad the batch, whose padding must not count
+for nproc, layouts in {
+        2: {'moe ddp': '', 'moe zero1': '--zero_stage=1', 'moe zero2': '--zero_stage=2', 'losses ddp': '',
+            'moe tp2': '--tp=2', 'losses tp2': '--tp=2', 'moe cp2': '--cp=2',
+            'losses cp2 ep2': '--cp=2 --ep=2', 'moe pp2': '--pp=2',
+            'moe pp2 zbv': '--pp=2 --pp_schedule=zbv', 'losses pp2': '--pp=2',
+            'moe full ep2': '--ep=2 --activation_checkpoint=full',
+            'moe selective ep2': '--ep=2 --activation_checkpoint=selective',
+            'moe ep2 compiled': '--ep=2 --compile=True', 'muon_moe ep2': '--ep=2', 'muon_moe ddp': ''},
+        3: {'moe zero3': '--zero_stage=3', 'losses zero2': '--zero_stage=2'},
+        4: {'moe ep4': '--ep=4', 'moe ep2 zero3': '--ep=2 --zero_stage=3',
+            'moe ep4 zero3': '--ep=4 --zero_stage=3',
+            'moe hsdp ep2': '--zero_stage=2 --dp_replicate=2 --ep=2', 'moe ep2 tp2': '--ep=2 --tp=2',
+            'losses ep2 tp2 zero3': '--ep=2 --tp=2 --zero_stage=3', 'moe cp2 ep2': '--cp=2 --ep=2',
+            'moe cp2 ep4': '--cp=2 --ep=4', 'moe ep2 pp2': '--ep=2 --pp=2',
+            'moe ep2 pp2 zbv': '--ep=2 --pp=2 --pp_schedule=zbv', 'moe tp2 pp2': '--tp=2 --pp=2',
+            'all ep2': '--ep=2', 'muon_moe ep2 tp2': '--ep=2 --tp=2',
+            'muon_moe ep2 zero3': '--ep=2 --zero_stage=3'},
+        6: {'moe ep2 zero3': '--ep=2 --zero_stage=3'},
+        8: {'moe ep2 tp2 dp2': '--ep=2 --tp=2', 'moe ep2 tp2 pp2': '--ep=2 --tp=2 --pp=2',
+            'losses ep4 tp2 zero3': '--ep=4 --tp=2 --zero_stage=3'}}.items():
+    SLOW_LAYOUTS[nproc] |= layouts
 # one product of degrees more than the matrix has
 MORE_LAYOUTS = {
     2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2',

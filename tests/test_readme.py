@@ -155,7 +155,13 @@ NEEDS = {
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
     'python -m kilogpt.versus ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
+    'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
+    'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
+    'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
     'bash tests/gpu': 'a GPU',
+    'sbatch': 'Slurm: test_slurm.py starts one',
+    'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
+    'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py': 'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
     'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',
 }

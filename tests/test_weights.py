@@ -16,18 +16,25 @@ from safetensors.torch import load_file, save_file
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt import checkpoint, weights
 from kilogpt.optim import build_adamw
+from kilogpt.hugging_face import KINDS
 from kilogpt.weights import export_weights, import_weights, pad_rows, read_weights
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 LLAMA = dict(pos='rope', norm='rmsnorm', mlp='swiglu', n_kv_head=2, bias=False, tie_weights=False)
+MIXTURE = LLAMA | dict(mlp='moe')
 FORMS = dict(
     gpt2=dict(mlp='gelu_tanh'),
     gpt2_plain=dict(bias=False, tie_weights=False),
     llama=LLAMA,
     llama_bias=LLAMA | dict(bias=True, tie_weights=True, dropout=0.1),
     qwen3=LLAMA | dict(qk_norm=True, n_kv_head=1),
-    qwen3_tied=LLAMA | dict(qk_norm=True, tie_weights=True))
+    qwen3_tied=LLAMA | dict(qk_norm=True, tie_weights=True),
+    mixtral=MIXTURE | dict(n_experts=5, n_active_experts=2, router_balance='none'),
+    qwen3moe=MIXTURE | dict(qk_norm=True, router_balance='none', moe_first_layer=1, expert_hidden=24),
+    glm4moe=MIXTURE | dict(qk_norm=True, router='sigmoid', n_shared_experts=2, moe_first_layer=1,
+                           expert_hidden=24),
+    glm4moe_one=MIXTURE | dict(router='sigmoid', n_active_experts=1, n_shared_experts=1))
 ASCII = '\n' + ''.join(chr(c) for c in range(ord(' '), ord(' ') + 90))
 CHARS = CharTokenizer(ASCII + 'éß✓🙂🇩 ').meta()
 PROMPT = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
@@ -100,7 +107,11 @@ def assert_same_tensors(tensors, others):
 
 # --- Hugging Face folders -------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('form', FORMS)
+def slow_but(chosen, forms):
+    return [form if form in chosen else pytest.param(form, marks=pytest.mark.slow) for form in forms]
+
+
+@pytest.mark.parametrize('form', slow_but([*FORMS][:6] + ['qwen3moe'], FORMS))
 def test_export_is_what_transformers_runs_and_comes_back_the_same(form, tmp_path):
     from transformers import AutoModelForCausalLM
     out_dir, model, _ = make_run(tmp_path / 'run', FORMS[form])
@@ -123,7 +134,8 @@ def test_export_is_what_transformers_runs_and_comes_back_the_same(form, tmp_path
 def transformers_model(kind):
     """A model of widths, epsilon and theta other than ours."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
     ends = dict(bos_token_id=None, eos_token_id=None, vocab_size=97)
     modern = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
                   intermediate_size=88, max_position_embeddings=64, rms_norm_eps=1e-3, rope_theta=300.0)
@@ -133,10 +145,18 @@ def transformers_model(kind):
                                           layer_norm_epsilon=1e-3, tie_word_embeddings=False, **ends))
     if kind == 'llama':
         return LlamaForCausalLM(LlamaConfig(attention_bias=True, mlp_bias=True, **modern))
-    return Qwen3ForCausalLM(Qwen3Config(head_dim=12, tie_word_embeddings=True, **modern))
+    if kind == 'qwen3':
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=12, tie_word_embeddings=True, **modern))
+    if kind == 'mixtral':
+        return MixtralForCausalLM(MixtralConfig(num_local_experts=6, num_experts_per_tok=2, **modern))
+    modern |= dict(moe_intermediate_size=24, num_experts_per_tok=3, norm_topk_prob=True, head_dim=12)
+    if kind == 'qwen3_moe':
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=6, decoder_sparse_step=2, **modern))
+    return Glm4MoeForCausalLM(Glm4MoeConfig(n_routed_experts=6, n_shared_experts=2, first_k_dense_replace=1,
+                                            use_qk_norm=True, partial_rotary_factor=1.0, **modern))
 
 
-@pytest.mark.parametrize('kind', ['gpt2', 'llama', 'qwen3'])
+@pytest.mark.parametrize('kind', slow_but(['gpt2', 'llama', 'qwen3'], KINDS))
 def test_folders_of_transformers_read_in(kind, tmp_path):
     """In shards; bfloat16 widens; exported again, the tensors are the same."""
     theirs = randomize(transformers_model(kind)).bfloat16()
@@ -159,9 +179,9 @@ def test_folders_of_transformers_read_in(kind, tmp_path):
     export_weights(str(tmp_path / 'run'), str(tmp_path / 'again'), dtype='bfloat16')
     assert read_weights(str(tmp_path / 'again'))[0] == arguments
     assert type(theirs).from_pretrained(tmp_path / 'again', dtype='auto').dtype == torch.bfloat16
-    expected = theirs.state_dict()
-    if arguments['tie_weights']:
-        del expected['lm_head.weight']
+    expected = {}
+    for shard in (tmp_path / 'hf').glob('*.safetensors'):
+        expected |= load_file(shard)
     assert_same_tensors(load_file(tmp_path / 'again' / 'model.safetensors'), expected)
 
 
@@ -169,6 +189,10 @@ def test_folders_of_transformers_read_in(kind, tmp_path):
     (dict(mlp='relu2'), 'mlp=relu2'),
     (LLAMA | dict(mlp='relu2', softcap=15.0), 'mlp=relu2, softcap=15.0'),
     (LLAMA | dict(norm='layernorm'), 'norm=layernorm'),
+    (MIXTURE, 'router_balance=bias'),
+    (MIXTURE | dict(n_shared_experts=1, n_active_experts=1, router_balance='loss'),
+     'n_shared_experts=1, n_active_experts=1'),
+    (MIXTURE | dict(router='sigmoid', moe_every=2, expert_mlp='gelu'), 'expert_mlp=gelu, moe_every=2'),
     (LLAMA | dict(qk_norm=True, bias=True), 'bias=True'),
     (dict(qk_norm=True, n_kv_head=2), 'n_kv_head=2, qk_norm=True'),
     (dict(norm='rmsnorm', mlp='swiglu'), 'norm=rmsnorm, mlp=swiglu')], ids=str)

@@ -1,4 +1,4 @@
-"""Rank 1 takes 10 ms longer in the MLP of each block."""
+"""Rank 1 takes 30 ms longer in the MLP of each block."""
 import os
 import time
 
@@ -9,7 +9,7 @@ forward = model.MLP.forward
 
 def slow_forward(*args):
     if os.environ['RANK'] == '1':
-        time.sleep(0.01)
+        time.sleep(0.03)
     return forward(*args)
 
 

@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# Train on Slurm until max_iters, through time limits, preemption and lost nodes. In the repository's folder:
+#   sbatch launch/slurm.sh config/train_gpt2.py --learning_rate=3e-4
+#   sbatch --array=1-3 --job-name=gpt2 launch/slurm.sh config/train_gpt2.py  # seeds, in out-gpt2-seed-1 to -3
+#   sbatch launch/slurm.sh launch/bandwidth.py                               # measures the network instead
+# out_dir and the data have to be on storage that all nodes share. docs/launch.md says more.
+
+# One torchrun on each node. Slurm signals this shell 120 seconds before the time limit.
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:USR1@120
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%j.log
+
+# --- change these; options of sbatch, as in `sbatch --nodes=4 launch/slurm.sh`, win over them ---
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+##SBATCH --partition=NAME --account=NAME
+# module load cuda; source .venv/bin/activate   # or before sbatch, which hands its environment on
+# export NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5
+port=$((20000 + SLURM_JOB_ID % 10000)) # for torchrun on the first node, another for each job
+
+# --- from here on nothing has to change ---
+set -u
+job=$SLURM_JOB_ID
+if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
+    set -- "$@" --seed="$SLURM_ARRAY_TASK_ID" --out_dir="out-$SLURM_JOB_NAME-seed-$SLURM_ARRAY_TASK_ID"
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number alone may stand for the whole array
+fi
+program=(train.py --save_minutes=10 "$@" --init_from=auto)
+case ${1:-} in launch/*) program=("$@") ;; esac
+endpoint=$(hostname):$port # this shell runs on the first node
+processes=$SLURM_GPUS_ON_NODE
+# torchrun kills processes that take longer than this to save.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
+
+# Start a command on each node, whose output goes to a log of the node's own, and wait for it.
+on_each_node() {
+    srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
+        --open-mode=append --output=slurm-%j-node%n.log "$@" &
+    local status
+    wait $!
+    status=$?
+    while kill -0 $! 2> /dev/null; do # a signal has ended wait, but not srun
+        wait $!
+        status=$?
+    done
+    return $status
+}
+
+# The time is nearly over: send the steps of this job, but not this shell, the signal at which a run saves.
+# shellcheck disable=SC2317  # a trap calls this function
+save_and_requeue() {
+    requeue=yes
+    scancel --signal=TERM "$job"
+}
+requeue=no
+trap save_and_requeue USR1
+trap : TERM # scancel and preemption signal the run too: this shell waits until it has saved
+
+echo "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, rendezvous at $endpoint: ${program[*]}"
+# shellcheck disable=SC2016  # $SLURM_... is for the shell on each node
+on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
+        --nodes="$SLURM_NNODES" "$@"' check --endpoint="$endpoint" --processes="$processes" "${program[@]}" &&
+    on_each_node torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts=3 \
+        --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_id="$SLURM_JOB_ID" "${program[@]}"
+status=$?
+echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
+description=$(scontrol show job "$job")
+# Within the grace period of a preemption Slurm has signalled the run, and leaves it to the job to go.
+[[ $description = *PreemptTime=None* ]] || requeue=yes
+# A job that is cancelled, or that Slurm itself puts back into the queue, is not RUNNING any more.
+if [[ $status -ne 0 && $requeue = yes && $description = *JobState=RUNNING* ]]; then
+    scontrol requeue "$job" # ends this shell, and starts it again
+fi
+exit $status

@@ -1,0 +1,50 @@
+"""Plant a mistake that other projects have made with experts on several processes. FAULT names it.
+
+router: its gradient is not added up over tensor-parallel ranks. sum: the parts that tensor-parallel ranks
+compute of an expert's output are not added up. factor: experts' gradients are ep times too large. loads: each
+rank balances by its own tokens. choice: the second forward pass of a checkpoint chooses again, and differs.
+"""
+import contextlib
+import os
+
+import torch
+
+from kilogpt import experts, parallel
+
+fault = os.environ['FAULT']
+
+
+def split_experts(routed, mesh, ep, tp):
+    split(routed, mesh, ep, tp)
+    if fault == 'router':
+        routed.router.matrix = lambda: routed.router.weight.to_local()
+    if fault == 'sum':
+        routed._forward_hooks.clear()
+        rank = mesh['tp'].get_local_rank()
+        routed.register_forward_hook(
+            lambda module, inputs, outputs: (outputs[0].chunk(tp, dim=1)[rank], outputs[1]))
+
+
+split, parallel.split_experts = parallel.split_experts, split_experts
+if fault == 'factor':
+    experts.local_matrix = lambda matrix, ep: matrix.to_local()
+if fault == 'loads':
+    all_reduce = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda tensor, *args, **options: (
+        None if tensor.dtype == torch.int64 else all_reduce(tensor, *args, **options))
+
+
+def choose_again(router):
+    choose = router.choose
+
+    @contextlib.contextmanager
+    def other_choice():
+        router.choose = lambda ranking: choose(-ranking)
+        yield
+        router.choose = choose
+
+    return lambda: (contextlib.nullcontext(), other_choice())
+
+
+if fault == 'choice':
+    parallel.remember_choice = choose_again

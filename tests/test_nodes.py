@@ -1,0 +1,111 @@
+"""What launch/ checks before a run starts: each problem is one sentence, which names its node."""
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+
+import pytest
+from helpers import ROOT, TINY, free_port, saved_iterations, start_script, torchrun, worker_pids
+from launched import WAIT, kill, logged_updates, wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def check_nodes(*arguments, processes=1, cwds=(ROOT, ROOT), envs=({}, {})):
+    """Run launch/check_node.py on the nodes n1 and n2; returns [(exit code, stdout, stderr)]."""
+    port = free_port()
+    running = []
+    for node in range(2):
+        running.append(start_script(
+            'launch/check_node.py', f'--node={node}', '--nodes=2', f'--name=n{node + 1}',
+            f'--endpoint=127.0.0.1:{port}', f'--processes={processes}',
+            'train.py', '--device=cpu', *arguments, cwd=cwds[node], env=envs[node]))
+    results = []
+    for process in running:
+        stdout, stderr = process.communicate(timeout=WAIT)
+        results.append((process.returncode, stdout, stderr))
+    return results
+
+
+def assert_refused(results, *sentences):
+    """Both nodes exit with code 1, and the first says one sentence for each problem."""
+    assert [code for code, _, _ in results] == [1, 1], results
+    lines = results[0][2].splitlines()
+    assert len(lines) == len(sentences), results
+    for line, sentence in zip(lines, sentences):
+        assert re.fullmatch(f'error: {sentence}', line), results
+
+
+def test_nodes_that_can_run_pass_and_leave_nothing(tmp_path):
+    results = check_nodes(f'--out_dir={tmp_path / "out"}')
+    assert results == [(0, '', '')] * 2
+    assert os.listdir(tmp_path / 'out') == []
+
+
+def test_node_without_gpus_is_named(tmp_path):
+    hidden = dict(CUDA_VISIBLE_DEVICES='')
+    results = check_nodes(f'--out_dir={tmp_path}', '--device=cuda', envs=[hidden, hidden], processes=8)
+    sentence = 'has 0 GPUs that PyTorch .* can use, but is to start 8 processes: .*'
+    assert_refused(results, f'n1 {sentence}', f'n2 {sentence}')
+
+
+def test_node_with_another_torch_is_named(tmp_path):
+    (tmp_path / 'sitecustomize.py').write_text('import torch\ntorch.__version__ = "2.1.0"\n')
+    results = check_nodes(f'--out_dir={tmp_path / "out"}', envs=[{}, dict(PYTHONPATH=str(tmp_path))])
+    assert_refused(results, r'n2 has PyTorch 2\.1\.0, but n1 has 2\.\d+.*: install the same version .*')
+
+
+def test_node_that_does_not_share_out_dir_is_named(tmp_path):
+    for name in ('n1', 'n2'):
+        (tmp_path / name).mkdir()
+    results = check_nodes('--out_dir=out', cwds=[tmp_path / 'n1', tmp_path / 'n2'])
+    assert_refused(results, f'n2 does not see in {tmp_path}/n2/out what n1 writes there: set --out_dir to .*')
+
+
+def test_node_whose_port_is_taken_is_named(tmp_path):
+    with socket.create_server(('', 0)) as taken:
+        port = taken.getsockname()[1]
+        first = start_script('launch/check_node.py', '--node=0', '--nodes=2', '--name=n1', '--processes=1',
+                             f'--endpoint=127.0.0.1:{port}', 'train.py', '--device=cpu',
+                             f'--out_dir={tmp_path}')
+        _, stderr = first.communicate(timeout=WAIT)
+    assert first.returncode == 1 and stderr == f'error: port {port} of n1 is taken: set another port\n'
+
+
+def test_init_from_that_a_restart_would_repeat_is_refused():
+    results = check_nodes('--init_from=gpt2')
+    for code, _, stderr in results:
+        assert code == 1 and stderr.startswith("error: init_from is 'gpt2'") and stderr.count('\n') == 1
+
+
+def test_torchrun_passes_sigusr1_on(dataset, tmp_path):
+    """With the option of docs/faults.md, where Slurm signals every process of a job."""
+    options = '--standalone', '--nproc_per_node=2', '--signals-to-handle=SIGTERM,SIGINT,SIGUSR1'
+    out_dir = tmp_path / 'out'
+    with torchrun(options, tmp_path, 'train.py', *TINY, '--max_iters=100000', f'--dataset={dataset}',
+                  f'--out_dir={out_dir}') as process:
+        wait_for(lambda: len(logged_updates(out_dir)) > 3, process.output)
+        kill([process.pid, *worker_pids(process).values()], signal.SIGUSR1)
+        process.wait(WAIT)
+    assert 'stopped by SIGUSR1' in process.output() and saved_iterations(out_dir), process.output()
+
+
+def test_bandwidth_is_measured_by_one_command():
+    with start_script('launch/bandwidth.py', '--device=cpu', '--max_mb=1', '--repeats=3', nproc=2) as process:
+        stdout, stderr = process.communicate(timeout=WAIT)
+    assert process.returncode == 0, stderr
+    _, header, *rows = stdout.splitlines()
+    assert header.split() == ['MB', 'ms', 'GB/s', 'bus', 'GB/s'] and len(rows) == 5
+    for row in rows:
+        megabytes, milliseconds, speed, bus_speed = map(float, row.split())
+        assert speed == pytest.approx(megabytes / milliseconds, rel=0.1, abs=2e-3)
+        assert bus_speed == pytest.approx(speed, rel=1e-3, abs=2e-3)  # 2 (n - 1) / n is 1 for two processes
+
+
+@pytest.mark.skipif(not shutil.which('shellcheck'), reason='shellcheck is not installed')
+def test_shell_files_pass_shellcheck():
+    files = [f'launch/{name}' for name in sorted(os.listdir(f'{ROOT}/launch')) if name.endswith('.sh')]
+    done = subprocess.run(['shellcheck', *files], cwd=ROOT, capture_output=True, text=True)
+    assert len(files) >= 2 and done.returncode == 0, done.stdout

@@ -1,0 +1,145 @@
+"""launch/slurm.sh on a real Slurm: time limits, preemption and lost nodes change nothing."""
+import time
+
+import pytest
+from helpers import FAULTS, TINY, assert_near, curve, read_run, saved_iterations
+from launched import copy_checkout, kill, logged_updates, slurm, wait_for, why_no_slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))]
+
+SLOW = FAULTS / 'slow_updates.py'
+ENDLESS = ['--max_iters=100000', '--lr_decay_iters=1000', '--dropout=0.1', '--eval_interval=100000',
+           '--save_interval=10', '--keep_checkpoints=2']
+
+
+@pytest.fixture(scope='module')
+def cluster(tmp_path_factory):
+    with slurm(copy_checkout(tmp_path_factory.mktemp('slurm') / 'kiloGPT')) as cluster:
+        yield cluster
+
+
+def test_job_on_two_nodes_follows_the_curve_of_one_process(cluster, train, dataset, tmp_path):
+    job = cluster.submit(*TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}')
+    cluster.wait_for_state(job, 'COMPLETED')
+    assert_near(read_run(tmp_path), train())
+    names = sorted(path.name for path in cluster.checkout.glob(f'slurm-{job}*'))
+    assert names == [f'slurm-{job}-node0.log', f'slurm-{job}-node1.log', f'slurm-{job}.log']
+    assert f'nodes       all share {tmp_path}' in cluster.log(job), cluster.logs()
+
+
+def test_bandwidth_is_measured_between_nodes(cluster):
+    job = cluster.submit('launch/bandwidth.py', '--device=cpu', '--max_mb=0.1', '--repeats=2')
+    cluster.wait_for_state(job, 'COMPLETED')
+    assert 'all-reduce over 2 processes' in cluster.log(job) and 'bus GB/s' in cluster.log(job), cluster.logs()
+
+
+# --- faults -----------------------------------------------------------------------------------------------
+
+class Run:
+    """An endless job, of which each fault that it survives is measured."""
+
+    def __init__(self, cluster, out_dir, dataset):
+        self.cluster, self.out_dir = cluster, out_dir
+        self.job = cluster.submit(SLOW, *TINY, *ENDLESS, f'--dataset={dataset}', f'--out_dir={out_dir}')
+
+    def update(self, setting):
+        self.cluster.run('scontrol', 'update', f'JobId={self.job}', setting)
+
+    def train(self, updates):
+        """Wait until the run has made that many more updates."""
+        wanted = len(logged_updates(self.out_dir)) + updates
+        wait_for(lambda: len(logged_updates(self.out_dir)) >= wanted, self.cluster.logs)
+
+    def resumes(self):
+        return self.cluster.log(self.job).count('resuming ')
+
+    def lost(self):
+        """How many updates it has made a second time."""
+        updates = logged_updates(self.out_dir)
+        return len(updates) - len(set(updates))
+
+    def restarts(self):
+        """How often Slurm has started the job again."""
+        return int(self.cluster.field(self.job, 'Restarts'))
+
+    def survive(self, fault, strike, restarts=1, mend=lambda: None):
+        """Strike, and wait until the run has resumed and made an update; returns how many updates were lost.
+
+        restarts: how often Slurm is to start the job for it. mend(): what the owner of the cluster then does.
+        """
+        self.train(12)
+        resumes, restarts, lost = self.resumes(), self.restarts() + restarts, self.lost()
+        strike()
+        struck = time.monotonic()
+        mend()
+        wait_for(lambda: self.resumes() > resumes, self.cluster.logs)
+        last = max(logged_updates(self.out_dir))
+        self.train(1)
+        seconds = time.monotonic() - struck
+        wait_for(lambda: max(logged_updates(self.out_dir)) > last, self.cluster.logs)
+        assert self.restarts() == restarts, self.cluster.logs()
+        lost = self.lost() - lost
+        print(f'| {fault} | {lost} | {seconds:.0f} |', flush=True)
+        return lost
+
+
+def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path):
+    """One job goes through seven faults, on the curve of a run that met none, to the bit."""
+    run = Run(cluster, tmp_path / 'out', dataset)
+
+    def reach_time_limit():
+        """Leave the present start one to two minutes: the signal of 120 seconds before the end is due."""
+        minutes = int(cluster.run('squeue', '-h', '-j', run.job, '-O', 'TimeUsed').partition(':')[0])
+        run.update(f'TimeLimit={minutes + 2}')
+
+    def grant_a_day():
+        cluster.wait_for_state(run.job, 'PENDING')
+        run.update('TimeLimit=1440')
+
+    def preempt():
+        urgent = cluster.run('sbatch', '--parsable', '--partition=urgent', '--nodes=2', '--exclusive',
+                             '--output=/dev/null', '--wrap=true')
+        cluster.wait_for_state(urgent, 'COMPLETED')
+
+    def lose(name):
+        return lambda: cluster.lose_node(name)
+
+    def bring_back(name):
+        def mend():
+            cluster.wait_for_state(run.job, 'PENDING')
+            cluster.start_node(name)
+        return mend
+
+    # what signals the run loses nothing, and what kills it no more than was made since the save before the last
+    assert run.survive('second node lost', lose('n2'), mend=bring_back('n2')) <= 20
+    assert run.survive('first node lost', lose('n1'), mend=bring_back('n1')) <= 20
+    assert run.survive('time limit', reach_time_limit, mend=grant_a_day) == 0
+    assert run.survive('process killed', lambda: kill([cluster.workers(run.out_dir)[1]]), restarts=0) <= 20
+    assert run.survive('`scontrol requeue`', lambda: cluster.run('scontrol', 'requeue', run.job)) == 0
+    assert run.survive('preemption', preempt) == 0
+    cluster.run('scontrol', 'update', 'PartitionName=main', 'GraceTime=60')
+    assert run.survive('preemption with a grace period', preempt) == 0
+    run.train(5)
+    cluster.run('scancel', run.job)
+    cluster.wait_for_state(run.job, 'CANCELLED')
+    last, = saved_iterations(run.out_dir)[-1:]
+    assert f'stopped by SIGTERM at iteration {last};' in cluster.log(run.job), cluster.logs()
+    unbroken = train(*ENDLESS, f'--max_iters={max(logged_updates(run.out_dir))}', nproc=2)
+    assert curve(read_run(run.out_dir)) == curve(unbroken)
+
+
+def test_array_trains_its_seeds_each_in_its_own_folder(cluster, train, dataset):
+    jobs = cluster.submit(*TINY, f'--dataset={dataset}', options=['--array=1-3', '--job-name=tiny'])
+    for seed in (1, 2, 3):
+        cluster.wait_for_state(f'{jobs}_{seed}', 'COMPLETED')
+    for seed in (1, 3):
+        assert_near(read_run(cluster.checkout / f'out-tiny-seed-{seed}'), train(f'--seed={seed}'))
+    assert (cluster.checkout / 'out-tiny-seed-2' / 'ckpt' / 'iter_00000012').exists()
+
+
+def test_job_that_cannot_run_fails_in_one_sentence_and_is_not_started_again(cluster, tmp_path):
+    job = cluster.submit('--device=cuda', f'--out_dir={tmp_path}')
+    cluster.wait_for_state(job, 'FAILED')
+    sentences = [line for line in cluster.log(job).splitlines() if line.startswith('error: ')]
+    assert [line.partition(' GPUs')[0] for line in sentences] == ['error: n1 has 0', 'error: n2 has 0']
+    assert cluster.field(job, 'Restarts') == '0' and 'torchrun' not in cluster.log(job)
