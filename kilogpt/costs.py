@@ -220,7 +220,7 @@ def phases(shape, layout, work, rank):
         if in_flight == work.micro_steps * layout.stages_per_rank:  # all forward passes come first
             before = 0
         # Between the two halves of a backward pass the gradients of all products' results are kept.
-        halves = {'interleavedzb': max(1, rank), 'zbv': 1}.get(layout.pp_schedule, 0)
+        halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0)
         activations += halves * products * n_blocks / layout.stages_per_rank
     buffers = 0
     if layout.pp > 1:  # a tensor for each micro-batch that is received, forward and backward

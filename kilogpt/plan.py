@@ -49,6 +49,8 @@ class Planner:
 
     def __init__(self, config, machine, gpus, tokens_per_iter=0):
         self.config, self.machine, self.gpus = config, machine, gpus
+        if config['mlp'] == 'moe':
+            raise ValueError('mlp=moe has experts, which the formulas do not know: plan it with mlp=swiglu')
         fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
                   if field.name in config}
         vocab_size = read_meta(os.path.join(DATA, config['dataset']))['vocab_size']  # GPT-2's if not here

@@ -90,6 +90,7 @@ def test_layout_as_given_is_judged_alone(run_plan):
      'no layout of 2 × T4 fits; closest is dp2 zero3 full offload batch_size=1, which needs [\\d.,]+ GB of'),
     (['--n_headd=3'], "unknown key 'n_headd' in the command line; did you mean n_head"),
     (['config/absent.py'], "there is no config file 'config/absent.py'"),
+    (['--mlp=moe'], 'mlp=moe has experts, which the formulas do not know'),
     (['--n_head=7'], 'n_embd=1600 is not divisible by n_head=7'),
     (['--as_given', '--tp=2'], 'n_head=25 cannot be split over tp=2'),
     (['--as_given', '--tokens_per_iter=1e6'], "take the config's batch"),
