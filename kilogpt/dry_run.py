@@ -104,9 +104,12 @@ def run_rank(config):
     """
     began = time.perf_counter()
     check_settings(config)
+    if config['mlp'] == 'moe':
+        raise ValueError('mlp=moe sends each token where its values decide, and a dry run has no values: '
+                         'set mlp to a dense one, or leave out the dry run')
     processes = FakeProcesses('cpu')
     layout = Layout(processes.world_size, *(config[key] for key in (
-        'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule')))
+        'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')))
     processes.join(layout)
     on_gpu, block_size = config['device'] != 'cpu', config['block_size']
     dtype = 'bfloat16' if on_gpu and config['dtype'] == 'auto' else config['dtype']
