@@ -178,8 +178,8 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
     for state in optimizer.state.values():
         recorder.label(state.values(), 'moments')
     recorder.phase = 'activations'
-    if laid_out.processes.world_size > 1 and not laid_out.pipeline:
-        laid_out.warm_up(x, y)
+    if laid_out.processes.world_size > 1 and not laid_out.layout.uses_fsdp:
+        laid_out.warm_up(x, y)  # DDP's buckets; FSDP2's passes are all alike
 
     recorder.start()
     for step in range(steps):
