@@ -44,23 +44,18 @@ HOPPER = (9, 0)  # the compute capability that is assumed for GPUs
 
 # --- several ranks, each in a process of its own ------------------------------------------------------------
 
-def dry_run(arguments, world_size, ranks=(), report=lambda result: None):
+def dry_run(arguments, world_size, ranks=()):
     """The reports of several ranks of a run of train.py, made two at a time, in the order of ranks.
 
     arguments: config files and keys of train.py. ranks: none of them means the first, a middle and the last.
-    report(result): called with each report as it comes.
     Raises ValueError with the sentence of the first rank that would not start.
     """
     ranks = sorted(set(ranks or (0, (world_size - 1) // 2, world_size - 1)))
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
         raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to '
                          f'{world_size - 1}: set --ranks to some of those')
-    results = []
     with ThreadPoolExecutor(2) as pool:
-        for result in pool.map(lambda rank: _launch(arguments, world_size, rank), ranks):
-            report(result)
-            results.append(result)
-    return results
+        return list(pool.map(lambda rank: _launch(arguments, world_size, rank), ranks))
 
 
 def _launch(arguments, world_size, rank):
@@ -104,9 +99,12 @@ def run_rank(config):
     """
     began = time.perf_counter()
     check_settings(config)
+    if config['mlp'] == 'moe':
+        raise ValueError('mlp=moe sends each token where its values decide, and a dry run has no values: '
+                         'set mlp to a dense one, or leave out the dry run')
     processes = FakeProcesses('cpu')
     layout = Layout(processes.world_size, *(config[key] for key in (
-        'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule')))
+        'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')))
     processes.join(layout)
     on_gpu, block_size = config['device'] != 'cpu', config['block_size']
     dtype = 'bfloat16' if on_gpu and config['dtype'] == 'auto' else config['dtype']
@@ -175,8 +173,8 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
     for state in optimizer.state.values():
         recorder.label(state.values(), 'moments')
     recorder.phase = 'activations'
-    if laid_out.processes.world_size > 1 and not laid_out.pipeline:
-        laid_out.warm_up(x, y)
+    if laid_out.processes.world_size > 1 and not laid_out.layout.uses_fsdp:
+        laid_out.warm_up(x, y)  # DDP's buckets; FSDP2's passes are all alike
 
     recorder.start()
     for step in range(steps):

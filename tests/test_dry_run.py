@@ -55,6 +55,7 @@ def bytes_by_kind(collectives):
     return sums
 
 
+@pytest.mark.slow  # the first operator under a TorchDispatchMode imports the compiler, which takes seconds
 def test_recorder_counts_memory_from_its_first_tensor_to_its_last():
     with Recorder() as recorder:
         before = torch.zeros(10)
@@ -108,10 +109,6 @@ def check_layout(train, dataset, nproc, arguments):
         foretold = report_of(dataset, rank, nproc, *SHAPE, *arguments)
         assert bytes_by_kind(foretold['collectives']) == bytes_by_kind(recorded['collectives']), rank
         assert foretold['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, foretold)
-
-
-def test_dry_run_foretells_memory_and_collectives_of_real_processes(train, dataset):
-    check_layout(train, dataset, 2, ['--zero_stage=3'])
 
 
 @pytest.mark.slow
