@@ -2,6 +2,7 @@
 
     python bench.py config/train_gpt2.py --random_tokens=50257 --sweep="batch_size=8,16 compile=True,False"
     python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; tp2 pp2 dp2 zbv"
+    python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8" --gpu=H100
     python bench.py config/train_gpt2.py --random_tokens=50257 --scaling=1,2,4,8 --zero_stage=2
     python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10
     python bench.py config/quickstart.py --profile
@@ -15,6 +16,9 @@ pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), b
 communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the
 wire. Bubble is the idle share of the pipeline: by formula for equal stages / measured on the main process,
 without the optimizer and the data (on a CPU, Python between operators counts as idle).
+
+With --gpu a layout's row also has the memory and the time that kilogpt.plan foretells, and the measured as a
+multiple of each. On a CPU the measured memory has some 0.4 GB of Python and PyTorch in it.
 
 MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that
 of the fastest of three matrix products, timed at the start with the threads of a process.
@@ -86,11 +90,11 @@ def parse_layout(layout, nproc_per_node):
     return processes, arguments
 
 
-def measure(arguments, processes, iters, warmup, profile=False, trace=None, **keys):
+def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu='', **keys):
     """A row of medians over `iters` iterations after `warmup`. RuntimeError with the run's error if it fails.
 
     profile: also where the time and the bytes of an iteration go. trace: a file to leave the trace in.
-    keys: further settings.
+    gpu: what kilogpt.plan takes for --gpu, to add what it foretells. keys: further settings.
     """
     if profile:
         warmup = max(warmup, 9)  # the trace takes iterations 6 to 9, and slows them
@@ -101,6 +105,8 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, **ke
         row['stalls_ms'] = run.stalls_ms[:-1]  # the last save, at the end, always blocks
         if profile:
             row |= profile_row(run)
+        if gpu:
+            row |= launch.foretell(arguments, processes, gpu)
         if trace:
             row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
     return row
@@ -191,6 +197,9 @@ def sweep_text(row):
         if 'bubble_theory' in row:
             shares = f'{row["bubble_theory"]:.1%} / {row["bubble_measured"]:.1%}'
         lines[0] += f' {shares:>15}'
+    if 'foretold_gb' in row:
+        for measured, foretold in (('mem_gb', 'foretold_gb'), ('dt_ms', 'foretold_ms')):
+            lines[0] += f' {row[foretold]:>12,.2f} {row[measured] / row[foretold]:>7.2f}'
     if 'bytes' in row:
         moved = [f'{name} {count / 1e6:,.2f}MB' for name, count in row['bytes'].items() if count >= 5000]
         lines.append(f'    communicates {", ".join(moved) or "nothing to speak of"}')
@@ -222,6 +231,8 @@ class Table(NamedTuple):
 
 SWEEP = Table(f'{"":<48} {"tokens/s":>12} {"ms/iter":>10} {"MFU":>7} {"GB":>8}', '<48', sweep_text)
 LAYOUTS = SWEEP._replace(header=f'{SWEEP.header} {"bubble":>15}')
+FORETOLD = LAYOUTS._replace(header=f'{LAYOUTS.header} {"GB foretold":>12} {"times":>7} '
+                                   f'{"ms foretold":>12} {"times":>7}')
 SCALING = Table(f'{"processes":>9} {"weak":>14} {"efficiency":>11} {"strong":>14} {"efficiency":>11}'
                 '   (tokens/s)', '>9', scaling_text)
 SAVES = Table(f'{"async_checkpoint":<16} {"first save":>12} {"ratio":>7} {"later saves":>12} {"ratio":>7} '
@@ -252,6 +263,8 @@ def parse_arguments():
     add('--sweep', default='', metavar='"KEY=A,B ..."', help='train.py keys; every combination is a row')
     add('--layouts', default='', metavar='"LAYOUT; ..."',
         help='layouts, as above; every one is a row (of each combination)')
+    add('--gpu', default='', metavar='GPU',
+        help='with --layouts: add what kilogpt.plan foretells for this GPU, or for a file of its --calibrate')
     add('--scaling', metavar='N,N...',
         help='instead: weak (gradient_accumulation_steps times processes) and strong scaling by number of '
         'processes, of OMP_NUM_THREADS threads each (1)')
@@ -268,6 +281,8 @@ def parse_arguments():
         sys.exit('error: --iters must be at least 1 and --warmup at least 0')
     if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):
         sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
+    if options.gpu and not options.layouts:
+        sys.exit('error: --gpu foretells layouts: give --layouts too')
     for mode in ('scaling', 'saves'):
         if getattr(options, mode) and (options.layouts or options.sweep or options.profile):
             sys.exit(f'error: --{mode} makes a table of its own: '
@@ -280,7 +295,7 @@ def main():
     layouts = parse_layouts(options.layouts, options.nproc_per_node) or [('', options.nproc_per_node, [])]
     combinations = parse_sweep(options.sweep)
     run = functools.partial(measure, iters=options.iters, warmup=options.warmup,
-                            profile=bool(options.profile or options.layouts))
+                            profile=bool(options.profile or options.layouts), gpu=options.gpu)
     with tempfile.TemporaryDirectory() as folder:
         if options.random_tokens:
             write_random_tokens(folder, options.random_tokens)
@@ -294,7 +309,9 @@ def main():
             rows, table = saves(run, arguments, options.nproc_per_node, options.saves), SAVES
         else:
             rows = sweep(run, arguments, layouts, combinations, keep_traces=options.profile)
-            table = LAYOUTS if options.layouts else SWEEP
+            table = SWEEP
+            if options.layouts:
+                table = FORETOLD if options.gpu else LAYOUTS
         complete = print_rows(rows, table, options.json)
     sys.exit(0 if complete else 1)
 

@@ -72,6 +72,8 @@ echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")
 # Within the grace period of a preemption Slurm has signalled the run, and leaves it to the job to go.
 [[ $description = *PreemptTime=None* ]] || requeue=yes
+# Only a signal ends torchrun with such a code: Slurm may be late in ending an earlier start of this job.
+[ $status -le 128 ] || requeue=yes
 # A job that is cancelled, or that Slurm itself puts back into the queue, is not RUNNING any more.
 if [[ $status -ne 0 && $requeue = yes && $description = *JobState=RUNNING* ]]; then
     scontrol requeue "$job" # ends this shell, and starts it again
