@@ -108,6 +108,15 @@ def test_fsdp_communicates_the_bytes_that_theory_says(dataset):
                                            'all_reduce': whole_model / 2}, abs=BYTES_TOLERANCE)
 
 
+@pytest.mark.slow
+def test_layouts_have_what_the_planner_foretells(dataset):
+    rows = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--layouts=dp1; dp2 zero3', '--gpu=T4')
+    assert [row['layout'] for row in rows] == ['dp1', 'dp2 zero3']
+    for row in rows:
+        assert row['mem_gb'] > 0 and row['foretold_gb'] > 1.5  # CUDA's own
+        assert row['dt_ms'] > 0 and row['foretold_ms'] > 0
+
+
 def test_scaling_is_relative_to_the_smallest_size(dataset, tmp_path):
     first, second = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=2', '--warmup=1', '--scaling=2,1',
                             cwd=tmp_path)
@@ -137,6 +146,7 @@ def test_too_few_saves_are_a_sentence():
 @pytest.mark.parametrize('arguments, message', [
     (['--scaling=1,2', '--profile'], '--scaling makes a table of its own'),
     (['--saves=3', '--sweep=batch_size=1,2'], '--saves makes a table of its own'),
+    (['--gpu=H100', '--sweep=batch_size=1,2'], '--gpu foretells layouts: give --layouts too'),
     (['--scaling=1,0'], '--scaling takes numbers of processes such as 1,2,4'),
     (['--iters=0'], '--iters must be at least 1'),
     (['--sweep=batch_size'], "--sweep takes key=value,value ... separated by spaces, but has 'batch_size'"),
@@ -155,6 +165,7 @@ def test_tables_line_up(capsys):
     tables = (
         (bench.SWEEP, 'n_head=4', dict(measured, layout='')),
         (bench.LAYOUTS, 'pp2', profiled),
+        (bench.FORETOLD, 'pp2', dict(profiled, foretold_gb=1.2, foretold_ms=10.0)),
         (bench.SCALING, '2', dict(weak_tokens_per_sec=2e4, weak_efficiency=0.9, strong_tokens_per_sec=1e4,
                                   strong_efficiency=0.5)),
         (bench.SAVES, 'True', dict(first_ms=100.0, first_ratio=0.5, later_ms=10.0, later_ratio=0.1,
@@ -164,12 +175,13 @@ def test_tables_line_up(capsys):
     for table, label, row in tables:
         assert bench.print_rows([(label, row)], table, as_json=False)
         printed.append(capsys.readouterr().out.splitlines())
-    for (header, line, *_), end in zip(printed, ('GB', 'bubble', 'efficiency', 'ms/iter')):
+    for (header, line, *_), end in zip(printed, ('GB', 'bubble', 'times', 'efficiency', 'ms/iter')):
         assert len(line) == header.rindex(end) + len(end)
     assert printed[0][1].split() == ['n_head=4', '12,346', '12.35', '12.3%', '1.50']
     assert printed[1][1].split() == ['pp2', '12,346', '12.35', 'n/a', '1.50', '25.0%', '/', '50.0%']
     assert printed[1][2] == '    communicates send 2.00MB'
-    assert printed[2][1].split() == ['2', '20,000', '90.0%', '10,000', '50.0%']
-    assert printed[3][1].split() == ['True', '100.0', '50.0%', '10.0', '10.0%', '12.50']
+    assert printed[2][1].split()[-4:] == ['1.20', '1.25', '10.00', '1.23']
+    assert printed[3][1].split() == ['2', '20,000', '90.0%', '10,000', '50.0%']
+    assert printed[4][1].split() == ['True', '100.0', '50.0%', '10.0', '10.0%', '12.50']
     assert not bench.print_rows([('n_head=5', dict(error='error: no'))], bench.SWEEP, as_json=False)
     assert capsys.readouterr().out.splitlines()[1].split() == ['n_head=5', 'error:', 'no']
