@@ -17,8 +17,8 @@ import os
 import subprocess
 import sys
 import time
-from copy import deepcopy
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from unittest import mock
 
 import torch

@@ -292,7 +292,7 @@ def parse_arguments():
     add('--tokens_per_iter', type=float, default=0, help="tokens of an iteration on all GPUs (the config's)")
     add('--price', type=float, default=0, help='of a GPU for an hour: adds the price of max_iters iterations')
     add('--as_given', action='store_true', help='judge the layout that config and keys name, alone')
-    add('--json', action='store_true', help='print a JSON list of rows')
+    add('--json', action='store_true', help='print a JSON list of rows, with --check of reports')
     add('--check', action='store_true', help='run one iteration of some ranks on tensors without memory')
     add('--ranks', default='', metavar='R,R', help='those of --check (the first, a middle and the last one)')
     add('--calibrate', nargs='?', const='machine.json', metavar='FILE',
@@ -315,7 +315,11 @@ def check(planner, options, arguments):
     with exit_on_error():
         from kilogpt import dry_run  # slow
         ranks = [int(rank) for rank in options.ranks.split(',')] if options.ranks else None
+        arguments = [*arguments, f'--dtype={planner.config["dtype"]}']  # the GPU's
         results = dry_run.dry_run(arguments, options.gpus, ranks)
+    if options.json:
+        print(json.dumps(results))
+        return
     planner.config['compile'] = False  # as the dry run
     memory = planner.row_as_given()['memory']
     foretold = {part: 1e9 * count for part, count in memory.items() if part != 'reserve'}
