@@ -42,7 +42,7 @@ trap 'exec 4>&-' INT TERM HUP USR1
 # Run a command on all hosts and wait for it. The first host that fails ends the others.
 # {HOST}, {NODE} and {IS_FIRST} in the command are each host's own.
 on_each_host() {
-    local node host command pid pids=() code status=0
+    local node host command pid pids=() status=0
     for node in "${!hosts[@]}"; do
         host=${hosts[$node]}
         command=("${@//\{HOST\}/${host##*@}}")
@@ -62,13 +62,10 @@ on_each_host() {
         pids+=($!)
     done
     for pid in "${pids[@]}"; do
-        wait "$pid"
-        code=$?
-        while kill -0 "$pid" 2> /dev/null; do # a signal has ended wait, but not what it waits for
-            wait "$pid"
-            code=$?
+        until wait "$pid"; do
+            # a signal may have ended wait, but not what it waits for
+            kill -0 "$pid" 2> /dev/null || { status=1; break; }
         done
-        [ $code -eq 0 ] || status=$code
     done
     return $status
 }

@@ -78,7 +78,7 @@ def two_nodes(tmp_path):
     def ip(*arguments):
         subprocess.run(['ip', *arguments], check=True)
 
-    names = ['kilogpt0', 'kilogpt1']
+    names = [f'kilogpt-{os.getpid()}-{node}' for node in (0, 1)]  # namespaces are the machine's
     try:
         for name in names:
             ip('netns', 'add', name)

@@ -131,7 +131,7 @@ def runs_of(out_dir):
 
 def test_host_that_cannot_run_ends_the_launch_in_one_sentence(launch, tmp_path):
     process = launch('hosts.txt', '--device=cuda', f'--out_dir={tmp_path}')
-    assert process.wait(300) == 1
+    assert process.wait(300) == 1, process.output()
     named = re.findall('^error: (127.*?) has 0 GPUs', process.output(), re.M)
     assert named == list(HOSTS), process.output()
     assert 'torch.distributed' not in process.output()
@@ -140,7 +140,7 @@ def test_host_that_cannot_run_ends_the_launch_in_one_sentence(launch, tmp_path):
 @pytest.mark.parametrize('arguments', [[], ['nohosts.txt'], ['config/quickstart.py', '--seed=1']])
 def test_missing_file_of_hosts_is_one_sentence(launch, arguments):
     process = launch(*arguments)
-    assert process.wait(300) == 1
+    assert process.wait(300) == 1, process.output()
     name = arguments[0] if arguments else ''
     assert process.output().startswith(f"error: '{name}' is not a file of hosts: ")
     assert process.output().count('\n') == 1
