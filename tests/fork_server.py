@@ -42,6 +42,7 @@ def be_process(rank, nproc, script, arguments, env, cwd, faults, timeout, folder
         runpy.run_module(script, run_name='__main__', alter_sys=True)
 
 
+sys.dont_write_bytecode = False  # wherever it is set: each run would compile this repository's modules anew
 torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
 gc.disable()  # a tiny run leaves too little garbage to look for
 forking = multiprocessing.get_context('fork')

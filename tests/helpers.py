@@ -61,8 +61,12 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
 
 
 def free_ports():
-    """Ports of this machine that nothing listens on, below those that gloo's connections take."""
-    for port in range(20_000 + os.getpid() % 5_000, 32_768):
+    """Ports of this machine that nothing listens on, below those that gloo's connections take.
+
+    pytest's two processes have a range each: they would take the same port between asking and listening.
+    """
+    first = 26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000
+    for port in range(first + os.getpid() % 5_000, first + 6_000):
         with contextlib.suppress(OSError):
             socket.create_server(('127.0.0.1', port)).close()
             yield str(port)

@@ -12,6 +12,7 @@ WITH_FAULT = TESTS / 'with_fault.py'
 
 # --- runs -----------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_process_that_hangs_is_named(dataset, tmp_path):
     arguments = [*TINY, '--max_iters=1000', '--eval_iters=0', '--comm_timeout=3', f'--dataset={dataset}',
                  f'--out_dir={tmp_path}/out']

@@ -41,31 +41,33 @@ LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
     2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3',
         'modern offload': '--zero_stage=3 --cpu_offload',
-        'modern full zero3': '--zero_stage=3 --activation_checkpoint=full',
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
         'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
-        **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
-        'moe ep2': '--ep=2', 'muon ddp': '', 'muon zero1': '--zero_stage=1'},
+        'pp2 1f1b': '--pp=2', 'pp2 zbv': '--pp=2 --pp_schedule=zbv',
+        'moe ep2': '--ep=2', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
     4: {'muon hsdp': '--zero_stage=2 --dp_replicate=2',
         'modern cp4': '--cp=4',  # more ranks than key/value heads
         'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
         'deep pp4 interleavedzb': '--pp=4 --pp_schedule=interleavedzb',
-        'modern pp2 dp2': '--pp=2', 'cp2 dp2': '--cp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
+        'modern pp2 dp2': '--pp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
         'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
 }
 QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b', 'muon zero1')}
 # the same mechanisms with other models, at other degrees, in larger compositions; and what takes a compiler
 SLOW_LAYOUTS = {
-    2: {'offload': '--zero_stage=2 --cpu_offload', 'modern tp2': '--tp=2', 'muon tp2': '--tp=2',
+    2: {**{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}'
+           for schedule in ('gpipe', 'interleaved1f1b', 'interleavedzb', 'dualpipev')},
+        'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'muon ddp': '',
+        'offload': '--zero_stage=2 --cpu_offload', 'modern tp2': '--tp=2', 'muon tp2': '--tp=2',
         'selective': '--tp=2 --activation_checkpoint=selective',
         'zero2 compiled': '--zero_stage=2 --compile=True', 'modern tp2 compiled': '--tp=2 --compile=True'},
     3: {'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
         'pp3 gpipe zero2': '--pp=3 --pp_schedule=gpipe --zero_stage=2',
         'deep pp3 interleavedzb': '--pp=3 --pp_schedule=interleavedzb'},
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
-        'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4',
+        'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4', 'cp2 dp2': '--cp=2',
         **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES
            if schedule != 'interleavedzb'},
         'tp2 dp2': '--tp=2 --zero_stage=3', 'modern tp2 cp2': '--tp=2 --cp=2',

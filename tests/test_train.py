@@ -47,7 +47,7 @@ def variants(train_all):
 @pytest.mark.parametrize('nproc, first, then, optimizer', [
     pytest.param(1, 'scratch', 'resume', 'adamw', marks=pytest.mark.quick),
     (2, 'auto', 'auto', 'muon'),
-    (3, 'scratch', 'resume', 'adamw')])
+    pytest.param(3, 'scratch', 'resume', 'adamw', marks=pytest.mark.slow)])
 def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(
         train, train_all, variants, nproc, first, then, optimizer):
     options = ['--dropout=0.1', f'--optimizer={optimizer}']

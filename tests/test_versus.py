@@ -60,6 +60,7 @@ def versus(*arguments, **options):
     return run_script('kilogpt.versus', *arguments, **options)
 
 
+@pytest.mark.slow
 def test_train_compares_medians_and_memory_on_the_same_data(dataset, tmp_path):
     (tmp_path / 'train.py').write_text(TRAIN)
     arguments = [tmp_path, '--theirs=max_iters=7', *ARGUMENTS, f'--dataset={dataset}', '--pos=rope',
