@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import time
+from functools import partial
 
 _started = time.perf_counter()
 # Less fragmentation of GPU memory; must be set before torch is imported.
@@ -27,12 +28,13 @@ from data.loader import Batches, TokenLoader, find_dataset, prepare_small_datase
 from kilogpt import checkpoint, cpu, metrics, trace, weights
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.forecast import forecast
-from kilogpt.health import Agreement, Ending, NonfiniteUpdates, StopRequest, Update, Watchdog
+from kilogpt.health import Agreement, Ending, StopRequest, Watchdog
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
 from kilogpt.parallel import Parallel, bytes_held, fill
 from kilogpt.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
 from kilogpt.settings import check_settings, compare_settings
+from kilogpt.updates import NonfiniteUpdates, Spikes, Update
 from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -95,6 +97,8 @@ beta1 = 0.9  # decay of AdamW's mean of gradients
 beta2 = 0.95  # decay of AdamW's mean of squared gradients
 grad_clip = 1.0  # clip the gradient to this norm; 0 = no clipping
 on_nonfinite = 'abort'  # on a NaN or infinite gradient: 'abort', or 'skip' the update up to 9 times in a row
+on_spike = 'none'  # on a far too large gradient: 'skip' the update, or also 'rollback' after 4 in a row
+spike_factor = 5.0  # with on_spike: gradient norms above this many times their running median are too large
 # learning rate schedule
 decay_lr = True  # False = constant learning rate, without warm-up
 lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
@@ -304,16 +308,17 @@ peak_flops = metrics.peak_flops(processes.device, dtype)
 profiler = trace.Profiler(out_dir) if profile and processes.is_main else None
 
 
-def report_nonfinite(update, what):
-    """Write down the batch of an update that was not finite, and return the path of the file."""
-    return log.dump(f'nonfinite_{update.iteration + 1:08d}.json', dict(
+def report_update(kind, update, what):
+    """Write down the batch of an update that was not made, and return the path of the file."""
+    return log.dump(f'{kind}_{update.iteration + 1:08d}.json', dict(
         iteration=update.iteration + 1, what=what, lr=update.lr,
         losses=processes.gather(update.loss_sum.item()), block_size=block_size,
         sequences=train_loader.where(starts_of_iteration(update.iteration))))
 
 
-nonfinite = NonfiniteUpdates(on_nonfinite, parallel, report_nonfinite, scaler.is_enabled(),
+nonfinite = NonfiniteUpdates(on_nonfinite, parallel, partial(report_update, 'nonfinite'), scaler.is_enabled(),
                              *saved.get('skipped', [0, 0]))
+spikes = Spikes(on_spike, spike_factor, partial(report_update, 'spike'), say, saved.get('spikes', {}))
 
 
 # --- the phases of the loop ---------------------------------------------------------------------------------
@@ -334,9 +339,11 @@ def poll(step):
 
 
 def check_update(update):
-    """Wait for the device to make or skip an update; returns an Ending if the run cannot continue."""
+    """Wait for the device to make or skip an update; returns an Ending if the run cannot continue from it."""
     if nonfinite.check(update) == 'fatal':
         return Ending('failed', nonfinite.problem, 1)
+    if spikes.check(update):
+        return Ending('spikes', '', 0)
 
 
 @torch.no_grad()
@@ -366,8 +373,8 @@ def save(val_loss, in_background):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
     state = dict(iteration=iteration, tokens=tokens_before(iteration), val_loss=val_loss,
                  best_val_loss=best_val_loss, skipped=[nonfinite.skipped, nonfinite.skipped_in_a_row],
-                 wandb_id=log.wandb_id, scaler=scaler.state_dict(), model=dataclasses.asdict(model.config),
-                 tokenizer=meta, config=config)
+                 spikes=spikes.state(), wandb_id=log.wandb_id, scaler=scaler.state_dict(),
+                 model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
     began = time.perf_counter()
     path = saver.save(iteration, parallel.named_parameters(), optimizer, state, background=in_background)
     log.save_started(path, iteration, time.perf_counter() - began, clock)
@@ -375,18 +382,51 @@ def save(val_loss, in_background):
         log.save_written(iteration, clock)
 
 
-def step_optimizer():
-    """Clip the gradients and make the update, if they are finite; returns their norm, a tensor."""
-    scaler.unscale_(optimizer)
-    grad_norm = parallel.clip_gradients(grad_clip)
-    if not scaler.is_enabled():
-        # As with a scaler, the device itself leaves a bad update out: the host need not wait for the norm.
-        optimizer.found_inf = (~grad_norm.isfinite()).float()
-    scaler.step(optimizer)
-    scaler.update()
-    parallel.balance.update(grad_norm.isfinite().float())
+def go_back():
+    """Go back to the checkpoint before a row of spikes, and leave out the batches since.
+
+    Returns an Ending if the run cannot continue from there.
+    """
+    global iteration, first_iteration, first_token, best_val_loss, train_batches, saved_iteration
+    saver.wait()
+    path, state = checkpoint.find_undamaged(out_dir, processes, newest=spikes.row_began)
+    if not path:
+        say(f'there is no checkpoint of iteration {spikes.row_began} or before to go back to; '
+            '--save_interval makes more of them')
+        return None
+    first_token = tokens_before(iteration)
+    iteration = first_iteration = saved_iteration = state['iteration']
+    best_val_loss = state['best_val_loss']
+    checkpoint.load(path, parallel.named_parameters(), optimizer)
+    scaler.load_state_dict(state['scaler'])
     parallel.zero_grad()
-    return grad_norm
+    parallel.balance.forget()
+    train_batches = batches_of(train_loader, starts_of_iteration, steps)
+    say(f'{spikes.in_a_row} spikes in a row: going back to {path}, and on with the batches behind them')
+    problem = spikes.go_back(state)
+    if problem:
+        return Ending('failed', problem, 1)
+    # A run that is resumed from now on must not find what came after this checkpoint, nor its old position.
+    save(state['val_loss'], in_background=False)
+    checkpoint.delete_after(out_dir, iteration, processes)
+
+
+def step_optimizer():
+    """Clip the gradients, and make the update unless their norm is above a limit; returns norm and limit."""
+    scaler.unscale_(optimizer)
+    limit = spikes.limit()
+    grad_norm = parallel.clip_gradients(grad_clip, limit)
+    is_made = (grad_norm <= limit).float()  # 0 for NaN and infinity too
+    # The device itself leaves an update out: the host need not wait for the norm. A GradScaler's own decision
+    # covers overflows alone, and is replaced just before the step.
+    hook = optimizer.register_step_pre_hook(
+        lambda optimizer, *_: setattr(optimizer, 'found_inf', 1 - is_made))
+    scaler.step(optimizer)
+    hook.remove()
+    scaler.update()
+    parallel.balance.update(is_made)
+    parallel.zero_grad()
+    return grad_norm, limit
 
 
 def line_of(update, iterations, seconds):
@@ -397,7 +437,8 @@ def line_of(update, iterations, seconds):
         dt_ms=1000 * seconds, tokens_per_sec=tokens_per_iter / seconds,
         mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
         mem_gb=metrics.peak_memory_gb(processes.device), tokens=tokens_before(iteration),
-        seconds=time.perf_counter() - _started, iterations=iterations, **parallel.balance.load_max())
+        seconds=time.perf_counter() - _started, iterations=iterations, **parallel.balance.load_max(),
+        **(dict(spikes=spikes.skipped) if on_spike != 'none' else {}))
 
 
 def log_training(line):
@@ -426,9 +467,15 @@ while True:
         log_training(agreement.finish())
         metrics.synchronize(processes.device)  # work still under way counts as training time
         ending, pending_update = ending or check_update(pending_update), None
-    evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
     pause_began = time.perf_counter()
     clock = pause_began - paused
+    if ending and ending.reason == 'spikes':
+        former, ending = iteration, go_back()
+        if iteration < former:
+            timed_from, timed_at = iteration, clock
+            paused += time.perf_counter() - pause_began
+            continue
+    evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
     if profiler:
         profiler.step()
     losses = evaluate() if evaluation_due and eval_iters else None
@@ -494,8 +541,8 @@ while True:
         if ending:
             continue
         with record_function('optimizer'):
-            grad_norm = step_optimizer()
-    update = pending_update = Update(iteration, lr, loss_sum, grad_norm)
+            grad_norm, limit = step_optimizer()
+    update = pending_update = Update(iteration, lr, loss_sum, grad_norm, limit)
     iteration += 1
     watchdog.first_iteration_done()
     if async_checkpoint and saves_checkpoints and not cpu_offload:

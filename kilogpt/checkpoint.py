@@ -8,6 +8,7 @@ complete.
 """
 import glob
 import json
+import math
 import os
 import pathlib
 import re
@@ -33,7 +34,12 @@ def find(out_dir):
     paths = [path for path in glob.glob(os.path.join(glob.escape(out_dir), 'ckpt', 'iter_*'))
              if re.fullmatch(r'iter_\d+', os.path.basename(path))
              and os.path.exists(os.path.join(path, '.metadata'))]
-    return sorted(paths, key=lambda path: int(path.rsplit('_', 1)[1]), reverse=True)
+    return sorted(paths, key=iteration_of, reverse=True)
+
+
+def iteration_of(path):
+    """The number of finished updates of a checkpoint, from its name."""
+    return int(path.rsplit('_', 1)[1])
 
 
 def find_best(out_dir):
@@ -190,8 +196,21 @@ class Saver:
     def _prune(self):
         """Delete all checkpoints but the newest `keep` and the best."""
         for path in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir)}:
-            os.rename(path, path + '.tmp')  # first, since a checkpoint that has its final name is complete
-            shutil.rmtree(path + '.tmp', ignore_errors=True)  # the next save tries again
+            _delete(path)
+
+
+def delete_after(out_dir, iteration, processes):
+    """Delete a run's checkpoints of later iterations: all processes call this, and the main one deletes."""
+    if processes.is_main:
+        for path in find(out_dir):
+            if iteration_of(path) > iteration:
+                _delete(path)
+    processes.barrier()
+
+
+def _delete(path):
+    os.rename(path, path + '.tmp')  # first, since a checkpoint that has its final name is complete
+    shutil.rmtree(path + '.tmp', ignore_errors=True)  # the next save tries again
 
 
 def _set_up_thread(gpu):
@@ -232,12 +251,15 @@ def damage_on_any(path, processes):
     return found[1] if found else None
 
 
-def find_undamaged(out_dir, processes):
+def find_undamaged(out_dir, processes, newest=math.inf):
     """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) without one.
 
+    newest: the iteration after which checkpoints do not count.
     The main process decides for all: the folder's list of files may be out of date on other nodes.
     """
     for path in processes.share(find(out_dir) if processes.is_main else None):
+        if iteration_of(path) > newest:
+            continue
         problem = damage_on_any(path, processes)
         if not problem:
             return path, processes.share(read_state(path) if processes.is_main else None)

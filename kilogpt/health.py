@@ -1,9 +1,8 @@
-"""What can end a run, or must not: signals, updates that are not finite, and processes that hang."""
+"""What can end a run, or must not: signals, and processes that hang."""
 import datetime
 import faulthandler
 import itertools
 import json
-import math
 import os
 import signal
 import socket
@@ -121,57 +120,6 @@ class Agreement:
                 line['slowest_rank'] = waits.index(min(waits))
                 line['lag_ms'] = 1000 * (max(waits) - min(waits))
         return line
-
-
-# --- updates that are not finite ----------------------------------------------------------------------------
-
-class Update(NamedTuple):
-    """An update by the optimizer. The device itself leaves the update out if its gradient is not finite."""
-    iteration: int  # finished updates before this one
-    lr: float
-    loss_sum: torch.Tensor  # the losses of this process's tokens, added up
-    grad_norm: torch.Tensor  # the norm of all gradients on all processes
-
-
-class NonfiniteUpdates:
-    """Decides whether a run continues where the loss or gradient of an update may be NaN or infinite.
-
-    on_nonfinite: 'abort', or 'skip' (up to 9 in a row). parallel: the Parallel that sums losses.
-    report(update, what): writes down the update's batch and returns the name of the file.
-    has_scaler: the loss decides, since a gradient scaler (float16) mends gradients that overflow.
-    """
-
-    def __init__(self, on_nonfinite, parallel, report, has_scaler, skipped=0, skipped_in_a_row=0):
-        self.on_nonfinite, self.has_scaler = on_nonfinite, has_scaler
-        self.parallel, self.report = parallel, report
-        self.skipped, self.skipped_in_a_row = skipped, skipped_in_a_row
-        self.problem = None  # why the run cannot continue, once an update was fatal
-
-    def check(self, update):
-        """'applied', 'skipped' or 'fatal', the same on all processes; 'applied' for an update of None.
-
-        Waits until the device has made or skipped the update.
-        """
-        if update is None:
-            return 'applied'
-        # The norm is that of all gradients on all processes, but each process has a loss of its own.
-        value = self.parallel.sum_losses(update.loss_sum) if self.has_scaler else update.grad_norm.item()
-        if math.isfinite(value):
-            self.skipped_in_a_row = 0
-            return 'applied'
-        quantity = 'loss' if self.has_scaler else 'gradient norm'
-        what = f'{quantity} of iteration {update.iteration + 1} is {value}'
-        path = self.report(update, what)
-        if self.on_nonfinite == 'skip' and self.skipped_in_a_row < 9:
-            self.skipped += 1
-            self.skipped_in_a_row += 1
-            self.parallel.processes.say(
-                f'the {what}: update skipped ({self.skipped} so far), its batch is in {path}')
-            return 'skipped'
-        after = f', after {self.skipped_in_a_row} that were skipped' if self.skipped_in_a_row else ''
-        self.problem = (f'the {what}{after}: the update was not made, its batch is in {path}; '
-                        'try a lower learning_rate, or --on_nonfinite=skip if it is the data')
-        return 'fatal'
 
 
 # --- processes that hang ------------------------------------------------------------------------------------

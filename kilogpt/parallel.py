@@ -216,7 +216,7 @@ class Parallel:
         return self.processes.sum(loss_sum.item()) / self.layout.tp
 
     @torch.no_grad()
-    def clip_gradients(self, max_norm):
+    def clip_gradients(self, max_norm, limit=math.inf):
         """Clip gradients to max_norm (0: do not); returns the norm of all, where a tied pair counts once."""
         parameters = [p for _, p in self.optimizer_parameters() if p.grad is not None]
         second_copy = self.pipeline.tied_pair[-1] if self.pipeline and self.pipeline.tied_pair else None
@@ -232,8 +232,8 @@ class Parallel:
         if max_norm:
             gradients = [local_part(p.grad) for p in parameters]
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1).to(gradients[0].device))
-        if self._powersgd:
-            self._powersgd.recover(norm.isfinite())
+        if self._powersgd:  # an update above the limit is left out
+            self._powersgd.recover(norm.isfinite() & (norm <= limit))
         return norm
 
     def zero_grad(self):

@@ -11,9 +11,14 @@ def check_settings(config):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
-                             on_nonfinite=('abort', 'skip')).items():
+                             on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback')).items():
         if config[key] not in allowed:
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
+    if config['spike_factor'] <= 1:
+        raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
+    if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:
+        raise ValueError('on_spike=rollback goes back to a checkpoint, but keep_checkpoints is 0: '
+                         'set keep_checkpoints to at least 1')
 
 
 def compare_settings(config, saved, source, say):

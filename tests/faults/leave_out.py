@@ -1,0 +1,16 @@
+"""Leave out the updates of FAULT_ITERATIONS, counted from 1, whatever their gradients are."""
+import os
+
+from kilogpt import parallel
+
+clip_gradients = parallel.Parallel.clip_gradients
+iterations = [int(iteration) for iteration in os.environ['FAULT_ITERATIONS'].split()]
+
+
+def clip_gradients_or_spoil(self, max_norm, limit):
+    self.n_updates = getattr(self, 'n_updates', 0) + 1
+    norm = clip_gradients(self, max_norm, limit)
+    return norm * float('nan') if self.n_updates in iterations else norm
+
+
+parallel.Parallel.clip_gradients = clip_gradients_or_spoil

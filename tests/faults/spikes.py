@@ -1,0 +1,12 @@
+"""Multiply the gradients of micro-batches by 1,000 that have the token 65, which other batches lack."""
+from kilogpt import parallel
+
+forward_backward = parallel.Parallel.forward_backward
+
+
+def forward_backward_of_bad_batches(self, x, y, last=True, scale=lambda loss: loss):
+    factor = 1000 if (y == 65).any() else 1
+    return forward_backward(self, x, y, last, lambda loss: scale(loss) * factor)
+
+
+parallel.Parallel.forward_backward = forward_backward_of_bad_batches
