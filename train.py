@@ -33,6 +33,7 @@ from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
 from kilogpt.parallel import Parallel, bytes_held, fill
 from kilogpt.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
+from kilogpt.replay import Replay
 from kilogpt.settings import check_settings, compare_settings
 from kilogpt.updates import NonfiniteUpdates, Spikes, Update
 from model import GPT, GPTConfig
@@ -45,6 +46,7 @@ eval_interval = 2000  # iterations from one evaluation (and checkpoint) to the n
 log_interval = 1  # iterations from one log line to the next
 eval_iters = 200  # an evaluation takes eval_iters * batch_size fixed sequences of each split; 0 = none
 eval_only = False  # evaluate once and exit
+replay = ''  # an iteration of the run in out_dir, or 'all': compute it again and compare with the log
 always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
 save_interval = 0  # also save at multiples of this many iterations; 0 = only with evaluations
 save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = only with evaluations
@@ -163,15 +165,19 @@ with exit_on_error():
 watchdog.beat()
 
 # --- set-up: where the weights come from --------------------------------------------------------------------
+is_training = not (eval_only or replay)
 with exit_on_error():
     lock = None  # held until the process ends
-    if processes.is_main and not eval_only and os.path.isdir(out_dir):
+    if processes.is_main and is_training and os.path.isdir(out_dir):
         lock = checkpoint.lock_folder(out_dir)
 processes.barrier()
 
 source, tensors, saved = None, None, {}  # a checkpoint to load, or tensors; the state of a run to resume
 with exit_on_error():
-    if init_from in ('resume', 'auto'):
+    if replay:
+        replay, log_interval = Replay(replay, out_dir, processes, config, dtype), 1
+        source, saved = replay.start()
+    elif init_from in ('resume', 'auto'):
         source, saved = checkpoint.find_undamaged(out_dir, processes)
     if init_from == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
@@ -230,7 +236,7 @@ if saved:
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 first_iteration, first_token = iteration, saved.get('tokens', 0)
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
-saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
+saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()
 
 # --- set-up: batches ----------------------------------------------------------------------------------------
@@ -288,12 +294,17 @@ if spans_nodes():
 if saved:
     say(f'resuming {source} at iteration {iteration}')
 
+profile_dir, profiled = out_dir, {}
 with exit_on_error():
     if processes.is_main:
         os.makedirs(out_dir, exist_ok=True)
     if saves_checkpoints:
         checkpoint.check_shared(out_dir, processes)
-    if processes.is_main and not eval_only:
+    if replay and not replay.is_whole:
+        profile_dir = replay.write_batch(train_loader, starts_of_iteration(replay.last - 1), meta)
+        profiled = dict(settle=replay.last - 1 - iteration, traced=1)
+        say(f'the batch of iteration {replay.last} is in {profile_dir}')
+    if processes.is_main and is_training:
         lock = lock or checkpoint.lock_folder(out_dir)
         earlier = None if saved else checkpoint.set_aside(out_dir)
         if earlier:
@@ -303,9 +314,10 @@ with exit_on_error():
     wandb = None
     if wandb_log:
         wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(out_dir, processes.is_main, wandb, tensorboard and not eval_only, iteration)
+    log = metrics.Metrics(out_dir, processes.is_main and not replay, wandb, tensorboard and is_training,
+                          iteration)
 peak_flops = metrics.peak_flops(processes.device, dtype)
-profiler = trace.Profiler(out_dir) if profile and processes.is_main else None
+profiler = trace.Profiler(profile_dir, **profiled) if profile and processes.is_main else None
 
 
 def report_update(kind, update, what):
@@ -316,8 +328,10 @@ def report_update(kind, update, what):
         sequences=train_loader.where(starts_of_iteration(update.iteration))))
 
 
-nonfinite = NonfiniteUpdates(on_nonfinite, parallel, partial(report_update, 'nonfinite'), scaler.is_enabled(),
-                             *saved.get('skipped', [0, 0]))
+nonfinite = NonfiniteUpdates(on_nonfinite, parallel, partial(report_update, 'nonfinite'),
+                             scaler.is_enabled(), *saved.get('skipped', [0, 0]))
+if replay and on_spike == 'rollback':
+    on_spike = 'skip'  # a replay goes from checkpoint to checkpoint by itself
 spikes = Spikes(on_spike, spike_factor, partial(report_update, 'spike'), say, saved.get('spikes', {}))
 
 
@@ -374,7 +388,8 @@ def save(val_loss, in_background):
     state = dict(iteration=iteration, tokens=tokens_before(iteration), val_loss=val_loss,
                  best_val_loss=best_val_loss, skipped=[nonfinite.skipped, nonfinite.skipped_in_a_row],
                  spikes=spikes.state(), wandb_id=log.wandb_id, scaler=scaler.state_dict(),
-                 model=dataclasses.asdict(model.config), tokenizer=meta, config=config)
+                 model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
+                 machine=processes.machine())
     began = time.perf_counter()
     path = saver.save(iteration, parallel.named_parameters(), optimizer, state, background=in_background)
     log.save_started(path, iteration, time.perf_counter() - began, clock)
@@ -382,27 +397,32 @@ def save(val_loss, in_background):
         log.save_written(iteration, clock)
 
 
+def take_over(state, tokens):
+    """Continue from a checkpoint whose tensors are loaded, where `tokens` of the data have been used."""
+    global iteration, first_iteration, first_token, best_val_loss, train_batches, saved_iteration
+    first_token = tokens
+    iteration = first_iteration = saved_iteration = state['iteration']
+    best_val_loss = state['best_val_loss']
+    scaler.load_state_dict(state['scaler'])
+    train_batches = batches_of(train_loader, starts_of_iteration, steps)
+
+
 def go_back():
     """Go back to the checkpoint before a row of spikes, and leave out the batches since.
 
     Returns an Ending if the run cannot continue from there.
     """
-    global iteration, first_iteration, first_token, best_val_loss, train_batches, saved_iteration
     saver.wait()
     path, state = checkpoint.find_undamaged(out_dir, processes, newest=spikes.row_began)
     if not path:
         say(f'there is no checkpoint of iteration {spikes.row_began} or before to go back to; '
             '--save_interval makes more of them')
         return None
-    first_token = tokens_before(iteration)
-    iteration = first_iteration = saved_iteration = state['iteration']
-    best_val_loss = state['best_val_loss']
+    say(f'{spikes.in_a_row} spikes in a row: going back to {path}, and on with the batches behind them')
     checkpoint.load(path, parallel.named_parameters(), optimizer)
-    scaler.load_state_dict(state['scaler'])
     parallel.zero_grad()
     parallel.balance.forget()
-    train_batches = batches_of(train_loader, starts_of_iteration, steps)
-    say(f'{spikes.in_a_row} spikes in a row: going back to {path}, and on with the batches behind them')
+    take_over(state, tokens_before(iteration))
     problem = spikes.go_back(state)
     if problem:
         return Ending('failed', problem, 1)
@@ -449,6 +469,8 @@ def log_training(line):
         if 'lag_ms' in line:
             line['lag_ms'] /= line['iterations']
         del line['iterations']
+        if replay:
+            replay.compare(dict(loss=loss) | line)
         log.train(dict(iter=line['iter'], loss=loss) | line,
                   eta_seconds=(max_iters - line['iter']) * line['dt_ms'] / 1000)
 
@@ -463,6 +485,8 @@ while True:
     # evaluate
     evaluation_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
     save_due = agreement.save_requested or (save_interval and iteration % save_interval == 0)
+    if replay:
+        evaluation_due, save_due = False, iteration in replay.paths or iteration == replay.last
     if ending or agreement.stop_signal or evaluation_due or save_due:
         log_training(agreement.finish())
         metrics.synchronize(processes.device)  # work still under way counts as training time
@@ -476,6 +500,9 @@ while True:
             paused += time.perf_counter() - pause_began
             continue
     evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
+    if replay and first_iteration < iteration and iteration in replay.paths:
+        state = replay.pass_checkpoint(iteration, parallel.named_parameters(), optimizer)
+        take_over(state, state['tokens'])
     if profiler:
         profiler.step()
     losses = evaluate() if evaluation_due and eval_iters else None
@@ -496,6 +523,8 @@ while True:
         resumes = '; --init_from=resume continues from here' if iteration else ''
         name = signal.Signals(agreement.stop_signal).name
         ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
+    elif replay and (replay.problem or iteration == replay.last):
+        ending = Ending('failed', replay.problem, 1) if replay.problem else Ending('finished', '', 0)
     elif eval_only or iteration >= max_iters:
         ending = Ending('finished', '', 0)
     watchdog.beat(pause=STORAGE_LIMIT)
@@ -569,6 +598,8 @@ if saver.problem and ending.reason != 'failed':
                     f'saved ({saver.problem})', 1)
 if ending.reason == 'stopped':
     say(ending.message)
+if ending.reason == 'finished' and replay:
+    say(replay.summary())
 if ending.reason == 'failed' and processes.is_main:
     print(f'error: {ending.message}', file=sys.stderr, flush=True)
 processes.leave(ending.exit_code)

@@ -6,6 +6,7 @@ import contextlib
 import datetime
 import ipaddress
 import os
+import platform
 import re
 import socket
 import struct
@@ -70,6 +71,16 @@ class Processes:
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
         sys.excepthook = _report_lost_connection
         self.build_meshes(layout)
+
+    def machine(self):
+        """What decides the bits of a result besides the keys of a run, as a list of plain values."""
+        name = platform.processor()
+        if self.device.type == 'cuda':
+            name = torch.cuda.get_device_name(self.device)
+        elif os.path.exists('/proc/cpuinfo'):
+            with open('/proc/cpuinfo', encoding='utf-8') as file:
+                name = next((line.strip() for line in file if line.startswith('model name')), name)
+        return [self.world_size, name, torch.get_num_threads(), torch.__version__]
 
     def build_meshes(self, layout):
         """Make the device meshes of a Layout, where it needs any."""

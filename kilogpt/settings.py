@@ -16,6 +16,8 @@ def check_settings(config):
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
+    if config['replay'] == 'all' and config['profile']:
+        raise ValueError('profile traces one iteration of a replay: set --replay=ITERATION')
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:
         raise ValueError('on_spike=rollback goes back to a checkpoint, but keep_checkpoints is 0: '
                          'set keep_checkpoints to at least 1')
@@ -33,7 +35,7 @@ def compare_settings(config, saved, source, say):
             f'{former["optimizer"]!r}: set that, or start from its weights with '
             f'--init_from={config["out_dir"]} and another out_dir')
     for key, value in former.items():
-        if config.get(key, value) != value and key != 'init_from':
+        if config.get(key, value) != value and key not in ('init_from', 'replay'):
             is_fixed = key != 'dropout' and saved['model'].get(key, config[key]) != config[key]
             decision = ' (the checkpoint decides)' if is_fixed else ''
             say(f'resuming with another {key}: {value!r} -> {config[key]!r}{decision}')

@@ -22,18 +22,18 @@ ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  
 
 
 class Profiler:
-    """Traces iterations 6 to 9 of this process to out_dir/trace.json (Chrome's format) and prints a summary.
+    """Traces iterations of this process to out_dir/trace.json (Chrome's format) and prints a summary.
 
+    settle: iterations before, which take longer. traced: how many then are.
     out_dir/profile.json gets the same figures, and the bytes communicated. Call step() before each iteration
     and after the last.
     """
-    settle = 5  # iterations before
-    traced = 4
 
-    def __init__(self, out_dir):
-        self.out_dir = out_dir
+    def __init__(self, out_dir, settle=5, traced=4):
+        self.out_dir, self.settle, self.traced = out_dir, settle, traced
         self.done = False
-        schedule = torch.profiler.schedule(wait=self.settle - 1, warmup=2, active=self.traced, repeat=1)
+        warm_up = min(2, settle + 1)
+        schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=traced, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, record_shapes=True, on_trace_ready=self._report)
         self.profiler.start()
@@ -50,7 +50,7 @@ class Profiler:
         with open(os.path.join(self.out_dir, 'profile.json'), 'w', encoding='utf-8') as file:
             json.dump(dict(milliseconds=milliseconds, bytes=moved), file, indent=1)
         total = sum(milliseconds.values())
-        print(f'profile of {self.traced} iterations of {total:.1f}ms each, traced in {path}')
+        print(f'profile of {self.traced} iteration(s) of {total:.1f}ms each, traced in {path}')
         for category, value in milliseconds.items():
             print(f'  {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%', flush=True)
         communicated = ', '.join(f'{name} {count / 1e6:,.3f}MB' for name, count in moved.items())

@@ -18,7 +18,7 @@ FLOORS = [
     {'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compiler', 'kilogpt.cpu', 'kilogpt.cuda',
      'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.health', 'kilogpt.launch',
      'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes', 'kilogpt.recorder',
-     'kilogpt.shards', 'kilogpt.weights'},
+     'kilogpt.replay', 'kilogpt.shards', 'kilogpt.weights'},
     {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.plan', 'kilogpt.plot', 'kilogpt.versus'},
 ]
 LONG_FILES = {  # {path: why it is longer than 500 lines}

@@ -110,6 +110,9 @@ def test_run_that_went_back_resumes_to_the_bit(train, dataset, tmp_path):
     assert again.stdout.count('going back') == 1
     resumed = train(*options, '--init_from=resume', out_dir=begun.out_dir, faults=SPIKES)
     assert curve(resumed) == curve(unbroken)
+    again = train(f'{resumed.out_dir}/config.json', '--replay=all', base=[], out_dir=resumed.out_dir,
+                  faults=SPIKES)
+    assert 'iterations agree with' in again.stdout and 'to the bit' in again.stdout
 
 
 def spike(iteration, norm, limit):

@@ -1,0 +1,92 @@
+"""train.py --replay: iterations computed again agree with the log, and what was wrong in a run is found."""
+import shutil
+
+import numpy as np
+import pytest
+from helpers import FAULTS
+
+RUN = '--max_iters=12 --eval_interval=100 --save_interval=4 --eval_iters=0 --keep_checkpoints=9'.split()
+
+
+def replayed(run, train, which, *options, **others):
+    return train(f'{run.out_dir}/config.json', f'--replay={which}', *options, out_dir=run.out_dir, base=[],
+                 check=False, **others)
+
+
+def contents(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
+
+
+def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
+    run = train(*RUN, '--dropout=0.1')
+    before = contents(run.out_dir)
+    whole = replayed(run, train, 'all')
+    assert whole.returncode == 0 and 'replay: 12 iterations agree with' in whole.stdout, whole.outputs
+    assert 'metrics.jsonl to the bit' in whole.stdout and contents(run.out_dir) == before
+    one = replayed(run, train, '7')
+    assert 'at iteration 4' in one.stdout and 'replay: 3 iterations agree with' in one.stdout, one.outputs
+    text = (run.out_dir / 'replay_00000007' / 'batch.txt').read_text()
+    assert text.count('--- token ') == 12
+    other = replayed(run, train, '7', nproc=2)
+    assert 'error: dropout=0.1 draws other numbers in another layout' in other.stderr
+
+
+@pytest.mark.parametrize('nproc, layout', [
+    pytest.param(2, '--zero_stage=3', marks=pytest.mark.slow),
+    pytest.param(2, '--tp=2', marks=pytest.mark.slow),
+    pytest.param(2, '--pp=2', marks=pytest.mark.slow),
+    pytest.param(2, '--optimizer=muon --zero_stage=1', marks=pytest.mark.slow),
+    pytest.param(2, '--dtype=bfloat16', marks=pytest.mark.slow),
+    pytest.param(2, '--mlp=moe --ep=2', marks=pytest.mark.slow)])
+def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds(train, nproc, layout):
+    run = train(*RUN, *layout.split(), nproc=nproc)
+    same = replayed(run, train, 'all', nproc=nproc)
+    assert same.returncode == 0 and 'to the bit' in same.stdout, same.outputs
+    one = replayed(run, train, 'all', '--zero_stage=0', '--tp=1', '--pp=1', '--ep=1')
+    assert one.returncode == 0 and 'losses within' in one.stdout, one.outputs
+
+
+@pytest.mark.parametrize('what', ['gradient', pytest.param('weight', marks=pytest.mark.slow)])
+def test_flipped_bit_is_found_at_its_iteration(train, what):
+    run = train(*RUN, faults=[FAULTS / 'flip_bit.py'], env=dict(FAULT_WHAT=what, FAULT_ITERATION='6'))
+    found = replayed(run, train, 'all')
+    assert found.returncode == 1, found.outputs
+    iteration = dict(gradient=6, weight=7)[what]
+    assert f'error: iteration {iteration} is the first that differs' in found.stderr, found.outputs
+
+
+@pytest.mark.slow
+def test_another_batch_is_found_at_its_iteration(train, dataset, tmp_path):
+    shutil.copytree(dataset, tmp_path / 'data')
+    run = train(*RUN, f'--dataset={tmp_path}/data')
+    tokens = np.fromfile(tmp_path / 'data' / 'train.bin', '<u2')
+    first = replayed(run, train, '9', f'--dataset={tmp_path}/data')
+    header = (run.out_dir / 'replay_00000009' / 'batch.txt').read_text().split('\n')[0]
+    assert 'agree' in first.stdout
+    tokens[int(header.split()[2]) + 3] ^= 1
+    tokens.tofile(tmp_path / 'data' / 'train.bin')
+    found = replayed(run, train, 'all', f'--dataset={tmp_path}/data')
+    assert 'error: iteration 9 is the first that differs: loss is' in found.stderr, found.outputs
+
+
+@pytest.mark.slow
+def test_weights_that_changed_between_iterations_are_found_in_the_next_checkpoint(train):
+    run = train(*RUN, faults=[FAULTS / 'flip_bit.py'], env=dict(FAULT_WHAT='weight', FAULT_ITERATION='12'))
+    found = replayed(run, train, 'all')
+    assert 'error: the weights after iteration 12 differ' in found.stderr, found.outputs
+
+
+@pytest.mark.slow
+def test_one_iteration_is_profiled(train):
+    run = train(*RUN)
+    for iteration in (9, 10, 12):
+        profiled = replayed(run, train, iteration, '--profile=True')
+        assert 'profile of 1 iteration(s)' in profiled.stdout, profiled.outputs
+        assert (run.out_dir / f'replay_{iteration:08d}' / 'trace.json').exists()
+
+
+@pytest.mark.parametrize('which, message', [
+    ('13', "replay is '13': choose 'all', or an iteration that"), ('first', "replay is 'first'")])
+def test_iteration_that_was_not_logged_is_refused(train, which, message):
+    run = train(*RUN, '--max_iters=1')
+    assert message in replayed(run, train, which).stderr
