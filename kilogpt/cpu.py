@@ -29,11 +29,40 @@ def use_faster_parts(model):
         for name in plan['attention']:
             parent, _, child = name.rpartition('.')
             attention = block.get_submodule(name)
-            setattr(block.get_submodule(parent), child, PlainAttention(attention))
+            if is_plain(attention, model.config):
+                setattr(block.get_submodule(parent), child, PlainAttention(attention))
     for parent in list(model.modules()):
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
                 setattr(parent, name, FastDropout(child.p))
+
+
+@torch.no_grad()
+def is_plain(attention, config):
+    """Whether attention computes what PlainAttention does: someone may have edited it in model.py.
+
+    Looks at the result of one sequence, of the model's length and heads.
+    """
+    settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
+    key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size
+    if key not in ARE_PLAIN:
+        generator = torch.Generator().manual_seed(0)
+        length = min(config.block_size, PlainAttention.MAX_LENGTH)
+        q, k, v = (torch.randn(1, heads, length, 16, generator=generator)
+                   for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
+        was_training = attention.training
+        attention.eval()
+        try:
+            y = attention(q, k, v)
+        except (RuntimeError, TypeError, ValueError):  # it takes something else
+            ARE_PLAIN[key] = False
+        else:
+            ARE_PLAIN[key] = torch.allclose(y, PlainAttention(attention).eval().attend(q, k, v), atol=1e-4)
+        attention.train(was_training)
+    return ARE_PLAIN[key]
+
+
+ARE_PLAIN = {}  # what `is_plain` has found
 
 
 class FastDropout(nn.Dropout):
@@ -82,6 +111,11 @@ class PlainAttention(nn.Module):
         is_plain_faster = q.dtype == torch.bfloat16 or has_dropout
         if mask is not None or T != k.size(2) or T > self.MAX_LENGTH or not is_plain_faster:
             return self.fused(q, k, v, mask=mask)
+        return self.attend(q, k, v)
+
+    def attend(self, q, k, v):
+        """The products and the softmax."""
+        T = q.size(2)
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
         future = q.new_full((T, T), -torch.inf).triu(1)

@@ -51,6 +51,27 @@ def test_plain_attention_in_bfloat16_equals_the_fused_one(kv_heads):
         assert (plain.double() - exact).abs().max() < 0.03 * exact.abs().max()
 
 
+class WindowAttention(DotProductAttention):
+    """An edit: each position sees the last `window` ones."""
+
+    def __init__(self, window):
+        super().__init__(dropout=0.0)
+        self.window = window
+
+    def forward(self, q, k, v, mask=None):
+        seen = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril().triu(1 - self.window)
+        return super().forward(q, k, v, mask=seen)
+
+
+def test_attention_that_was_edited_is_not_replaced():
+    model = GPT(GPTConfig(block_size=64, vocab_size=97, n_layer=3, n_head=4, n_kv_head=2, n_embd=32))
+    first, second, third = model.transformer.h.values()
+    first.attn.dot_product, second.attn.dot_product = WindowAttention(16), WindowAttention(64)  # 64 is all
+    use_faster_parts(model)
+    assert [type(block.attn.dot_product) for block in (first, second, third)] == [
+        WindowAttention, PlainAttention, PlainAttention]
+
+
 def graph(y):
     """Names of the operations that made a tensor."""
     names, stack = '', [y.grad_fn]
