@@ -338,7 +338,8 @@ class Router(nn.Module):
     def choose(self, ranking):
         """The experts (N, K) that rank highest of (N, E), the highest first, and of equal ones the first."""
         # `topk` does not promise an order of equals.
-        return ranking.sort(dim=-1, descending=True, stable=True).indices[:, :self.n_active]
+        indices = ranking.sort(dim=-1, descending=True, stable=True).indices
+        return indices[:, :self.n_active].contiguous()  # a view would keep those of all experts
 
     def matrix(self):
         """The weight (E, C). A layout that splits the model replaces this function."""

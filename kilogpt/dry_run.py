@@ -8,7 +8,7 @@ cluster raises here. `dry_run` starts such a process for each of several ranks.
 
 Tensors are on a fake CPU, also for a run on GPUs, since a PyTorch without CUDA has no other fake device;
 `substitutes_for_gpus` puts in place what GPUs do otherwise. Nothing is compiled: a compiled model holds fewer
-activations, and fp8 is emulated.
+activations, and fp8 is emulated. The experts of a mixture get equally many tokens.
 """
 import contextlib
 import dataclasses
@@ -23,7 +23,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from data.loader import DATA, read_meta
@@ -99,9 +99,6 @@ def run_rank(config):
     """
     began = time.perf_counter()
     check_settings(config)
-    if config['mlp'] == 'moe':
-        raise ValueError('mlp=moe sends each token where its values decide, and a dry run has no values: '
-                         'set mlp to a dense one, or leave out the dry run')
     processes = FakeProcesses('cpu')
     layout = Layout(processes.world_size, *(config[key] for key in (
         'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')))
@@ -119,6 +116,9 @@ def run_rank(config):
     memory.recorder.logits_width = model.config.padded_vocab_size // layout.tp
     memory.recorder.group_names = names_of_groups(processes)
     with contextlib.ExitStack() as substitutes:
+        if config['mlp'] == 'moe':
+            n_rows = micro_batch * block_size // layout.cp * config['n_active_experts']
+            substitutes.enter_context(substitute_for_loads(n_rows))
         for substitute in substitutes_for_communication(memory) + substitutes_for_gpus(dtype) * on_gpu:
             substitutes.enter_context(substitute)
         laid_out = parallel.Parallel(processes, layout)
@@ -144,7 +144,8 @@ def run_rank(config):
         rank=processes.rank, world_size=processes.world_size, layout=layout.describe(),
         coordinates=dict(zip(('pp', 'dp', 'cp', 'tp'), layout.coordinates(processes.rank))),
         notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes
-        + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile'],
+        + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile']
+        + ['each expert gets equally many tokens here'] * (config['mlp'] == 'moe'),
         parameters=n_parameters, micro_batch=micro_batch, micro_steps=micro_steps, dtype=dtype,
         held=held, peak_bytes=sum(peak_parts.values()), peak_parts=peak_parts,
         collectives=memory.recorder.collectives(), lay_out_seconds=lay_out_seconds,
@@ -185,6 +186,7 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
     optimizer.found_inf = (~grad_norm.isfinite()).float()
     held = recorder.bytes_alive()
     optimizer.step()
+    laid_out.balance.update(grad_norm.isfinite().float())
     laid_out.zero_grad()
     return {part: held[part] for part in ('parameters', 'gradients', 'moments')}
 
@@ -241,7 +243,7 @@ def names_of_groups(processes):
     names = {}
     if dist.is_initialized():
         names[dist.group.WORLD.group_name] = 'all'
-    for mesh in filter(None, (processes.mesh, processes.cp_mesh)):
+    for mesh in filter(None, (processes.expert_mesh, processes.mesh, processes.cp_mesh)):
         for name in mesh.mesh_dim_names:
             names[mesh.get_group(name).group_name] = name
     return names
@@ -317,6 +319,19 @@ class FinishedWork(dist.Work):
         future = torch.futures.Future()
         future.set_result([self.tensor])
         return future
+
+
+def substitute_for_loads(n_rows):
+    """A context in which experts, and the processes that have them, are equally busy.
+
+    What the model reads of values is numbers of rows alone: of each expert, or to and from each process. Fake
+    tensors have no values. n_rows: all rows of a micro-batch, which each such list divides.
+    """
+    def even_numbers(counts):
+        share, rest = divmod(n_rows, len(counts))
+        return [share + (index < rest) for index in range(len(counts))]
+
+    return mock.patch.object(FakeTensor, 'tolist', even_numbers)
 
 
 def substitutes_for_gpus(dtype):

@@ -115,7 +115,8 @@ def exchange_tokens(group, ep):
         rows = all_to_all_single_autograd(rows, received, sent, group)
         # The rows of one process come after those of another, each sorted by expert: sort all by expert.
         experts = torch.arange(n_received.size(1), device=rows.device).repeat(ep)
-        order = experts.repeat_interleave(n_received.flatten()).argsort(stable=True)
+        experts = experts.repeat_interleave(n_received.flatten(), output_size=sum(received))
+        order = experts.argsort(stable=True)
         back = order.argsort()
 
         def send_back(rows):
