@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from helpers import FAULTS, assert_same_tensors, curve, newest_weights
+from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_weights
 from model import GPT, GPTConfig
 
 MOE = ('--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --n_shared_experts=1 '
@@ -205,6 +205,18 @@ def test_loads_of_one_rank_alone_show_in_the_biases(train):
     assert_same_tensors(*({name: weights[name] for name in biases}
                           for weights in (right, newest_weights(runs[0].out_dir))))
     assert max((right[name] - wrong[name]).abs().max() for name in biases) > 0.005
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [
+    (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2'),
+    (2, '--pp=2'), (2, '--ep=2 --activation_checkpoint=full'), (2, '--ep=2 --activation_checkpoint=selective'),
+    (2, '--zero_stage=3 --activation_checkpoint=selective --dtype=bfloat16'), (4, '--ep=2 --tp=2')])
+def test_grouped_products_train_like_the_loop(train, nproc, layout):
+    """As GPUs compute them, in the layouts that come between a parameter and its product."""
+    options = [*MOE, *layout.split(), '--eval_iters=0', '--keep_checkpoints=0', '--max_iters=4']
+    grouped = train(*options, nproc=nproc, faults=[FAULTS / 'grouped_products.py'])
+    assert_near(grouped, train(*options, nproc=nproc), *((3e-2, 3e-2) if 'bf' in layout else ()))
 
 
 # --- in a run -------------------------------------------------------------------------------------------
