@@ -1,8 +1,7 @@
 """What the model's parts need on GPUs, put in place when a model is laid out on them."""
 import torch
-from torch.nn import functional as F
 
-from kilogpt.experts import find_experts
+from kilogpt.experts import group_products
 
 
 def use_fused_attention(model, device, dtype):
@@ -36,26 +35,7 @@ def repeat_grouped_heads(attention, inputs):
     return (q, k, v) if repeats == 1 else (q, *(x.repeat_interleave(repeats, dim=1) for x in (k, v)))
 
 
-def use_grouped_products(model, device, dtype):
-    """Compute the products of a block's experts by one kernel where the GPU has it, in place.
-
-    dtype: that of the products, 'float32', 'bfloat16' or 'float16'. PyTorch has the kernel for bfloat16 and
-    rows of a multiple of 16 bytes; everything else keeps the model's loop.
-    """
-    has_kernel = hasattr(F, 'grouped_mm') and torch.cuda.get_device_capability(device) >= (8, 0)
-    if dtype == 'bfloat16' and has_kernel:
-        for routed in find_experts(model).values():
-            if all(matrices.size(-1) % 8 == 0 for matrices in routed.experts.matrices()):
-                routed.experts.products = grouped_products
-
-
-def grouped_products(ends):
-    """As model.py's `loop_over_experts`. The host waits for no size."""
-    ends = ends.to(torch.int32)
-
-    def product(x, matrices):
-        if x.size(0) == 0:  # no token has come to this process
-            return x @ matrices[0].mT
-        return F.grouped_mm(x, matrices.mT, offs=ends)
-
-    return product
+def use_grouped_products(model, device):
+    """Compute the products of a block's experts by one kernel where the GPU has it, in place."""
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        group_products(model, [torch.bfloat16])

@@ -92,7 +92,7 @@ class Parallel:
                         exchange_heads(block.get_submodule(name), self.processes.cp_mesh)
             if self.device.type == 'cuda':  # after cp, which may repeat key/value heads itself
                 cuda.use_fused_attention(stage, self.device, dtype)
-                cuda.use_grouped_products(stage, self.device, dtype)
+                cuda.use_grouped_products(stage, self.device)
             for block in blocks:
                 apply_to_block(block, plan, activation_checkpoint, compile)
             if compile and layout.tp == 1:

@@ -209,14 +209,14 @@ def test_loads_of_one_rank_alone_show_in_the_biases(train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('nproc, layout', [
-    (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2'),
-    (2, '--pp=2'), (2, '--ep=2 --activation_checkpoint=full'), (2, '--ep=2 --activation_checkpoint=selective'),
-    (2, '--zero_stage=3 --activation_checkpoint=selective --dtype=bfloat16'), (4, '--ep=2 --tp=2')])
+    (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2'),
+    (2, '--ep=2 --activation_checkpoint=full'), (2, '--ep=2 --activation_checkpoint=selective')])
 def test_grouped_products_train_like_the_loop(train, nproc, layout):
-    """As GPUs compute them, in the layouts that come between a parameter and its product."""
+    """In the layouts that come between a parameter and its product."""
     options = [*MOE, *layout.split(), '--eval_iters=0', '--keep_checkpoints=0', '--max_iters=4']
-    grouped = train(*options, nproc=nproc, faults=[FAULTS / 'grouped_products.py'])
-    assert_near(grouped, train(*options, nproc=nproc), *((3e-2, 3e-2) if 'bf' in layout else ()))
+    looped = train(*options, nproc=nproc, faults=[FAULTS / 'looped_products.py'])
+    grouped = train(*options, nproc=nproc)
+    assert_near(grouped, looped, *((3e-2, 3e-2) if 'bfloat16' in layout else ()))
 
 
 # --- in a run -------------------------------------------------------------------------------------------
