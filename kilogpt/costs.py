@@ -247,7 +247,7 @@ def phases(shape, layout, work, rank):
     n_blocks, has_head = sum(stage.n_blocks for stage in stages), any(stage.has_head for stage in stages)
     of_part = {part: shape.numbers(part, layout) for part in shape.parts}
     all_parts, ends = shape.totals(stages, layout)
-    kinds = {'dense': sum(stage.n_dense for stage in stages), 'sparse': sum(stage.n_sparse for stage in stages)}
+    kinds = dict(dense=sum(stage.n_dense for stage in stages), sparse=sum(stage.n_sparse for stage in stages))
     kinds = {kind: count for kind, count in kinds.items() if count}
     held = state(shape, layout, work, rank)
     accumulates = work.micro_steps > 1
@@ -303,8 +303,6 @@ def phases(shape, layout, work, rank):
     if work.activation_checkpoint != 'none':
         recomputed = max((costs.whole - costs.kept for costs in of_kind.values()), default=0)
     backward = max((costs.backward for costs in of_kind.values()), default=0)
-    # Autograd stacks the gradients of experts that it has one by one, matrix by matrix.
-    stacked = work.width * of_part['experts'].split * 4 / 3 if 'sparse' in kinds else 0
 
     resident = dict(parameters=held['parameters'], moments=held['moments'], buffers=buffers)
     if work.cpu_offload and work.device != 'cpu':
@@ -316,8 +314,7 @@ def phases(shape, layout, work, rank):
         'backward': resident | dict(
             gradients=before, gathered=gathered, logits=0, activations=activations + recomputed + backward),
         'reduce': resident | dict(gradients=gradients if layout.pp > 1 else before, logits=0,
-                                  gathered=gathered + max(reduced_unit, stacked),
-                                  activations=activations - decrease),
+                                  gathered=gathered + reduced_unit, activations=activations - decrease),
         'end': resident | dict(gradients=max(before, gradients), gathered=gathered + reduced_ends,
                                activations=0, logits=0),
         'step': resident | dict(gradients=held['gradients'], gathered=0, activations=0, logits=0),
@@ -369,8 +366,10 @@ def block_activations(config, layout, work, has_experts):
     if layout.cp > 1:
         attention += width * heads  # the result before and after it is exchanged
     if config.qk_norm:
-        attention += FLOAT32 * (heads + kv_heads) * (2 if on_cpu else 1)
-        attention += width * heads * on_cpu
+        # Inputs are float32. Where FSDP2 gathers the weights in 16 bits, no kernel is fused on GPUs either.
+        is_fused = not on_cpu and (width == FLOAT32 or not layout.uses_fsdp)
+        attention += FLOAT32 * (heads + kv_heads) * (1 if is_fused else 2)
+        attention += width * heads * (not is_fused)
     n_hidden = 4 if config.mlp_form == 'swiglu' else 2  # tensors of the width of an MLP; a half are products'
     if has_experts:
         mlp, mlp_products, mlp_selective = _of_experts(config, layout, work, n_hidden)
@@ -399,7 +398,7 @@ def block_activations(config, layout, work, has_experts):
         kept = whole = residual * C / tp + width * C + (width * C + attention) / tp + mlp
     backward = 2 * residual * C / tp
     if has_experts:
-        backward += 3 * width * C * config.n_active_experts
+        backward += 3 * width * C * config.n_active_experts  # gradients of rows, sorted and not
     else:
         backward += (n_hidden - 1) * width * F / tp
     freed = kept

@@ -151,7 +151,8 @@ class Planner:
             experts = divisors(self.model.config.n_experts) if self.model.config.mlp == 'moe' else [1]
             for stage, replicate, schedule, ep in itertools.product((2, 3), replicas, schedules, experts):
                 if dp * cp // replicate % ep == 0:
-                    yield degrees | dict(zero_stage=stage, dp_replicate=replicate, pp_schedule=schedule, ep=ep)
+                    yield degrees | dict(zero_stage=stage, dp_replicate=replicate, ep=ep,
+                                         pp_schedule=schedule)
 
     def _batches(self, layout):
         """(keys, (micro_batch, micro_steps)) of micro-batches of 1, 2, 4 ... sequences that a layout has."""

@@ -55,7 +55,7 @@ def seconds(shape, layout, work, machine):
 # has: {compiled: ...}
 TRAFFIC = {False: (3, 5), True: (2, 3)}
 OPERATORS = {False: (35, 55), True: (8, 12)}
-ROUTER_OPERATORS, EXPERT_OPERATORS = (30, 30), (6, 12)  # more where there are experts, and for each of them
+ROUTED_OPERATORS = (40, 50)  # more of them where a block has experts, whose products are grouped
 FSDP_OPERATORS = 150  # on the host, for each gather and reduction of FSDP2: as long as that many operators
 HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
 
@@ -109,11 +109,11 @@ def _block_seconds(shape, layout, work, machine, has_experts):
     if has_experts:
         n_experts = config.n_experts / layout.ep  # of this process, each a product with its rows
         n_rows = s * config.n_active_experts * (work.load_imbalance if layout.ep > 1 else 1)
-        for _, sizes, cut in shape.parts['experts']:
-            sizes = [size / tp if dimension == cut else size for dimension, size in enumerate(sizes)][1:]
-            products += 2 * n_rows * math.prod(sizes) / machine.rate(work.dtype, min(n_rows / n_experts, *sizes))
-        operators = [count + router + n_experts * each for count, router, each
-                     in zip(operators, ROUTER_OPERATORS, EXPERT_OPERATORS)]
+        for _, (_, *sizes), cut in shape.parts['experts']:
+            sizes = [size / tp if dimension == cut else size for dimension, size in enumerate(sizes, start=1)]
+            rate = machine.rate(work.dtype, min(n_rows / n_experts, *sizes))
+            products += 2 * n_rows * math.prod(sizes) / rate
+        operators = [count + more for count, more in zip(operators, ROUTED_OPERATORS)]
     heads = config.n_head * config.head_width
     attention = 2 * s * work.block_size * heads / tp / machine.attention[work.dtype]
     whole = block_activations(config, layout, work, has_experts).whole
