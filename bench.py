@@ -39,8 +39,8 @@ from typing import NamedTuple
 
 from data.prepare import write_random_tokens
 from kilogpt import launch
-from kilogpt.costs import bubble
 from kilogpt.layout import SCHEDULES
+from kilogpt.times import bubble
 
 
 def parse_sweep(text):

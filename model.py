@@ -268,13 +268,14 @@ class RoutedExperts(nn.Module):
         chosen, weights = self.router(tokens, is_counted)  # (N, K)
         # Rows are sorted by expert, and among those of an expert by token: the order of all sums is fixed.
         experts, order = chosen.flatten().sort(stable=True)  # (M,)
+        places = order.scatter(0, order, torch.arange(len(order), device=x.device))  # of row m in that order
         ends = torch.searchsorted(experts, torch.arange(self.router.n_experts, device=x.device), right=True)
-        rows = TakeRows.apply(tokens, order, chosen.size(1))  # (M, C)
+        rows = TakeRows.apply(tokens, order, places, chosen.size(1))  # (M, C)
         rows, ends, send_back = self.send(rows, ends)
         result = meanwhile()
         y = send_back(self.experts(rows, ends))  # (M, C)
-        y = Permute.apply(y, order.argsort(), order).view(*chosen.shape, -1)  # (N, K, C)
-        y = torch.bmm(weights[:, None].type_as(y), y)  # (N, 1, C)
+        weights = Permute.apply(weights.flatten(), order, places)  # (M,)
+        y = SumRows.apply(y * weights[:, None].type_as(y), order, places, chosen.size(1))  # (N, C)
         return y.view_as(x), result
 
 
@@ -338,7 +339,8 @@ class Router(nn.Module):
     def choose(self, ranking):
         """The experts (N, K) that rank highest of (N, E), the highest first, and of equal ones the first."""
         # `topk` does not promise an order of equals.
-        return ranking.sort(dim=-1, descending=True, stable=True).indices[:, :self.n_active]
+        indices = ranking.sort(dim=-1, descending=True, stable=True).indices
+        return indices[:, :self.n_active].contiguous()  # a view would keep those of all experts
 
     def matrix(self):
         """The weight (E, C). A layout that splits the model replaces this function."""
@@ -381,20 +383,27 @@ class Experts(nn.Module):
         if self.form == 'swiglu':
             self.c_gate = nn.Parameter(torch.empty(E, width, C))
         self.c_proj = nn.Parameter(torch.empty(E, C, width))
+        self.products = loop_over_experts
 
     def forward(self, x, ends):
         """x (M, C), the rows of expert 0 first; ends (E,): the row at which each expert's end -> (M, C)."""
-        sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-        matrices = [cast_for_linears(weight).unbind() for weight in self.matrices()]
-        return torch.cat([self.apply_expert(rows, *each) for rows, *each in zip(x.split(sizes), *matrices)])
+        product = self.products(ends)
+        c_fc, c_proj, *c_gate = map(cast_for_linears, self.matrices())
+        gate = product(x, c_gate[0]) if c_gate else None
+        return product(activate(self.form, product(x, c_fc), gate), c_proj)
 
     def matrices(self):
         """c_fc, c_proj and, with SwiGLU, c_gate. A layout that splits them replaces this function."""
         return [self.c_fc, self.c_proj] + ([self.c_gate] if self.form == 'swiglu' else [])
 
-    def apply_expert(self, x, c_fc, c_proj, c_gate=None):
-        gate = F.linear(x, c_gate) if self.form == 'swiglu' else None
-        return F.linear(activate(self.form, F.linear(x, c_fc), gate), c_proj)
+
+def loop_over_experts(ends):
+    """A function that multiplies rows by their experts' matrices: x (M, in), (E, out, in) -> (M, out).
+
+    ends (E,): as in Experts. A device with a kernel for all products at once replaces this function.
+    """
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return lambda x, matrices: torch.cat([F.linear(*each) for each in zip(x.split(sizes), matrices.unbind())])
 
 
 class AddLoss(torch.autograd.Function):
@@ -414,22 +423,38 @@ class AddLoss(torch.autograd.Function):
 
 
 class TakeRows(torch.autograd.Function):
-    """Rows of x (N, C), each K times, in an order (M,) -> (M, C). Gradients add up in a fixed order."""
+    """Rows of x (N, C), each K times, in an order (M,) -> (M, C). Gradients add up in a fixed order.
+
+    places (M,): where in that order each row is.
+    """
 
     @staticmethod
-    def forward(ctx, x, order, K):
-        ctx.save_for_backward(order)
+    def forward(ctx, x, order, places, K):
+        ctx.save_for_backward(order, places)
         ctx.K = K
-        return x[order // K]
+        return x.index_select(0, order // K)
 
     @staticmethod
     def backward(ctx, grad):
-        order, = ctx.saved_tensors
-        return grad[order.argsort()].unflatten(0, (-1, ctx.K)).sum(dim=1), None, None
+        return SumRows.apply(grad, *ctx.saved_tensors, ctx.K), None, None, None
+
+
+class SumRows(torch.autograd.Function):
+    """The reverse of TakeRows: the sum of each token's K rows of x (M, C) -> (N, C)."""
+
+    @staticmethod
+    def forward(ctx, x, order, places, K):
+        ctx.save_for_backward(order, places)
+        ctx.K = K
+        return x.index_select(0, places).unflatten(0, (-1, K)).sum(dim=1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return TakeRows.apply(grad, *ctx.saved_tensors, ctx.K), None, None, None
 
 
 class Permute(torch.autograd.Function):
-    """The rows of x in an order that `inverse` undoes. Indexing would add up gradients, in any order."""
+    """The elements of x in an order that `inverse` undoes. Indexing would add up gradients, in any order."""
 
     @staticmethod
     def forward(ctx, x, order, inverse):

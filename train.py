@@ -279,12 +279,11 @@ say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, '
     f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
-if n_active == n_parameters:  # the formulas do not know experts
-    available = metrics.available_memory(processes.device)
-    foretold, warning = forecast(model, layout, config | dict(dtype=dtype), processes.device.type, available)
-    say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')
-    if warning:
-        say(f'  warning     {warning}')
+available = metrics.available_memory(processes.device)
+foretold, warning = forecast(model, layout, config | dict(dtype=dtype), processes.device.type, available)
+say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')
+if warning:
+    say(f'  warning     {warning}')
 say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
 for note in layout.notes + layout.split_notes(global_batch, batch_size) + parallel.notes:

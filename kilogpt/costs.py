@@ -1,23 +1,25 @@
-"""What an iteration costs under a layout: bytes on the fullest process and seconds, each by part.
+"""What an iteration holds under a layout: bytes on the fullest process, by part. `times.py` has its seconds.
 
 Formulas alone, no torch, and they are those of this repository's code: `parallel.py` says what is laid out,
-`ddp.py` and `pipeline.py` what is sent. `machines.py` has the speeds. Sources: activations Korthikanti et al.
-2022 (4.1), sharded state Rajbhandari et al. 2020, pipelines Huang et al. 2019, Narayanan et al. 2021 and Qi
-et al. 2024.
+`ddp.py`, `experts.py` and `pipeline.py` what is sent. Sources: activations Korthikanti et al. 2022 (4.1),
+sharded state Rajbhandari et al. 2020.
 
     shape = Shape(model)             # any GPT, on the meta device too
     work = Work(micro_batch=2, micro_steps=16, block_size=4096)
     memory(shape, layout, work)      # {part: bytes} at the moment at which most is held
-    seconds(shape, layout, work, machine)   # {part: seconds} of an iteration
+    times.seconds(shape, layout, work, machine)   # {part: seconds} of an iteration
 """
 import functools
+import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kilogpt.layout import Layout, stage_lengths
 
-FLOAT32 = 4  # bytes
+FLOAT32, INT64 = 4, 8  # bytes
 CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
+LOAD_IMBALANCE = 1.2  # rows of the busiest of the processes that divide the experts, over their mean; a guess
 GAPS = 0.06  # share of the bytes of tensors that is lost between them; fitted (docs/layouts.md)
 
 
@@ -35,6 +37,7 @@ class Work:
     cpu_offload: bool = False
     grad_compress: str = 'none'
     async_tp: bool = False
+    load_imbalance: float = LOAD_IMBALANCE
     device: str = 'cuda'  # its type: on a CPU attention and norms keep other activations
 
     @classmethod
@@ -54,82 +57,152 @@ class Work:
         return 4 if self.dtype == 'float32' else 2
 
 
+class Stage(NamedTuple):
+    """What a pipeline stage has: the embedding or not, blocks without and with experts, the head or not."""
+    has_embedding: bool
+    n_dense: int
+    n_sparse: int
+    has_head: bool
+
+    @property
+    def n_blocks(self):
+        return self.n_dense + self.n_sparse
+
+    @property
+    def parts(self):
+        """{part of a Shape: how often the stage has it}"""
+        return dict(before=int(self.has_embedding), dense=self.n_dense, sparse=self.n_sparse,
+                    experts=self.n_sparse, after=int(self.has_head))
+
+
+class Numbers(NamedTuple):
+    """How many numbers a part of the parameters has on a process."""
+    split: int = 0  # after tp and ep
+    held: int = 0  # of these on the fullest of the ranks that shard them
+    gathered: int = 0  # from these ranks, which FSDP2 pads to equal lengths
+    matrices: int = 0  # `split` and `held` of those in matrices
+    held_in_matrices: int = 0
+
+    def __add__(self, other):
+        return Numbers(*map(sum, zip(self, other)))
+
+
 class Shape:
-    """The parameters of a model and how a layout divides them. model: a GPT, on any device."""
+    """The parameters of a model and how a layout divides them. model: a GPT, on any device.
+
+    parts: {part: [(name, shape, the dimension that tp cuts or None)]}. A block without experts is the part
+    'dense', one with experts 'sparse' and 'experts'; 'before' and 'after' are what the blocks stand between.
+    """
 
     def __init__(self, model):
         plan = model.split_plan
         blocks = model.get_submodule(plan['blocks'])
         self.model, self.config, self.n_blocks = model, model.config, len(blocks)
-        self.block, self.before, self.after = [], [], []  # (name, shape, the dimension that tp cuts or None)
-        first_block = f'{plan["blocks"]}.{next(iter(blocks))}.'
+        self.is_sparse = [self.config.has_experts(int(number)) for number in blocks]
+        self.parts = {part: [] for part in ('before', 'dense', 'sparse', 'experts', 'after')}
+        # All blocks of a kind are alike.
+        firsts = {f'{plan["blocks"]}.{self.is_sparse.index(kind)}.': kind for kind in set(self.is_sparse)}
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            short = name.removeprefix(first_block)
+            block = next((first for first in firsts if name.startswith(first)), '')
+            short, found = name.removeprefix(block), (name, tuple(parameter.shape))
             module, _, kind = short.rpartition('.')
+            if not parameter.requires_grad:
+                continue
+            if module == f'{plan["experts"]}.experts':
+                self.parts['experts'].append((*found, 2 if kind == 'c_proj' else 1))
+                continue
             cut = None
             if module in plan['colwise'] + plan['embedding'] + plan['head']:
                 cut = 0
             elif module in plan['rowwise'] and kind == 'weight':
                 cut = 1
-            if short != name:
-                self.block.append((short, tuple(parameter.shape), cut))
+            if block:
+                self.parts['sparse' if firsts[block] else 'dense'].append((*found, cut))
             elif name.startswith(plan['before_blocks']):
-                self.before.append((name, tuple(parameter.shape), cut))
+                self.parts['before'].append((*found, cut))
             elif name.startswith(plan['after_blocks']):
-                self.after.append((name, tuple(parameter.shape), cut))
+                self.parts['after'].append((*found, cut))
         # What a search over thousands of layouts asks again and again.
-        self.numbers = functools.cache(self._numbers)
-        self.held = functools.cache(self._held)
+        self._numbers = functools.cache(self._numbers_of_part)
         self._stages = functools.cache(self._stages_of_ranks)
+        self._totals = functools.cache(self._totals_of_stages)
+        self._held = functools.cache(self._held_of_stages)
 
-    def _numbers(self, part, tp, ranks, pp):
-        """How many numbers a `part` ('block', 'before' or 'after') has: (after tp, on the fullest of `ranks`,
-        gathered from them, those of the first two that are in matrices).
+    def numbers(self, part, layout):
+        """The Numbers of a part under a layout."""
+        ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
+        return self._numbers(part, layout.tp, layout.pp, ranks, layout.ep)
 
-        FSDP2 cuts the first dimension as torch.chunk does, and gathers what it pads to equal lengths.
-        """
-        split = held = gathered = matrices = held_in_matrices = 0
-        for name, shape, cut in getattr(self, part):
+    def _numbers_of_part(self, part, tp, pp, ranks, ep, by_rows=False):
+        total = Numbers()
+        for name, shape, cut in self.parts[part]:
             if pp == 1 and name in self.model.tied:
                 continue  # with pp the head is another copy
-            rows, *rest = shape
-            columns = math.prod(rest)
-            if cut == 0:
-                rows = -(-rows // tp)
-            elif cut == 1:
-                columns = -(-columns // tp)
-            most_rows = -(-rows // ranks)
-            split += rows * columns
-            held += most_rows * columns
-            gathered += most_rows * columns * ranks
-            if rest:
-                matrices += rows * columns
-                held_in_matrices += most_rows * columns
-        return split, held, gathered, matrices, held_in_matrices
+            sizes, shards, sharded = list(shape), ranks, 0
+            if cut is not None:
+                sizes[cut] = -(-sizes[cut] // tp)
+            if part == 'experts':
+                sizes[0] //= ep
+                shards //= ep
+                # as experts.shard_experts chooses; ZeRO-1 goes by rows
+                sharded = int(sizes[0] % shards > 0 and sizes[1] % shards == 0 and not by_rows)
+            split = math.prod(sizes)
+            held = -(-sizes[sharded] // shards) * (split // sizes[sharded])  # as torch.chunk cuts
+            is_matrix = len(shape) > 1
+            total += Numbers(split, held, held * shards, is_matrix * split, is_matrix * held)
+        return total
 
-    def _held(self, stages, tp, ranks, pp):
-        """How many numbers the fullest of `ranks` holds of stages: (all, those in matrices of blocks)."""
+    def totals(self, stages, layout):
+        """(Numbers of all parts of stages, those of embeddings, last norm and head alone)"""
+        ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
+        return self._totals(stages, layout.tp, layout.pp, ranks, layout.ep)
+
+    def _totals_of_stages(self, stages, *degrees):
+        total, ends = Numbers(), Numbers()
+        for stage in stages:
+            for part, count in stage.parts.items():
+                numbers = Numbers(*(count * number for number in self._numbers(part, *degrees)))
+                total += numbers
+                if part in ('before', 'after'):
+                    ends += numbers
+        return total, ends
+
+    def held(self, stages, layout):
+        """How many numbers the fullest process holds of stages: (all, those in matrices of blocks)."""
+        ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
+        return self._held(stages, layout.tp, layout.pp, ranks, layout.ep)
+
+    def updated(self, stages, layout):
+        """The same of the numbers that a process updates: with ZeRO-1 its rows of whole parameters."""
+        if layout.zero_stage != 1:
+            return self.held(stages, layout)
+        return self._held(stages, 1, 1, layout.dp_shard * layout.cp, 1, by_rows=True)
+
+    def _held_of_stages(self, stages, *degrees, by_rows=False):
         held = in_blocks = 0
         for stage in stages:
-            for part, count in _parts_of(stage):
-                numbers = self.numbers(part, tp, ranks, pp)
-                held += count * numbers[1]
-                in_blocks += count * numbers[4] * (part == 'block')
+            for part, count in stage.parts.items():
+                numbers = self._numbers(part, *degrees, by_rows=by_rows)
+                held += count * numbers.held
+                in_blocks += count * numbers.held_in_matrices * (part not in ('before', 'after'))
         return held, in_blocks
 
     def stages(self, layout, block_size):
-        """[[(has the embedding, its number of blocks, has the head) of each stage] of each pipeline rank]."""
+        """((Stage, ...) of each pipeline rank, ...)"""
         return self._stages(layout.pp, layout.pp_schedule, block_size)
 
     def _stages_of_ranks(self, pp, pp_schedule, block_size):
-        if pp == 1:
-            return [[(True, self.n_blocks, True)]]
         layout = Layout(pp, pp=pp, pp_schedule=pp_schedule)
-        lengths = stage_lengths(self.model, layout.n_stages, block_size)
-        last = len(lengths) - 1
-        stages = [(index == 0, length - (index == 0) - (index == last), index == last)
-                  for index, length in enumerate(lengths)]
-        return [[stages[index] for index in layout.stages_of(rank)] for rank in range(pp)]
+        lengths = [self.n_blocks + 2]
+        if pp > 1:
+            lengths = stage_lengths(self.model, layout.n_stages, block_size)
+        stages, blocks = [], iter(self.is_sparse)
+        for index, length in enumerate(lengths):
+            is_first, is_last = index == 0, index == len(lengths) - 1
+            n_blocks = length - is_first - is_last
+            n_sparse = sum(itertools.islice(blocks, n_blocks))
+            stages.append(Stage(is_first, n_blocks - n_sparse, n_sparse, is_last))
+        return tuple(tuple(stages[index] for index in layout.stages_of(rank)) for rank in range(pp))
 
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -141,7 +214,7 @@ def memory(shape, layout, work):
     (FSDP2's or autocast's copies, and gradients on their way), activations, logits (the loss), buffers (of
     DDP and of pipelines). Without the allocator's reserve, for which see `reserve`.
     """
-    n_blocks = [sum(stage[1] for stage in stages) for stages in shape.stages(layout, work.block_size)]
+    n_blocks = [sum(stage.n_blocks for stage in stages) for stages in shape.stages(layout, work.block_size)]
     # The first ranks hold most micro-batches, the last one the head.
     ranks = {0, min(1, layout.pp - 1), n_blocks.index(max(n_blocks)), max(0, layout.pp - 2), layout.pp - 1}
     return max((parts for rank in ranks for parts in phases(shape, layout, work, rank).values()),
@@ -155,21 +228,13 @@ def reserve(total, work):
 
 def state(shape, layout, work, rank):
     """{'parameters', 'gradients', 'moments': bytes} of a pipeline rank's fullest process."""
-    shards = layout.dp_shard * layout.cp
-    stages = tuple(shape.stages(layout, work.block_size)[rank])
-    held, in_blocks = shape.held(stages, layout.tp, shards if layout.uses_fsdp else 1, layout.pp)
-    updated, updated_in_blocks = held, in_blocks
-    if layout.zero_stage == 1:  # whole parameters, of which a process updates its rows
-        updated, updated_in_blocks = shape.held(stages, 1, shards, 1)
+    stages = shape.stages(layout, work.block_size)[rank]
+    held, _ = shape.held(stages, layout)
+    updated, updated_in_blocks = shape.updated(stages, layout)
     moments = 2 * updated
     if work.optimizer == 'muon':  # one for the matrices of blocks
         moments -= updated_in_blocks
     return dict(parameters=FLOAT32 * held, gradients=FLOAT32 * held, moments=FLOAT32 * moments)
-
-
-def _parts_of(stage):
-    has_embedding, n_blocks, has_head = stage
-    return [('before', int(has_embedding)), ('block', n_blocks), ('after', int(has_head))]
 
 
 def phases(shape, layout, work, rank):
@@ -178,56 +243,66 @@ def phases(shape, layout, work, rank):
     They are: the loss; the last block's backward pass, before and while its gradients are reduced; the end of
     the backward pass; and the update. In between, activations go as gradients come.
     """
-    shards = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
     stages = shape.stages(layout, work.block_size)[rank]
-    n_blocks, has_head = sum(stage[1] for stage in stages), any(stage[2] for stage in stages)
-    block = shape.numbers('block', layout.tp, shards, layout.pp)
-    ends = [0, 0, 0]  # as `block`, of embeddings, last norm and head
-    for stage in stages:
-        for part, count in _parts_of(stage):
-            if part != 'block':
-                numbers = shape.numbers(part, layout.tp, shards, layout.pp)
-                ends = [total + count * number for total, number in zip(ends, numbers)]
+    n_blocks, has_head = sum(stage.n_blocks for stage in stages), any(stage.has_head for stage in stages)
+    of_part = {part: shape.numbers(part, layout) for part in shape.parts}
+    all_parts, ends = shape.totals(stages, layout)
+    kinds = dict(dense=sum(stage.n_dense for stage in stages), sparse=sum(stage.n_sparse for stage in stages))
+    kinds = {kind: count for kind, count in kinds.items() if count}
     held = state(shape, layout, work, rank)
     accumulates = work.micro_steps > 1
     replicates = layout.world_size > 1 and not layout.uses_fsdp
 
-    # What is held in addition to the shards while the model runs.
-    gathered = reduced_block = reduced_ends = 0
-    gradients = FLOAT32 * (block[0] * n_blocks + ends[0])  # whole ones
+    # What is held in addition to the shards while the model runs. FSDP2 gathers and reduces a block's experts
+    # apart from its other parameters.
+    gathered = reduced_unit = reduced_ends = 0
+    largest_unit = max((of_part[part].gathered for kind in kinds
+                        for part in (kind, *(['experts'] * (kind == 'sparse')))), default=0)
+    gradients = FLOAT32 * all_parts.split  # whole ones
     if layout.uses_fsdp:
-        blocks_gathered = n_blocks if layout.zero_stage == 2 else min(n_blocks, 2)
-        gathered = work.width * (block[2] * blocks_gathered + ends[2])
-        reduced_block = (work.width + FLOAT32) * block[2]
-        reduced_ends = (work.width + FLOAT32) * ends[2]
-        if shards == 1:
-            reduced_block, reduced_ends = FLOAT32 * block[2], FLOAT32 * ends[2]
+        blocks_gathered = all_parts.gathered - ends.gathered
+        if layout.zero_stage == 3:  # those of two blocks, but of one block's experts
+            two = {kind: 2 * of_part[kind].gathered for kind in kinds}
+            if 'sparse' in kinds:
+                two['sparse'] += of_part['experts'].gathered
+            blocks_gathered = min(blocks_gathered, max(two.values(), default=0))
+        gathered = work.width * (blocks_gathered + ends.gathered)
+        reduced_unit = (work.width + FLOAT32) * largest_unit
+        reduced_ends = (work.width + FLOAT32) * ends.gathered
+        if layout.dp_shard * layout.cp == 1:
+            reduced_unit, reduced_ends = FLOAT32 * largest_unit, FLOAT32 * ends.gathered
         gradients = held['gradients']
         if layout.pp > 1:  # whole until the last micro-batch
-            gradients = FLOAT32 * (block[2] * n_blocks + ends[2])
-            reduced_block, reduced_ends = FLOAT32 * block[2], FLOAT32 * ends[2]
+            gradients = FLOAT32 * all_parts.gathered
+            reduced_unit, reduced_ends = FLOAT32 * largest_unit, FLOAT32 * ends.gathered
     elif work.width < FLOAT32:
-        gathered = work.width * (block[3] * n_blocks + ends[0])
+        gathered = work.width * (all_parts.matrices - ends.matrices + ends.split)
     before = gradients if accumulates or replicates else 0  # gradients at the start of the backward pass
 
-    kept, whole, backward, products = block_activations(shape.config, layout, work)
+    of_kind = {kind: block_activations(shape.config, layout, work, kind == 'sparse') for kind in kinds}
+    kept = sum(count * of_kind[kind].kept for kind, count in kinds.items())
+    products = sum(count * of_kind[kind].products for kind, count in kinds.items())
     in_flight = micro_batches_in_flight(layout, work.micro_steps, rank)
-    stream = _tokens(layout, work) / layout.tp * shape.config.n_embd * work.width  # what blocks hand on
-    activations = in_flight * (kept * n_blocks / layout.stages_per_rank + stream)
-    decrease = kept  # of activations, until gradients are whole for the first time
+    stream = tokens_of(layout, work) / layout.tp * shape.config.n_embd * work.width  # what blocks hand on
+    activations = in_flight * (kept / layout.stages_per_rank + stream)
+    # What is free of a block when its gradients are whole for the first time.
+    decrease = min((costs.freed for costs in of_kind.values()), default=0)
     if layout.pp > 1:
         decrease = activations / in_flight
         if in_flight == work.micro_steps * layout.stages_per_rank:  # all forward passes come first
             before = 0
         # Between the two halves of a backward pass the gradients of all products' results are kept.
         halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0)
-        activations += halves * products * n_blocks / layout.stages_per_rank
+        activations += halves * products / layout.stages_per_rank
     buffers = 0
     if layout.pp > 1:  # a tensor for each micro-batch that is received, forward and backward
-        n_received = sum((not first) + (not last) for first, _, last in stages)
+        n_received = sum((not stage.has_embedding) + (not stage.has_head) for stage in stages)
         buffers = n_received * work.micro_steps * stream
     logits = loss_bytes(shape, layout, work) if has_head else 0
-    recomputed = whole - kept if work.activation_checkpoint != 'none' else 0
+    recomputed = 0
+    if work.activation_checkpoint != 'none':
+        recomputed = max((costs.whole - costs.kept for costs in of_kind.values()), default=0)
+    backward = max((costs.backward for costs in of_kind.values()), default=0)
 
     resident = dict(parameters=held['parameters'], moments=held['moments'], buffers=buffers)
     if work.cpu_offload and work.device != 'cpu':
@@ -239,14 +314,15 @@ def phases(shape, layout, work, rank):
         'backward': resident | dict(
             gradients=before, gathered=gathered, logits=0, activations=activations + recomputed + backward),
         'reduce': resident | dict(gradients=gradients if layout.pp > 1 else before, logits=0,
-                                  gathered=gathered + reduced_block, activations=activations - decrease),
+                                  gathered=gathered + reduced_unit, activations=activations - decrease),
         'end': resident | dict(gradients=max(before, gradients), gathered=gathered + reduced_ends,
                                activations=0, logits=0),
         'step': resident | dict(gradients=held['gradients'], gathered=0, activations=0, logits=0),
     }
 
 
-def _tokens(layout, work):
+def tokens_of(layout, work):
+    """Tokens of a micro-batch on a process, before tensor parallelism divides the sequence."""
     return work.micro_batch * work.block_size / layout.cp
 
 
@@ -262,11 +338,18 @@ def micro_batches_in_flight(layout, micro_steps, rank):
     return min(most[layout.pp_schedule], micro_steps * layout.stages_per_rank)
 
 
-def block_activations(config, layout, work):
-    """Bytes of a block for a micro-batch: (kept for the backward pass, without checkpointing, more in the
-    backward pass, the results of its matrix products).
-    """
-    s, width, tp = _tokens(layout, work), work.width, layout.tp
+class BlockActivations(NamedTuple):
+    """Bytes of a block for a micro-batch."""
+    kept: float  # for the backward pass
+    whole: float  # the same without checkpointing
+    backward: float  # more, in the backward pass
+    products: float  # the results of its matrix products
+    freed: float  # of `kept`, when the gradients of the block's first matrices are whole
+
+
+def block_activations(config, layout, work, has_experts):
+    """The BlockActivations of a block with experts or without."""
+    s, width, tp = tokens_of(layout, work), work.width, layout.tp
     on_cpu = work.device == 'cpu'
     C, F = config.n_embd, config.n_hidden
     heads, kv_heads = config.n_head * config.head_width, config.n_kv_head * config.head_width
@@ -283,31 +366,70 @@ def block_activations(config, layout, work):
     if layout.cp > 1:
         attention += width * heads  # the result before and after it is exchanged
     if config.qk_norm:
-        attention += FLOAT32 * (heads + kv_heads) * (2 if on_cpu else 1)
-        attention += width * heads * on_cpu
-    n_hidden = 4 if config.mlp == 'swiglu' else 2
-    whole = s * (2 * norm_input / tp + 2 * width * C + (attention + n_hidden * width * F) / tp)
+        # Inputs are float32. Where FSDP2 gathers the weights in 16 bits, no kernel is fused on GPUs either.
+        is_fused = not on_cpu and (width == FLOAT32 or not layout.uses_fsdp)
+        attention += FLOAT32 * (heads + kv_heads) * (1 if is_fused else 2)
+        attention += width * heads * (not is_fused)
+    n_hidden = 4 if config.mlp_form == 'swiglu' else 2  # tensors of the width of an MLP; a half are products'
+    if has_experts:
+        mlp, mlp_products, mlp_selective = _of_experts(config, layout, work, n_hidden)
+    else:
+        mlp = width * (C + n_hidden * F / tp)
+        # The results of row-wise products, here and in attention, are sums over tp, whole on each rank.
+        mlp_products = mlp_selective = width * (C + n_hidden // 2 * F / tp)
+    whole = 2 * norm_input / tp + width * C + attention / tp + mlp
     if config.dropout:
-        whole += s * 2 * C / tp * (width if on_cpu else 1)
-    # The results of the two row-wise products are sums over tp, whole on each rank.
-    products = s * width * ((heads + 2 * kv_heads + F * (n_hidden // 2)) / tp + 2 * C)
+        whole += 2 * C / tp * (width if on_cpu else 1)
+    products = width * ((heads + 2 * kv_heads) / tp + C) + mlp_products
     kept = whole
     if work.activation_checkpoint == 'full':
-        kept = s * residual * C / tp
+        kept = residual * C / tp
+        if has_experts:  # the choice of experts
+            kept += INT64 * config.n_active_experts
     elif work.activation_checkpoint == 'selective':  # the outputs of products and of attention
-        kept = products + s * (residual * C + width * heads + FLOAT32 * config.n_head) / tp
+        kept = products - mlp_products + mlp_selective + (width * heads + FLOAT32 * config.n_head) / tp
+        kept += residual * C / tp
+        if has_experts:  # checkpointed are attention and experts, and not the norms
+            kept += (2 * norm_input - residual * C) / tp + width * C
     elif work.compile:
         # The compiler's partitioner keeps what products read, and of SwiGLU not the activation's result.
-        kept = whole = s * (residual * C / tp + 2 * width * C
-                            + (width * C + attention + min(n_hidden, 3) * width * F) / tp)
-    backward = s * (2 * residual * C / tp + (n_hidden - 1) * width * F / tp)
-    return kept, whole, backward, products
+        if not has_experts:
+            mlp = width * (C + min(n_hidden, 3) * F / tp)
+        kept = whole = residual * C / tp + width * C + (width * C + attention) / tp + mlp
+    backward = 2 * residual * C / tp
+    if has_experts:
+        backward += 3 * width * C * config.n_active_experts  # gradients of rows, sorted and not
+    else:
+        backward += (n_hidden - 1) * width * F / tp
+    freed = kept
+    if has_experts and work.activation_checkpoint != 'full':
+        freed = mlp_selective if work.activation_checkpoint == 'selective' else mlp
+    return BlockActivations(*(s * count for count in (kept, whole, backward, products, freed)))
+
+
+def _of_experts(config, layout, work, n_hidden):
+    """Bytes of a mixture of experts for a token: (kept, results of products, kept by 'selective')."""
+    width, tp, C, K = work.width, layout.tp, config.n_embd, config.n_active_experts
+    rows = K * (work.load_imbalance if layout.ep > 1 else 1)  # that experts of this process have
+    shared = config.n_shared_experts
+    F = config.expert_hidden
+    products = (rows + shared) * width * (C + n_hidden // 2 * F / tp)
+    # The router's input and affinities in float32, each token's experts and their weights, the order of rows.
+    router = FLOAT32 * (C + config.n_experts + 2 * K) + INT64 * K * (3 if layout.ep > 1 else 2)
+    if config.router_z_loss:
+        router += FLOAT32 * config.n_experts
+    if shared and width < FLOAT32:
+        router += width * C
+    inputs = rows * width * C
+    outputs = K * width * C
+    kept = router + inputs + outputs + (rows + shared) * n_hidden * width * F / tp
+    return kept, products, router + inputs + outputs + products
 
 
 def loss_bytes(shape, layout, work):
     """Bytes of the loss at its most: logits, in 16 bits and float32, their log-softmax and their gradient."""
     config = shape.config
-    rows, vocabulary = int(_tokens(layout, work)), config.padded_vocab_size
+    rows, vocabulary = int(tokens_of(layout, work)), config.padded_vocab_size
     per_logit = 2 * work.width if work.compile and layout.tp == 1 else 12
     per_logit += 8 if config.softcap else 0
     if layout.tp > 1:  # sharded, not in parts, and by DTensor's own formulas, which take a copy more
@@ -319,178 +441,3 @@ def loss_bytes(shape, layout, work):
     return per_logit * size * vocabulary + gradients
 
 
-# --- time ---------------------------------------------------------------------------------------------------
-
-def bubble(pp, micro_steps, pp_schedule):
-    """Idle share of a pipeline of pp ranks with equal stages.
-
-    Backward takes twice as long as forward, and sending nothing. Each rank waits while p - 1 others compute a
-    micro-batch (Huang et al. 2019), with two stages on each rank half as long (Narayanan et al. 2021, 2.2).
-    Schedules that split the backward pass wait for p - 1 forward passes of half a rank's blocks (Qi et al.
-    2024).
-    """
-    if pp == 1:
-        return 0.0
-    waits = {'gpipe': pp - 1, '1f1b': pp - 1, 'interleaved1f1b': (pp - 1) / 2}.get(pp_schedule, (pp - 1) / 6)
-    return waits / (micro_steps + waits)
-
-
-def seconds(shape, layout, work, machine):
-    """{part: seconds} of an iteration: compute, tp, cp, dp, pp, bubble, optimizer.
-
-    The communication is what does not run beside computation: that of tensor and context parallelism in full
-    (async_tp: half), gathers and reductions of data parallelism where they take longer.
-    """
-    m = work.micro_steps
-    # Ranks in the middle of a pipeline have stages of one of two lengths.
-    ranks = {tuple(map(sum, zip(*stages))) for stages in shape.stages(layout, work.block_size)}
-    steps = [_step_seconds(shape, layout, work, machine, n_blocks, heads) for _, n_blocks, heads in ranks]
-    slowest = max(steps, key=lambda step: step['total'])
-    parts = dict(compute=m * (slowest['forward'] + slowest['backward']), tp=m * slowest['tp'],
-                 cp=m * slowest['cp'])
-    parts['dp'] = _data_parallel_seconds(shape, layout, work, machine, slowest)
-    parts['pp'] = 0.0
-    if layout.pp > 1:
-        sent = _tokens(layout, work) * shape.config.n_embd * work.width / layout.tp
-        stride = layout.world_size // layout.pp
-        bandwidth = machine.network if stride >= machine.per_node else machine.node_link
-        parts['pp'] = 2 * m * layout.stages_per_rank * (machine.latency + sent / bandwidth)
-    idle = bubble(layout.pp, m, layout.pp_schedule)
-    parts['bubble'] = m * slowest['total'] * idle / (1 - idle)
-    parts['optimizer'] = _optimizer_seconds(shape, layout, work, machine)
-    if machine.cores and layout.world_size > machine.cores:  # processes share cores
-        parts = {part: value * layout.world_size / machine.cores for part, value in parts.items()}
-    return parts
-
-
-# How often the activations of a block pass through memory, forward and backward, and how many operators it
-# has: {compiled: ...}
-TRAFFIC = {False: (3, 5), True: (2, 3)}
-OPERATORS = {False: (35, 55), True: (8, 12)}
-FSDP_OPERATORS = 150  # on the host, for each gather and reduction of FSDP2: as long as that many operators
-HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
-
-
-def _step_seconds(shape, layout, work, machine, n_blocks, has_head):
-    """{part: seconds} of a micro-batch on the process with these parts: forward, backward, tp, cp, total."""
-    config, s, tp = shape.config, _tokens(layout, work), layout.tp
-    products = 0.0
-    dtype = 'float8' if work.fp8 else work.dtype
-    for _, (rows, *columns), cut in shape.block:
-        if columns:
-            flops = 2 * s * rows * columns[0] / tp
-            products += flops / machine.rate(dtype, min(s, (rows, columns[0])[cut] / tp, rows, columns[0]))
-    heads = config.n_head * config.head_width
-    attention = 2 * s * work.block_size * heads / tp / machine.attention[work.dtype]
-    _, whole, _, _ = block_activations(config, layout, work)
-    pointwise = [passes * whole / machine.bandwidth for passes in TRAFFIC[work.compile]]
-    forward = n_blocks * (products + attention + pointwise[0])
-    backward = n_blocks * (2 * products + 2.5 * attention + pointwise[1])
-    if work.activation_checkpoint == 'full':
-        backward += forward
-    elif work.activation_checkpoint == 'selective':
-        backward += n_blocks * pointwise[0]
-    launch = machine.launch if tp == 1 else machine.dtensor_launch
-    host = [count * n_blocks * launch for count in OPERATORS[work.compile]]
-    if machine.device == 'cpu':  # computes itself
-        forward, backward = forward + host[0], backward + host[1]
-    else:
-        forward, backward = max(forward, host[0]), max(backward, host[1])
-    if has_head:
-        vocabulary = config.padded_vocab_size / tp
-        rate = machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
-        head = 2 * s * config.n_embd * vocabulary / rate
-        forward += head + 8 * s * vocabulary / machine.bandwidth
-        backward += 2 * head + 12 * s * vocabulary / machine.bandwidth
-    again = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives for 8
-    stream = s * config.n_embd * work.width
-    tp_seconds = n_blocks * 8 * again * machine.ring(stream, 1, tp)
-    if work.async_tp:
-        tp_seconds /= 2
-    kv_heads = config.n_kv_head * config.head_width
-    exchanged = s * work.width * (2 * heads + 2 * kv_heads) / tp  # q, k, v, and the result
-    if machine.device == 'cpu':  # gloo gathers, and takes its own
-        exchanged *= layout.cp
-    again = 1.5 if work.activation_checkpoint == 'full' else 1
-    cp_seconds = 2 * again * n_blocks * machine.ring(exchanged, tp, layout.cp)
-    if layout.cp > 1:
-        cp_seconds += 6 * again * n_blocks * machine.latency  # the other six of eight exchanges
-    return dict(forward=forward, backward=backward, tp=tp_seconds, cp=cp_seconds,
-                total=forward + backward + tp_seconds + cp_seconds)
-
-
-def _data_parallel_seconds(shape, layout, work, machine, step):
-    """Seconds in which gathers and reductions of data parallelism keep the slowest process waiting."""
-    m, world = work.micro_steps, layout.world_size
-    forward, backward = machine.overlap * step['forward'], machine.overlap * step['backward']
-    stages = max(shape.stages(layout, work.block_size), key=lambda stages: sum(stage[1] for stage in stages))
-    n_blocks = sum(stage[1] for stage in stages)
-    shards, stride = layout.dp_shard * layout.cp, layout.tp
-    if not layout.uses_fsdp:
-        numbers = sum(count * shape.numbers(part, 1, 1, 1)[0] for part, count in _parts_of(stages[0]))
-        sent = numbers * {'none': 4, 'bf16': 2, 'powersgd': 0.2}[work.grad_compress]
-        last_bucket = min(1.0, 25 * 2 ** 20 / sent)
-        reduced = machine.ring(sent, 1, world)
-        if layout.zero_stage == 0:
-            reduced *= 2
-        exposed = min(reduced, max(0.0, reduced - backward) + last_bucket * reduced)
-        if layout.zero_stage == 1:  # both ways through other buffers
-            buckets = math.ceil(FLOAT32 * numbers / (25 * 2 ** 20))
-            exposed += machine.ring(FLOAT32 * numbers, 1, world) + 4 * FLOAT32 * numbers / machine.bandwidth
-            exposed += 2 * buckets * FSDP_OPERATORS * machine.launch
-        return exposed
-
-    block = shape.numbers('block', layout.tp, shards, layout.pp)
-    ends = sum(count * shape.numbers(part, layout.tp, shards, layout.pp)[2]
-               for stage in stages for part, count in _parts_of(stage) if part != 'block')
-
-    def sharing(byte_count):
-        """Seconds of a gather, which is copied out of its buffer, or of a reduction, which is copied in."""
-        host = FSDP_OPERATORS * machine.launch * (machine.device == 'cpu')
-        return machine.ring(byte_count, stride, shards) + 2 * byte_count / machine.bandwidth + host
-
-    gather, reduce = sharing(work.width * block[2]), sharing(FLOAT32 * block[2])
-    gather_ends, reduce_ends = sharing(work.width * ends), sharing(FLOAT32 * ends)
-    shard_bytes = FLOAT32 * (block[2] * n_blocks + ends) / shards
-    replicas = 2 * machine.ring(shard_bytes, stride * shards, layout.dp_replicate)
-
-    def exposed(communication, computation):
-        """What does not fit beside computation, and the first or last block, beside which there is none."""
-        return max(communication / max(1, n_blocks), communication - computation)
-
-    if layout.pp > 1:  # gathered with the first micro-batch, reduced after the last one
-        gathers = m if layout.zero_stage == 3 else 1
-        waits = gathers * exposed(n_blocks * gather, forward) + gather_ends
-        if layout.zero_stage == 3:
-            waits += m * exposed(n_blocks * gather, backward)
-        return waits + n_blocks * reduce + reduce_ends + replicas
-    if layout.zero_stage == 3:
-        waits = m * exposed(n_blocks * gather, forward)
-        waits += (m - 1) * exposed(n_blocks * (gather + reduce), backward)
-        waits += exposed(n_blocks * (gather + reduce) + replicas, backward)
-    else:
-        waits = exposed(n_blocks * gather, forward) + (m - 1) * exposed(n_blocks * reduce, backward)
-        waits += exposed(n_blocks * reduce + replicas, backward)
-    return waits + gather_ends + m * reduce_ends
-
-
-def _optimizer_seconds(shape, layout, work, machine):
-    """Seconds of clipping, which passes 12 bytes a number through memory, and of the update, for AdamW 28."""
-    moments = max(state(shape, layout, work, rank)['moments'] for rank in {0, layout.pp // 2, layout.pp - 1})
-    updated = moments / FLOAT32 / (2 if work.optimizer == 'adamw' else 1)
-    total = 40 * updated / machine.bandwidth + 4 * machine.latency * (layout.world_size > 1)
-    if work.cpu_offload and machine.device != 'cpu':
-        total = 8 * updated / HOST_LINK + 40 * updated / HOST_UPDATE
-    if work.optimizer == 'muon':  # 5 steps of Newton and Schulz on each matrix, on one of all processes
-        flops = matrix_bytes = 0
-        for _, (rows, *columns), _ in shape.block:
-            if columns:
-                short, long = sorted((rows, columns[0]))
-                flops += 5 * (4 * short ** 2 * long + 2 * short ** 3)
-                matrix_bytes += work.width * rows * columns[0]
-        sharing = layout.world_size / layout.pp
-        n_blocks = shape.n_blocks / layout.pp
-        total += n_blocks * flops / sharing / machine.rate(work.dtype, shape.config.n_embd)
-        if not layout.uses_fsdp:  # each process computes some of the updates, and all gather them
-            total += machine.ring(n_blocks * matrix_bytes, 1, layout.world_size)
-    return total

@@ -1,4 +1,4 @@
-"""Faster forms of two of the model's parts, which take their place when a model is laid out on a CPU."""
+"""Faster forms of some of the model's parts, which take their place when a model is laid out on a CPU."""
 import ctypes
 import math
 import sys
@@ -6,6 +6,8 @@ import sys
 import numpy as np
 import torch
 import torch.nn as nn
+
+from kilogpt.experts import group_products
 
 
 def keep_freed_memory():
@@ -23,7 +25,7 @@ def keep_freed_memory():
 
 
 def use_faster_parts(model):
-    """Replace dropout and the attention that the model's split_plan names, in place."""
+    """Replace dropout, and the attention and the products of experts that split_plan names, in place."""
     plan = model.split_plan
     for block in model.get_submodule(plan['blocks']).values():
         for name in plan['attention']:
@@ -35,6 +37,7 @@ def use_faster_parts(model):
         for name, child in parent.named_children():
             if type(child) is nn.Dropout:
                 setattr(parent, name, FastDropout(child.p))
+    group_products(model, [torch.float32, torch.bfloat16])
 
 
 @torch.no_grad()

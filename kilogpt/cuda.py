@@ -1,6 +1,8 @@
 """What the model's parts need on GPUs, put in place when a model is laid out on them."""
 import torch
 
+from kilogpt.experts import group_products
+
 
 def use_fused_attention(model, device, dtype):
     """Give each query head a key/value head of its own where no fused kernel shares them, in place.
@@ -31,3 +33,9 @@ def repeat_grouped_heads(attention, inputs):
     q, k, v = inputs
     repeats = q.size(1) // k.size(1)
     return (q, k, v) if repeats == 1 else (q, *(x.repeat_interleave(repeats, dim=1) for x in (k, v)))
+
+
+def use_grouped_products(model, device):
+    """Compute the products of a block's experts by one kernel where the GPU has it, in place."""
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        group_products(model, [torch.bfloat16])

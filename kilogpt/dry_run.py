@@ -8,7 +8,7 @@ cluster raises here. `dry_run` starts such a process for each of several ranks.
 
 Tensors are on a fake CPU, also for a run on GPUs, since a PyTorch without CUDA has no other fake device;
 `substitutes_for_gpus` puts in place what GPUs do otherwise. Nothing is compiled: a compiled model holds fewer
-activations, and fp8 is emulated.
+activations, and fp8 is emulated. The experts of a mixture get equally many tokens.
 """
 import contextlib
 import dataclasses
@@ -23,13 +23,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from data.loader import DATA, read_meta
 from kilogpt import cpu, parallel
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.cuda import flash_attention_runs, repeat_grouped_heads
+from kilogpt.experts import group_products
 from kilogpt.launch import ROOT, last_error
 from kilogpt.layout import Layout
 from kilogpt.metrics import peak_memory_gb
@@ -99,9 +100,6 @@ def run_rank(config):
     """
     began = time.perf_counter()
     check_settings(config)
-    if config['mlp'] == 'moe':
-        raise ValueError('mlp=moe sends each token where its values decide, and a dry run has no values: '
-                         'set mlp to a dense one, or leave out the dry run')
     processes = FakeProcesses('cpu')
     layout = Layout(processes.world_size, *(config[key] for key in (
         'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')))
@@ -119,7 +117,9 @@ def run_rank(config):
     memory.recorder.logits_width = model.config.padded_vocab_size // layout.tp
     memory.recorder.group_names = names_of_groups(processes)
     with contextlib.ExitStack() as substitutes:
-        for substitute in substitutes_for_communication(memory) + substitutes_for_gpus(dtype) * on_gpu:
+        n_rows = micro_batch * block_size // layout.cp * config['n_active_experts']
+        for substitute in (substitutes_for_experts(n_rows) + substitutes_for_communication(memory)
+                           + substitutes_for_gpus(dtype) * on_gpu):
             substitutes.enter_context(substitute)
         laid_out = parallel.Parallel(processes, layout)
         laid_out.lay_out(
@@ -144,7 +144,8 @@ def run_rank(config):
         rank=processes.rank, world_size=processes.world_size, layout=layout.describe(),
         coordinates=dict(zip(('pp', 'dp', 'cp', 'tp'), layout.coordinates(processes.rank))),
         notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes
-        + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile'],
+        + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile']
+        + ['each expert gets equally many tokens here'] * (config['mlp'] == 'moe'),
         parameters=n_parameters, micro_batch=micro_batch, micro_steps=micro_steps, dtype=dtype,
         held=held, peak_bytes=sum(peak_parts.values()), peak_parts=peak_parts,
         collectives=memory.recorder.collectives(), lay_out_seconds=lay_out_seconds,
@@ -177,7 +178,9 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
         laid_out.warm_up(x, y)  # DDP's buckets; FSDP2's passes are all alike
 
     recorder.start()
-    for step in range(steps):
+    for step in sorted({0, min(1, steps - 1), steps - 1}):
+        # Between the first micro-step and the last, all are like the second.
+        recorder.repeats = steps - 2 if 0 < step < steps - 1 else 1
         laid_out.forward_backward(x, y, last=step == steps - 1)
     recorder.phase = 'other'
     grad_norm = laid_out.clip_gradients(grad_clip)
@@ -185,6 +188,7 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
     optimizer.found_inf = (~grad_norm.isfinite()).float()
     held = recorder.bytes_alive()
     optimizer.step()
+    laid_out.balance.update(grad_norm.isfinite().float())
     laid_out.zero_grad()
     return {part: held[part] for part in ('parameters', 'gradients', 'moments')}
 
@@ -241,7 +245,7 @@ def names_of_groups(processes):
     names = {}
     if dist.is_initialized():
         names[dist.group.WORLD.group_name] = 'all'
-    for mesh in filter(None, (processes.mesh, processes.cp_mesh)):
+    for mesh in filter(None, (processes.expert_mesh, processes.mesh, processes.cp_mesh)):
         for name in mesh.mesh_dim_names:
             names[mesh.get_group(name).group_name] = name
     return names
@@ -319,11 +323,33 @@ class FinishedWork(dist.Work):
         return future
 
 
+def substitutes_for_experts(n_rows):
+    """Contexts in which experts, and the processes that have them, are equally busy.
+
+    What the model reads of values is numbers of rows alone: of each expert, or to and from each process. Fake
+    tensors have no values. n_rows: all rows of a micro-batch, which each such list divides.
+    """
+    from torch import _meta_registrations
+
+    def even_numbers(counts):
+        share, rest = divmod(n_rows, len(counts))
+        return [share + (index < rest) for index in range(len(counts))]
+
+    def shape_in_any_dtype(rows, matrices, *scales, offs=None, out_dtype=None, **options):
+        return _meta_registrations._create_grouped_mm_output_tensor(rows, matrices, offs, out_dtype)
+
+    contexts = [mock.patch.object(FakeTensor, 'tolist', even_numbers)]
+    if hasattr(_meta_registrations, '_create_grouped_mm_output_tensor'):  # knows bfloat16 alone
+        contexts.append(mock.patch.object(_meta_registrations, '_meta_grouped_mm_common', shape_in_any_dtype))
+    return contexts
+
+
 def substitutes_for_gpus(dtype):
     """Contexts in which the model's parts on a CPU are those on a GPU."""
     from torch.distributed.tensor import placement_types
 
-    def use_flash_attention(model):
+    def use_parts_of_gpus(model):
+        group_products(model, [torch.bfloat16])
         for module in list(model.modules()):
             if isinstance(module, DotProductAttention):
                 module.__class__ = FlashAttention
@@ -342,7 +368,7 @@ def substitutes_for_gpus(dtype):
         group = mesh.get_group(mesh_dim).group_name
         return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
 
-    return [mock.patch.object(cpu, 'use_faster_parts', use_flash_attention),
+    return [mock.patch.object(cpu, 'use_faster_parts', use_parts_of_gpus),
             mock.patch.object(torch.nn.RMSNorm, 'forward', fused_rms_norm),
             mock.patch.object(placement_types, 'shard_dim_alltoall', all_to_all)]
 

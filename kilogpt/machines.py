@@ -98,6 +98,18 @@ class Machine:
         latency = self.latency + (nodes - 1) * self.hop
         return latency + byte_count * (ranks - 1) / ranks / self.bandwidth_of(stride, ranks)
 
+    def all_to_all(self, byte_count, stride, ranks):
+        """Seconds in which each rank of a group sends byte_count bytes, of which every rank gets the same.
+
+        Each sends over the network itself what goes to other nodes.
+        """
+        if ranks == 1 or byte_count == 0:
+            return 0.0
+        in_node = self.ranks_in_node(stride, ranks)
+        latency = self.latency + (ranks // in_node - 1) * self.hop
+        return latency + byte_count / ranks * max((in_node - 1) / self.node_link,
+                                                  (ranks - in_node) / self.network)
+
 
 def find_machine(name, link=400, per_node=8):
     """The Machine of a GPU in the table, or of a file that --calibrate has written.

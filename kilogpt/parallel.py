@@ -92,6 +92,7 @@ class Parallel:
                         exchange_heads(block.get_submodule(name), self.processes.cp_mesh)
             if self.device.type == 'cuda':  # after cp, which may repeat key/value heads itself
                 cuda.use_fused_attention(stage, self.device, dtype)
+                cuda.use_grouped_products(stage, self.device)
             for block in blocks:
                 apply_to_block(block, plan, activation_checkpoint, compile)
             if compile and layout.tp == 1:
@@ -432,7 +433,7 @@ def exchange_heads(attention, mesh):
 # The outputs that selective activation checkpointing keeps: those of matrix products and of attention.
 SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attention_for_cpu',
                  '_scaled_dot_product_flash_attention', '_scaled_dot_product_efficient_attention',
-                 '_scaled_dot_product_cudnn_attention')
+                 '_scaled_dot_product_cudnn_attention', '_grouped_mm')
 
 
 def apply_to_block(block, plan, activation_checkpoint, compile):

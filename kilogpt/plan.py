@@ -23,7 +23,7 @@ import torch
 from tqdm import tqdm
 
 from data.loader import DATA, read_meta
-from kilogpt import calibrate, costs
+from kilogpt import calibrate, costs, times
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.launch import ROOT
 from kilogpt.layout import SPLIT_BACKWARD, Layout, check_layout
@@ -31,10 +31,11 @@ from kilogpt.machines import GPUS, find_machine
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 
-LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule')
+LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')
 SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint',
                  'cpu_offload')
-DEFAULTS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', cpu_offload=False)
+DEFAULTS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, ep=1, pp_schedule='1f1b',
+                cpu_offload=False)
 # The schedules left out wait as long as one of these and hold no less.
 SEARCHED_SCHEDULES = ('1f1b', 'interleaved1f1b', 'zbv')
 MODES = ('none', 'selective', 'full')
@@ -44,13 +45,13 @@ class Planner:
     """Judges layouts of one config on a number of machines, and finds the fastest that fit.
 
     config: train.py's, with its dtype resolved. machine: a Machine. gpus: their number.
-    tokens_per_iter: of an iteration on all GPUs together; 0 = those of the config.
+    tokens_per_iter: of an iteration on all GPUs together; 0 = those of the config. load_imbalance: rows of
+    the busiest process among those that divide experts, as a multiple of their mean.
     """
 
-    def __init__(self, config, machine, gpus, tokens_per_iter=0):
-        self.config, self.machine, self.gpus = config, machine, gpus
-        if config['mlp'] == 'moe':
-            raise ValueError('mlp=moe has experts, which the formulas do not know: plan it with mlp=swiglu')
+    def __init__(self, config, machine, gpus, tokens_per_iter=0, load_imbalance=costs.LOAD_IMBALANCE):
+        self.config = config | dict(load_imbalance=load_imbalance)
+        self.machine, self.gpus = machine, gpus
         fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
                   if field.name in config}
         vocab_size = read_meta(os.path.join(DATA, config['dataset']))['vocab_size']  # GPT-2's if not here
@@ -81,15 +82,15 @@ class Planner:
         work = costs.Work.of(config, layout, self.machine.device, split)
         memory = costs.memory(self.shape, layout, work)
         memory['reserve'] = costs.reserve(sum(memory.values()), work)
-        times = costs.seconds(self.shape, layout, work, self.machine)
-        seconds = sum(times.values())
+        durations = times.seconds(self.shape, layout, work, self.machine)
+        seconds = sum(durations.values())
         flops = self.flops_per_token * self.tokens / seconds
         hours = seconds * config['max_iters'] / 3600
         return dict(
             keys=keys, memory_gb=sum(memory.values()) / 1e9, ms=1e3 * seconds,
             tokens_per_sec=self.tokens / seconds, mfu=flops / (self.gpus * self.machine.peak),
             memory={part: count / 1e9 for part, count in memory.items()},
-            milliseconds={part: 1e3 * value for part, value in times.items()},
+            milliseconds={part: 1e3 * value for part, value in durations.items()},
             dp=layout.dp, micro_batch=work.micro_batch, micro_steps=work.micro_steps,
             days=hours / 24, gpu_hours=hours * self.gpus)
 
@@ -143,12 +144,15 @@ class Planner:
             dp = self.gpus // (tp * cp * pp)
             replicas = {1} | {dp * tp * cp // (per_node * nodes) for nodes in (1, 4)
                               if dp * tp * cp % (per_node * nodes) == 0}
-            degrees = dict(tp=tp, cp=cp, pp=pp)
+            degrees = dict(tp=tp, cp=cp, pp=pp, ep=1)
             if tp * pp == 1:
                 yield from (degrees | dict(zero_stage=stage, dp_replicate=1) for stage in (0, 1))
             schedules = SEARCHED_SCHEDULES if pp > 1 else ['1f1b']
-            for stage, replicate, schedule in itertools.product((2, 3), replicas, schedules):
-                yield degrees | dict(zero_stage=stage, dp_replicate=replicate, pp_schedule=schedule)
+            experts = divisors(self.model.config.n_experts) if self.model.config.mlp == 'moe' else [1]
+            for stage, replicate, schedule, ep in itertools.product((2, 3), replicas, schedules, experts):
+                if dp * cp // replicate % ep == 0:
+                    yield degrees | dict(zero_stage=stage, dp_replicate=replicate, ep=ep,
+                                         pp_schedule=schedule)
 
     def _batches(self, layout):
         """(keys, (micro_batch, micro_steps)) of micro-batches of 1, 2, 4 ... sequences that a layout has."""
@@ -176,7 +180,7 @@ HEADER = (f'{"":<58} {"GB":>6} {"state":>6} {"activ.":>6} {"ms":>10} {"comm.":>6
 def layout_text(row):
     """A row's layout in words, as bench.py --layouts takes them."""
     keys = row['keys']
-    words = [f'{key}{keys[key]}' for key in ('tp', 'cp', 'pp') if keys[key] > 1]
+    words = [f'{key}{keys[key]}' for key in ('tp', 'cp', 'pp', 'ep') if keys[key] > 1]
     words += [f'dp{row["dp"]}', f'zero{keys["zero_stage"]}']
     if keys['dp_replicate'] > 1:
         words.append(f'rep{keys["dp_replicate"]}')
@@ -193,7 +197,7 @@ def row_text(row, price):
     memory, times = row['memory'], row['milliseconds']
     state = memory['parameters'] + memory['gradients'] + memory['moments']
     activations = memory['activations'] + memory['logits']
-    communication = sum(times[kind] for kind in ('tp', 'cp', 'dp', 'pp'))
+    communication = sum(times[kind] for kind in ('tp', 'cp', 'ep', 'dp', 'pp'))
     text = (f'{layout_text(row):<58} {row["memory_gb"]:>6.1f} {state:>6.1f} {activations:>6.1f} '
             f'{row["ms"]:>10,.1f} {communication / row["ms"]:>6.1%} {times["bubble"] / row["ms"]:>6.1%} '
             f'{row["tokens_per_sec"]:>12,.0f} {row["mfu"]:>6.1%} {row["days"]:>8,.1f}')
@@ -233,6 +237,8 @@ def popular(planner):
     if gpus >= 2 * per_node:
         found[f'tp={2 * per_node}'] = dict(zero_stage=3, tp=2 * per_node)
         found[f'tp={per_node} pp={gpus // per_node}'] = dict(zero_stage=2, tp=per_node, pp=gpus // per_node)
+    if planner.model.config.mlp == 'moe' and per_node > 1:
+        found[f'ep={per_node}'] = dict(zero_stage=2, ep=per_node)
     if gpus > 1:
         pp = min(gpus, 8)
         found[f'pp={pp}'] = dict(zero_stage=2, pp=pp)
@@ -290,6 +296,9 @@ def parse_arguments():
     add('--gpus_per_node', type=int, default=8, help='how many share fast links (8)')
     add('--link', type=float, default=400, help='Gb/s of the network between nodes, for each GPU (400)')
     add('--tokens_per_iter', type=float, default=0, help="tokens of an iteration on all GPUs (the config's)")
+    add('--load_imbalance', type=float, default=costs.LOAD_IMBALANCE,
+        help='of experts: rows of the busiest of the processes that divide them, over the mean '
+             f'({costs.LOAD_IMBALANCE})')
     add('--price', type=float, default=0, help='of a GPU for an hour: adds the price of max_iters iterations')
     add('--as_given', action='store_true', help='judge the layout that config and keys name, alone')
     add('--json', action='store_true', help='print a JSON list of rows, with --check of reports')
@@ -302,6 +311,9 @@ def parse_arguments():
         sys.exit("error: --as_given and --check take the config's batch: leave out --tokens_per_iter")
     if options.gpus < 1 or options.gpus_per_node < 1 or options.link <= 0 or options.tokens_per_iter < 0:
         sys.exit('error: --gpus and --gpus_per_node are at least 1, --link and --tokens_per_iter positive')
+    if options.load_imbalance < 1:
+        sys.exit(f'error: --load_imbalance is {options.load_imbalance}, but the busiest process has at least '
+                 'the mean: set it to 1 or more')
     if not re.fullmatch(r'(\d+(,\d+)*)?', options.ranks):
         sys.exit(f'error: --ranks takes numbers such as 0,511,1023, but is {options.ranks!r}')
     if options.gpus > options.gpus_per_node and options.gpus % options.gpus_per_node:
@@ -337,7 +349,7 @@ def main():
         machine = find_machine(options.gpu, options.link, options.gpus_per_node)
         if config['dtype'] == 'auto':
             config['dtype'] = machine.dtype
-        planner = Planner(config, machine, options.gpus, options.tokens_per_iter)
+        planner = Planner(config, machine, options.gpus, options.tokens_per_iter, options.load_imbalance)
         is_given = options.as_given or options.check
         rows = [planner.row_as_given()] if is_given else planner.search()
         if not rows:

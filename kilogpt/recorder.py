@@ -31,6 +31,7 @@ class Recorder(TorchDispatchMode):
     phase: the part to which new memory belongs, unless `label`, a collective or the shape says otherwise.
     logits_width: elements in the last dimension of the tensors that count as logits; 0 for none.
     group_names: {name of a process group: what `collectives` calls it}.
+    repeats: how often each collective counts from now on.
     Memory that an operator takes and returns within itself is not seen, nor what libraries keep for
     themselves (NCCL, cuBLAS, the allocator).
     """
@@ -38,7 +39,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, fake_mode=None):
         super().__init__()
         self.fake_mode = fake_mode
-        self.phase, self.logits_width, self.group_names = 'other', 0, {}
+        self.phase, self.logits_width, self.group_names, self.repeats = 'other', 0, {}, 1
         self._clock = 0
         self._alive, self._references = {}, {}  # {id of a storage: Segment, or weak reference}
         self._segments = []  # those that have died since the last `start`
@@ -74,8 +75,8 @@ class Recorder(TorchDispatchMode):
         for tensor in _tensors_in(result):
             if getattr(tensor, 'fake_mode', None) is not self.fake_mode:
                 continue  # DTensor works out the shape of a result
-            if self.fake_mode is None and tensor.is_meta:
-                continue
+            if self.fake_mode is None and (tensor.is_meta or hasattr(tensor, '__tensor_flatten__')):
+                continue  # no memory of its own: what a collective returns wraps another tensor
             is_logits = tensor.dim() > 1 and tensor.size(-1) == self.logits_width
             self._note_storage(tensor.untyped_storage(), 'logits' if is_logits else self.phase)
         namespace = operator.namespace
@@ -154,7 +155,7 @@ class Recorder(TorchDispatchMode):
         key = kind, self.group_names.get(group, group), str(tensors[0][0].dtype).removeprefix('torch.')
         calls, total = self._collectives.get(key, (0, 0))
         size = max(sum(tensor.nbytes for tensor in found) for found in tensors)
-        self._collectives[key] = calls + 1, total + size
+        self._collectives[key] = calls + self.repeats, total + self.repeats * size
 
     def _label_new(self, tensors, part):
         """Count the memory of a collective as a part, unless it is known to be another one."""

@@ -31,6 +31,12 @@ part "1.5B, bfloat16 and float8: tokens/s and MFU (of bfloat16's peak; float8's 
     --layouts="dp1; dp1 fp8=True"
 part "124M, larger micro-batches, bfloat16 and float8" \
     python bench.py --batch_size=48 $few $data $one --layouts="dp1; dp1 fp8=True"
+mkdir "$work/looped"
+echo "import torch.nn.functional; del torch.nn.functional.grouped_mm" > "$work/looped/sitecustomize.py"
+part "8 experts of 124M's width, 2 active: products by one kernel, then in a loop" bash -c "
+    for path in '' $work/looped; do
+        PYTHONPATH=\$path python bench.py config/train_gpt2_moe.py --ep=1 --zero_stage=0 $few $data $one --layouts=dp1
+    done"
 tiny="config/quickstart.py $data --compile=False --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 \
 --log_interval=1 --dropout=0.1 ${SMALL:-}"
 part "exact resume: 20 iterations, and 10 + 10" bash -c "

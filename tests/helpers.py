@@ -267,3 +267,15 @@ def assert_same_tensors(tensors, others):
     """Two dicts of tensors are the same to the bit."""
     assert tensors.keys() == others.keys() and tensors
     assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
+
+
+# --- tensors --------------------------------------------------------------------------------------------
+
+def graph(y):
+    """Names of the operations that made a tensor."""
+    names, stack = '', [y.grad_fn]
+    while stack:
+        node = stack.pop()
+        names += f' {node.name()}'
+        stack += [parent for parent, _ in node.next_functions if parent]
+    return names

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from kilogpt import costs, machines
+from kilogpt import costs, machines, times
 from kilogpt.layout import Layout
 from model import GPT, GPTConfig
 
@@ -85,7 +85,7 @@ def judge(row):
     machine.bandwidth *= 2.4 / 3.35
     shape, layout = shape_of(row.model, row.block_size), Layout(row.gpus, **row.layout)
     work = costs.Work(*row.split, row.block_size, **row.options)
-    seconds = sum(costs.seconds(shape, layout, work, machine).values())
+    seconds = sum(times.seconds(shape, layout, work, machine).values())
     config, tp = shape.config, layout.tp
     s, tokens = work.micro_batch * work.block_size / layout.cp, work.micro_batch * work.block_size
     unkept = 0

@@ -4,7 +4,9 @@ import math
 import pytest
 import torch
 
+from helpers import graph
 from kilogpt.cpu import FastDropout, PlainAttention, use_faster_parts
+from kilogpt.experts import group_products
 from model import GPT, DotProductAttention, GPTConfig
 
 pytestmark = pytest.mark.quick
@@ -72,16 +74,6 @@ def test_attention_that_was_edited_is_not_replaced():
         WindowAttention, PlainAttention, PlainAttention]
 
 
-def graph(y):
-    """Names of the operations that made a tensor."""
-    names, stack = '', [y.grad_fn]
-    while stack:
-        node = stack.pop()
-        names += f' {node.name()}'
-        stack += [parent for parent, _ in node.next_functions if parent]
-    return names
-
-
 def test_faster_parts_stand_everywhere_and_change_no_parameter():
     model = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32, dropout=0.1))
     names = list(model.state_dict())
@@ -95,3 +87,31 @@ def test_faster_parts_stand_everywhere_and_change_no_parameter():
     x = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = GPT(model.config).eval()(x)
     torch.testing.assert_close(model.eval()(x), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize('form', ['swiglu', 'relu2'])
+@pytest.mark.parametrize('dtype, sizes, tolerance', [
+    (torch.float32, [5, 0, 11, 1], 1e-6), (torch.bfloat16, [0, 3, 29, 0], 2e-2), (torch.float32, [0] * 4, 0)])
+def test_grouped_products_equal_the_loop(form, dtype, sizes, tolerance):
+    """Outputs and all gradients, which are zeros for an expert that no token goes to, or where none came."""
+    model = GPT(GPTConfig(n_layer=1, n_embd=32, n_head=4, mlp='moe', n_experts=4, expert_hidden=24,
+                          expert_mlp=form))
+    experts = model.transformer.h['0'].mlp.routed.experts
+    generator, results = torch.Generator().manual_seed(0), []
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, 0, 0.3, generator=generator)
+    experts.to(dtype)
+    x = torch.randn(sum(sizes), 32, generator=generator).to(dtype)
+    for is_grouped in (False, True):
+        if is_grouped:
+            group_products(model, [torch.float32, torch.bfloat16])
+        leaves = [x.clone().requires_grad_(), *experts.parameters()]
+        y = experts(leaves[0], torch.tensor(sizes).cumsum(0))
+        assert ('GroupedMm' in graph(y)) == (is_grouped and sum(sizes) > 0)
+        results.append([y, *torch.autograd.grad(y.float().square().sum(), leaves)])
+    for found, expected in zip(*results):
+        assert found.shape == expected.shape and found.dtype == dtype
+        scale = max(1, expected.abs().amax().item() if expected.numel() else 1)
+        torch.testing.assert_close(found, expected, atol=tolerance * scale, rtol=0)
+    for gradients in results[1][2:]:
+        assert [bool(matrix.any()) for matrix in gradients] == [size > 0 for size in sizes]

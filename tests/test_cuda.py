@@ -2,6 +2,7 @@
 import pytest
 import torch
 
+from helpers import graph
 from kilogpt import cuda
 from model import GPT, GPTConfig
 
@@ -33,3 +34,18 @@ def test_heads_are_repeated_where_no_fused_kernel_takes_groups(monkeypatch, dtyp
     assert seen == [(4, 2, 2, True) if runs_grouped else (4, 4, 4, False), (4, 2, 2, True)]
     for (name, parameter), (_, other) in zip(model.named_parameters(), grouped.named_parameters()):
         torch.testing.assert_close(parameter.grad, other.grad, msg=lambda text: f'{name}: {text}')
+
+
+@pytest.mark.parametrize('dtype, capability, width, is_grouped', [
+    ('bfloat16', (9, 0), 24, True), ('bfloat16', (8, 0), 24, True), ('bfloat16', (7, 5), 24, False),
+    ('float32', (9, 0), 24, False), ('float64', (9, 0), 24, False),
+    ('bfloat16', (9, 0), 20, False)])  # rows of 40 bytes
+def test_experts_products_are_grouped_where_the_gpu_has_the_kernel(monkeypatch, dtype, capability, width,
+                                                                   is_grouped):
+    monkeypatch.setattr(torch.cuda, 'get_device_capability', lambda device: capability)
+    model = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=1, n_head=4, n_embd=32, mlp='moe',
+                          expert_hidden=width)).to(getattr(torch, dtype))
+    cuda.use_grouped_products(model, torch.device('cuda'))
+    x = torch.randn(1, 16, 32, dtype=getattr(torch, dtype), requires_grad=True)
+    y = model.transformer.h['0'].mlp(x)
+    assert ('GroupedMm' in graph(y)) == is_grouped

@@ -12,6 +12,8 @@ from kilogpt.recorder import Recorder
 SHAPE = ('--n_layer=4 --n_embd=64 --block_size=64 --max_iters=3 --eval_iters=0 --keep_checkpoints=0 '
          '--gradient_accumulation_steps=8 --batch_size=2').split()
 
+# Every token goes to every expert, which makes their loads equal, as the dry run has them.
+EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=64'
 LAYOUTS = {
     'ddp': (2, ''),
     'ddp in bfloat16': (2, '--dtype=bfloat16'),
@@ -36,6 +38,15 @@ LAYOUTS = {
     'zbv untied': (2, '--pp=2 --pp_schedule=zbv --tie_weights=False'),
     'tp 1f1b': (4, '--pp=2 --tp=2'),
     'tp cp hsdp': (8, '--tp=2 --cp=2 --dp_replicate=2 --zero_stage=3'),
+    'experts': (2, EXPERTS),
+    'experts ep': (2, f'{EXPERTS} --ep=2 --dtype=bfloat16'),
+    'experts ep zero3': (4, f'{EXPERTS} --ep=2 --zero_stage=3 --n_shared_experts=1'),
+    'experts ep hsdp': (4, f'{EXPERTS} --ep=2 --dp_replicate=2 --zero_stage=2'),
+    'experts ep tp': (4, f'{EXPERTS} --ep=2 --tp=2 --gradient_accumulation_steps=4'),
+    'experts ep cp': (4, f'{EXPERTS} --ep=4 --cp=2 --gradient_accumulation_steps=4'),
+    'experts ep pp': (4, f'{EXPERTS} --ep=2 --pp=2 --moe_every=2'),
+    'experts, full checkpointing': (2, f'{EXPERTS} --ep=2 --activation_checkpoint=full'),
+    'experts, selective checkpointing': (2, f'{EXPERTS} --ep=2 --activation_checkpoint=selective'),
 }
 
 
@@ -116,3 +127,20 @@ def check_layout(train, dataset, nproc, arguments):
 def test_dry_run_foretells_memory_and_collectives(layout, train, dataset):
     nproc, arguments = LAYOUTS[layout]
     check_layout(train, dataset, nproc, arguments.split())
+
+
+@pytest.mark.slow
+def test_dry_run_of_experts_foretells_what_uneven_loads_hold_nearly(train, dataset):
+    """Tokens go to 2 of 8 experts, and so to one process more than to the other."""
+    arguments = [*SHAPE, '--mlp=moe', '--expert_hidden=64', '--ep=2']
+    run = train(*arguments, nproc=2, faults=[FAULTS / 'record.py'])
+    recorded = [json.load(open(f'{run.out_dir}.record.{rank}')) for rank in (0, 1)]
+    foretold = report_of(dataset, 0, 2, *arguments)
+    assert 'each expert gets equally many tokens here' in foretold['notes']
+    assert foretold['peak_bytes'] == pytest.approx(max(found['peak'] for found in recorded), rel=0.1)
+    expected = bytes_by_kind(foretold['collectives'])
+    for found in recorded:
+        sent = bytes_by_kind(found['collectives'])
+        assert sent.pop(('all_to_all', 'float32')) == pytest.approx(
+            expected['all_to_all', 'float32'], rel=0.25)
+        assert sent == {key: size for key, size in expected.items() if key in sent}

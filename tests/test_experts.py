@@ -3,12 +3,14 @@
 The layouts of test_parallel.py have mixtures of experts too: losses, norms and weights over some iterations.
 """
 import math
+import re
+import shutil
 
 import pytest
 import torch
 from torch.nn import functional as F
 
-from helpers import FAULTS, assert_same_tensors, curve, newest_weights
+from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_weights
 from model import GPT, GPTConfig
 
 MOE = ('--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --n_shared_experts=1 '
@@ -207,6 +209,53 @@ def test_loads_of_one_rank_alone_show_in_the_biases(train):
     assert max((right[name] - wrong[name]).abs().max() for name in biases) > 0.005
 
 
+def choices_of(train, folder, layout, nproc, options):
+    """The experts of each token, sorted: (iterations, blocks, sequences * positions, K)."""
+    folder.mkdir()
+    run = train(*options, *layout.split(), nproc=nproc, env=dict(CHOICES=str(folder)),
+                faults=[FAULTS / 'keep_choices.py'])
+    micro_steps = int(re.search(r'(\d+) micro-step', run.stdout)[1])
+    ranks = []
+    for rank in range(1 if '--tp' in layout else nproc):  # tensor-parallel ranks have the same tokens
+        calls = torch.load(folder / f'{rank}.pt')[-len(run.lines) * micro_steps * 2:]  # not of the warm-up
+        ranks.append(torch.stack(calls).unflatten(0, (len(run.lines), micro_steps, 2)))
+    if '--cp' in layout:  # each has half of each sequence
+        ranks = [torch.cat([choices.unflatten(3, (-1, 16)) for choices in ranks], dim=4).flatten(3, 4)]
+    choices = torch.stack(ranks, dim=2)  # (iterations, micro-steps, ranks, blocks, tokens, K)
+    return choices.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
+
+
+@pytest.mark.slow
+def test_rounding_sends_few_tokens_to_other_experts(train, tmp_path):
+    """In float32, 60 updates of AdamW: at first none or one, then as weights come apart by rounding, below 1%.
+
+    Prints the counts (-s).
+    """
+    options = [*MOE, '--max_iters=60', '--lr_decay_iters=60', '--learning_rate=3e-3', '--eval_iters=0',
+               '--keep_checkpoints=0']
+    one = choices_of(train, tmp_path / 'one', '', 1, options)
+    for nproc, layout in [(2, '--ep=2'), (2, '--tp=2'), (2, '--cp=2'), (4, '--ep=2 --zero_stage=3')]:
+        found = choices_of(train, tmp_path / layout, layout, nproc, options)
+        assert found.shape == one.shape
+        flips = (found != one).any(dim=-1).sum(dim=(1, 2)).tolist()  # of each iteration
+        per_iteration = one.size(1) * one.size(2)
+        print(f'{layout}: {sum(flips)} of {60 * per_iteration:,} choices differ, {sum(flips[:10])} of them '
+              f'in the first 10 iterations, at most {max(flips)} of {per_iteration} in one')
+        assert flips[0] <= 1 and sum(flips) < 0.01 * 60 * per_iteration
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [
+    (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2'),
+    (2, '--ep=2 --activation_checkpoint=full'), (2, '--ep=2 --activation_checkpoint=selective')])
+def test_grouped_products_train_like_the_loop(train, nproc, layout):
+    """In the layouts that come between a parameter and its product."""
+    options = [*MOE, *layout.split(), '--eval_iters=0', '--keep_checkpoints=0', '--max_iters=4']
+    looped = train(*options, nproc=nproc, faults=[FAULTS / 'looped_products.py'])
+    grouped = train(*options, nproc=nproc)
+    assert_near(grouped, looped, *((3e-2, 3e-2) if 'bfloat16' in layout else ()))
+
+
 # --- in a run -------------------------------------------------------------------------------------------
 
 def test_run_logs_its_experts_and_resumes_to_the_bit(train):
@@ -238,6 +287,25 @@ def test_checkpoint_continues_under_another_number_of_expert_ranks(train):
         assert run.lines[i]['loss'] == pytest.approx(whole.lines[i]['loss'], abs=1e-4)
     found, expected = newest_weights(run.out_dir), newest_weights(whole.out_dir)
     assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-3
+
+
+@pytest.mark.slow
+def test_checkpoint_of_four_expert_ranks_is_read_to_the_bit_in_other_layouts(train, tmp_path):
+    """Weights and the routers' biases, as each process has them in the first iteration after."""
+    source = train(*MOE, '--ep=4', '--max_iters=6', nproc=4)
+    expected = newest_weights(source.out_dir)
+    for nproc, layout in [(1, ''), (2, '--ep=2'), (2, '--tp=2'), (2, '--pp=2'), (4, '--ep=2 --zero_stage=3')]:
+        folder = tmp_path / layout.replace(' ', '')
+        (folder / 'found').mkdir(parents=True)
+        out_dir = shutil.copytree(source.out_dir, folder / 'out')
+        train(*MOE, *layout.split(), '--init_from=resume', out_dir=out_dir, nproc=nproc,
+              env=dict(GRADIENTS=str(folder / 'found'), GRADIENTS_IN='float32'),
+              faults=[FAULTS / 'dump_gradients.py'])
+        found = {}
+        for path in (folder / 'found').iterdir():
+            found |= {f'model.{name}': tensor for name, tensor in torch.load(path)['weights'].items()}
+        assert_same_tensors(found, expected)
+        assert any('router.bias' in name and tensor.any() for name, tensor in found.items())
 
 
 @pytest.mark.parametrize('arguments, sentence', [

@@ -14,7 +14,8 @@ from helpers import FAULTS, ROOT, run_forked
 FLOORS = [
     {'model', 'kilogpt.configurator', 'kilogpt.costs', 'kilogpt.forecast', 'kilogpt.hugging_face',
      'kilogpt.layout', 'kilogpt.machines', 'kilogpt.metrics', 'kilogpt.optim', 'kilogpt.settings',
-     'kilogpt.trace', 'kilogpt.updates', 'data.fetch', 'data.loader', 'data.prepare', 'data.tokenizer'},
+     'kilogpt.times', 'kilogpt.trace', 'kilogpt.updates', 'data.fetch', 'data.loader', 'data.prepare',
+     'data.tokenizer'},
     {'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compiler', 'kilogpt.cpu', 'kilogpt.cuda',
      'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.health', 'kilogpt.launch',
      'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes', 'kilogpt.recorder',

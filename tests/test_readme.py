@@ -85,6 +85,9 @@ SLOW_SESSIONS = dict(
              nproc=2),
         step('python train.py config/quickstart.py --mlp=moe --n_experts=4 --expert_hidden=192 '
              '--out_dir=out-moe', SMALL),
+        step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --gpu=H100', '--gpus=8 --n_layer=4'),
+        step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --as_given --ep=8 '
+             '--load_imbalance=1.5'),
     ],
     keys=[
         step('python tests/write_keys.py'),

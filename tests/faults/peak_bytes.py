@@ -43,6 +43,7 @@ class Counter(TorchDispatchMode):
         for tensor in tree_leaves((result, args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 tensor = getattr(tensor, '_local_tensor', tensor)
+                tensor = getattr(tensor, 'elem', tensor)  # of what a collective returns
                 if tensor.device.type != 'meta':
                     count(tensor.untyped_storage())
         return result

@@ -1,0 +1,25 @@
+"""Write which experts each router chose in training, call after call, to CHOICES/<rank>.pt at the end."""
+import os
+
+import torch
+
+import model
+from kilogpt.processes import Processes
+
+choices = []
+choose, leave = model.Router.choose, Processes.leave
+
+
+def kept_choose(self, ranking):
+    chosen = choose(self, ranking)
+    if self.training:
+        choices.append(chosen.sort(dim=-1).values)
+    return chosen
+
+
+def written_leave(self, exit_code):
+    torch.save(choices, os.path.join(os.environ['CHOICES'], f'{self.rank}.pt'))
+    leave(self, exit_code)
+
+
+model.Router.choose, Processes.leave = kept_choose, written_leave
