@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ import pytest
 import torch
 
 from kilogpt import checkpoint
+from kilogpt.forks import free_ports
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TESTS = pathlib.Path(ROOT, 'tests')
@@ -60,26 +60,15 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def free_ports():
-    """Ports of this machine that nothing listens on, below those that gloo's connections take.
-
-    pytest's two processes have a range each: they would take the same port between asking and listening.
-    """
-    first = 26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000
-    for port in range(first + os.getpid() % 5_000, first + 6_000):
-        with contextlib.suppress(OSError):
-            socket.create_server(('127.0.0.1', port)).close()
-            yield str(port)
-
-
-PORTS = free_ports()
+# pytest's two processes have a range each: they would take the same port between asking and listening
+PORTS = free_ports(26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000)
 
 
 def free_port():
     return next(PORTS)
 
 
-IDLE_SERVERS = []  # processes of fork_server.py that no run uses at present
+IDLE_SERVERS = []  # processes of kilogpt/forks.py that no run uses at present
 SERVERS_LOCK = threading.Lock()
 
 
@@ -127,7 +116,7 @@ def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='
 
 
 def _start_fork_server():
-    return subprocess.Popen([sys.executable, TESTS / 'fork_server.py'], text=True,
+    return subprocess.Popen([sys.executable, os.path.join(ROOT, 'kilogpt', 'forks.py')], text=True,
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
