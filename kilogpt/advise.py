@@ -6,6 +6,8 @@ import collections
 import re
 from typing import NamedTuple
 
+import torch
+
 from kilogpt.compare import over_blocks
 
 KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'heads', 'embedding', 'head')
@@ -18,7 +20,7 @@ class Facts(NamedTuple):
     unplanned: list  # parameters that split_plan does not name (tp)
     raw: list  # those among them that are no linear's or norm's, but a block's or the model's own
     homeless: list  # parameters that belong to no block, and neither come before nor after the blocks (pp)
-    shared: list  # 'NAME and NAME', parameters under two names that `tied` does not know (pp)
+    shared: list  # 'NAME = NAME', a parameter under two names that `tied` does not know (pp)
 
 
 def inspect(model):
@@ -36,7 +38,7 @@ def inspect(model):
     names = collections.defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
-    shared = [f'{first} and {other}' for first, *others in names.values() for other in others
+    shared = [f'{first} = {other}' for first, *others in names.values() for other in others
               if other not in model.tied]
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     places = (f'{plan["blocks"]}.', *plan['before_blocks'], *plan['after_blocks'])
@@ -51,15 +53,32 @@ def starred(names):
     return list(dict.fromkeys(over_blocks(name)[0] for name in names))
 
 
-def problems(facts):
-    """What is wrong in every layout, even on one process."""
+def problems(model, facts):
+    """What is wrong in every layout, even on one process, or would be with larger parameters."""
     found = []
+    dependent = starred(name for name, p in model.named_parameters() if not is_function_of_name(model, name, p.shape))
+    if dependent:
+        found.append(
+            f'{some(dependent)}: GPT.initial_value gives other values when it is asked again, or for other rows: each '
+            'process would start from its own. Draw from a generator that is seeded by seed, name and rows, not from '
+            'the global one')
     if facts.buffers:
         found.append(
             f'{some(facts.buffers)}: a buffer has no values, since the model is built on the meta device, and no '
             'checkpoint keeps it: compute it in forward, as GPT.rope does, or make it a parameter with '
             'requires_grad=False, which GPT.initial_value fills')
     return found
+
+
+def is_function_of_name(model, name, shape):
+    """Whether the starting values of a parameter depend on nothing but the seed, its name and the rows."""
+    shape = (2 ** 12, *shape[1:])  # more rows than are drawn at a time
+    values = []
+    for seed, rows in ((0, slice(None)), (1, slice(2000, 2100))):
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(seed)
+            values.append(model.initial_value(name, shape, 1337, rows))
+    return torch.equal(values[0][2000:2100], values[1])
 
 
 def some(names):
@@ -102,7 +121,7 @@ def words(members):
     if first.found is None:
         return 'is missing'
     if first.expected is None:
-        return 'is of a parameter that one process does not have'
+        return 'is there, but one process has no such parameter'
     if first.cosine is None:
         return f'{first.found:.6g}, on one process {first.expected:.6g}'
     if first.expected == 0:
@@ -113,9 +132,9 @@ def words(members):
         ratios = [member.ratio for member in members]
         ratio = sum(ratios) / len(ratios)
         return f'{ratio:.2f} times too large' if ratio > 1 else f'{1 / ratio:.2f} times too small'
-    least = min(members, key=lambda member: member.cosine)
-    return (f'differs: cosine {least.cosine:.4g}, norm {least.ratio:.4g} times that of one process, largest '
-            f'difference of an element {least.largest:.2g}')
+    worst = max(members, key=lambda member: member.error)
+    return (f'differs by {worst.error:.2g} of its norm (cosine {worst.cosine:.4f}, norm {worst.ratio:.3f} times that '
+            f'of one process, largest difference of an element {worst.largest:.2g})')
 
 
 # --- what to change -----------------------------------------------------------------------------------------
@@ -123,30 +142,26 @@ def words(members):
 def advise(keys, facts, differences, first_wrong='', random=()):
     """Sentences: what is often the reason that a layout differs.
 
-    keys: {key of train.py: text} of the layout. first_wrong: the module whose output is the first that differs in
-    a forward pass. random: modules that draw random numbers.
+    keys: {key of train.py: text} of the layout. first_wrong: the input or output of a module that is the
+    first to differ in a forward pass. random: modules that draw random numbers.
     """
     tp, cp, pp = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'pp'))
     found = []
     starting = [each for each in differences if each.what == 'starting weight']
     if random:
         found.append(
-            f'{some(starred(random))} draws random numbers with dropout=0: each process draws others, and other ones '
-            'than one process: let it depend on dropout or a key of its own that is 0 here, since a layout with noise '
+            f'{some(starred(random))} draws random numbers, though dropout is 0 here, and each process draws others: '
+            'let it depend on dropout or a key of its own that is 0 here, since a layout with noise '
             'cannot equal another')
-    if starting:
-        found.append(
-            f'{some(starred(each.name for each in starting))}: GPT.initial_value may depend on the seed and the '
-            'name alone, and must give the asked rows of the whole parameter: draw from a generator that is seeded '
-            'by them, not from the global one')
-    if found:
-        return found
     if pp > 1 and facts.shared:
-        found.append(f'{some(facts.shared)} are one parameter, but a pipeline copies it for each stage: name the pair '
-                     'in GPT.tied if they are embedding and head, or give each block its own')
+        found.append(f'{some(facts.shared)}: one parameter under two names, of which each pipeline stage has a copy '
+                     'that is trained alone: give each block its own')
     if pp > 1 and facts.homeless:
         found.append(f'{some(facts.homeless)} is in no block, and every pipeline stage has a copy: name it in '
                      "split_plan's before_blocks or after_blocks, or move it into the blocks")
+    if starting and not found:
+        found.append('a process does not start from the weights of one process: see GPT.initial_value, and whether a '
+                     'parameter belongs to two pipeline stages')
     if found:
         return found
     gradients = [each for each in differences if each.what == 'gradient']
@@ -176,9 +191,9 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     return found
 
 
-def where_to_look(module, tp, cp):
-    """What to look for in the module whose output is the first that is wrong."""
-    text = f'{module} is the first module whose output is wrong'
+def where_to_look(value, tp, cp):
+    """What to look for before the input or output of a module that is the first that is wrong."""
+    text = f'{value} is the first value that is wrong'
     if cp > 1 and tp == 1:
         return (f'{text}: with cp a process has a part of each sequence, T / {cp} positions from '
                 'GPT.first_position on. What mixes positions has to be a module in split_plan\'s attention, and '
@@ -193,7 +208,7 @@ def where_to_look(module, tp, cp):
 
 ERRORS = [  # (pattern of a run's error, what to change)
     (r'is in no part of split_plan', None),
-    (r'meta tensor|meta device|on meta', 'a tensor that __init__ makes has no values, since the model is built on the '
+    (r'meta tensor|device meta|meta device|on meta', 'a tensor that __init__ makes has no values, since the model is built on the '
      'meta device: make it in forward, or a parameter that GPT.initial_value fills'),
     (r'Expected to have finished reduction', 'a parameter takes no part in the loss: remove it, or use it'),
     (r'CheckpointError|different number of tensors|metadata', 'the backward pass computes a block again for '
@@ -201,7 +216,7 @@ ERRORS = [  # (pattern of a run's error, what to change)
     (r'inplace operation|in-place', 'a tensor that the backward pass needs is changed in place: x = x + ... in the '
      'place of x += ...'),
     (r'mixed torch.Tensor and DTensor', 'a plain tensor meets one that tp has split: name the layer in split_plan'),
-    (r'size mismatch|must match the size|shapes cannot be multiplied|is invalid for input of size|cannot reshape',
+    (r'same reduction dim|size mismatch|must match the size|shapes cannot be multiplied|is invalid for input of size|cannot reshape',
      'under tp a process has a part of the features behind a colwise linear and of the positions between blocks: '
      'is a layer missing in split_plan, or under the wrong kind? Sizes in forward have to be -1 or read from x'),
 ]

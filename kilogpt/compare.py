@@ -24,6 +24,7 @@ class Difference(NamedTuple):
     found: float | None
     expected: float | None
     cosine: float | None = None  # of the angle between two tensors, of which found and expected are the norms
+    error: float | None = None  # the norm of the difference of two tensors, relative to that of `expected`
     largest: float | None = None  # the largest difference of two elements
     ranks: tuple = ()  # those that found it, where not all did
 
@@ -70,9 +71,7 @@ def compare_tensors(iteration, what, found, expected, tolerance, floor):
     differences, worst = [], (0.0, '')
     for name, tensor in found:
         if name not in expected or tensor.shape != expected[name].shape:
-            known = expected.get(name)
-            differences.append(Difference(iteration, f'{what} of shape', name, tensor.numel(),
-                                          None if known is None else known.numel()))
+            differences.append(Difference(iteration, what, name, tensor.norm().item(), None))
             continue
         reference = expected[name]
         error = relative_error(tensor, reference, floor)
@@ -80,8 +79,8 @@ def compare_tensors(iteration, what, found, expected, tolerance, floor):
         if not error <= tolerance:
             norms = tensor.norm().item(), reference.norm().item()
             cosine = (tensor * reference).sum().item() / max(norms[0] * norms[1], 1e-300)
-            differences.append(Difference(iteration, what, name, *norms, cosine,
-                                          (tensor - reference).abs().max().item()))
+            largest = (tensor - reference).abs().max().item()
+            differences.append(Difference(iteration, what, name, *norms, cosine, error, largest))
     return differences, *worst
 
 
@@ -104,5 +103,5 @@ def unite_ranks(by_rank, held):
 
 def over_blocks(name):
     """'transformer.h.2.attn.c_k.weight' -> ('transformer.h.*.attn.c_k.weight', '2')."""
-    match = re.fullmatch(r'(.*?\.)(\d+)(\..*)', name)
+    match = re.fullmatch(r'(.*?\.)(\d+)(\..*|)', name)
     return (f'{match[1]}*{match[3]}', match[2]) if match else (name, '')

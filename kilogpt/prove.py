@@ -176,9 +176,9 @@ class Report:
             print(json.dumps(dict(layout=layout, processes=processes, seconds=round(seconds, 1), verdict=verdict,
                                   differences=list(lines), advice=list(advice), **figures)), flush=True)
             return
-        summary = ', '.join(f'{key} {value:.0e}' for key, value in figures.items())
-        self.say(f'{layout:<28} {processes:>2} process{"es" if processes > 1 else "  "} {seconds:>6.1f}s  {verdict}'
-                 + (f': {summary}' if summary and verdict == 'same' else ''))
+        if verdict == 'same':
+            verdict += f': gradients within {figures["gradient"]:.0e}, updates within {figures["update"]:.0e}'
+        self.say(f'{layout:<28} {processes:>2} process{"es" if processes > 1 else "  "} {seconds:>6.1f}s  {verdict}')
         for line in lines[:advise.SHOWN]:
             self.say(f'    {line}')
         if len(lines) > advise.SHOWN:
@@ -206,7 +206,7 @@ def prove(config, layouts, asked, options, folder):
     one = trials.train_reference()
     report.bar.update()
     seconds = time.perf_counter() - began
-    problems = advise.problems(facts)
+    problems = advise.problems(model, facts)
     if one.error:
         report.row('one process', 1, seconds, 'FAILED', [one.error], problems + advise.advise_on_error(one.error, facts))
         report.bar.close()

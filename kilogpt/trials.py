@@ -102,18 +102,27 @@ class Trials:
             if iteration == 1:
                 differences += self._compare_tensors(iteration, 'starting weight', reference.weights,
                                                      [each.weights for each in testimonies], errors)
+            else:
+                of_ranks = [self._compare_updates(iteration - 1, each.weights, reference.weights, errors)
+                            for each in testimonies]
+                held = [{name for name, _ in each.weights} for each in testimonies]
+                differences += compare.unite_ranks(of_ranks, held)
             if not differences:
                 differences += self._compare_tensors(iteration, 'gradient', reference.gradients,
                                                      [each.gradients for each in testimonies], errors)
             differences += [each for each in compare.compare_curves(run, self.one) if each.iteration == iteration]
             if iteration == 1:
-                run.first_wrong = first_wrong_module(mean_squares(each.activations for each in testimonies),
-                                                     mean_squares([reference.activations]))
+                run.first_wrong = first_wrong_value([each.activations for each in testimonies],
+                                                    reference.activations)
             if differences:
                 return differences, errors
         last = self.iterations
         differences = [each for each in compare.compare_curves(run, self.one) if each.iteration <= last]
-        return differences + self._compare_saved(saved_weights(run.out_dir, last), errors), errors
+        found = saved_weights(run.out_dir, last)
+        for name in sorted(found.keys() ^ self.saved.keys()):
+            differences.append(compare.Difference(last, 'saved weight', name, None, None))
+        found = [(name, weight) for name, weight in found.items() if name in self.saved]
+        return differences + self._compare_updates(last, found, self.saved, errors), errors
 
     def _compare_tensors(self, iteration, what, expected, found_by_rank, errors):
         expected = dict(expected)
@@ -129,18 +138,18 @@ class Trials:
         absent = [compare.Difference(iteration, what, name, None, expected[name].norm().item()) for name in missing]
         return absent + compare.unite_ranks(differences, held)
 
-    def _compare_saved(self, found, errors):
-        """Compare the changes that all updates have made to the weights, as they were saved."""
-        start, differences = dict(self.testimonies[0].weights), []
-        for name in sorted(found.keys() ^ self.saved.keys()):
-            differences.append(compare.Difference(self.iterations, 'saved weight', name, float(name in found),
-                                                  float(name in self.saved)))
-        for name in sorted(found.keys() & self.saved.keys()):
+    def _compare_updates(self, iteration, found, expected, errors):
+        """[Difference] of the changes that the updates up to an iteration have made to the weights.
+
+        found, expected: [(name, parameter)]; errors: takes the largest error.
+        """
+        start, expected, differences = dict(self.testimonies[0].weights), dict(expected), []
+        for name, weight in found:
             is_clear = self._has_clear_gradient(name)
-            update, expected = found[name] - start[name], self.saved[name] - start[name]
+            update, right_update = weight - start[name], expected[name] - start[name]
             floor = 1e-5 * start[name].norm().item() + 1e-30
             of_name, error, _ = compare.compare_tensors(
-                self.iterations, 'update', [(name, update[is_clear])], {name: expected[is_clear]},
+                iteration, 'update', [(name, update[is_clear])], {name: right_update[is_clear]},
                 self.tolerances['update'], floor)
             differences += of_name
             errors['update'] = max(errors.get('update', (0.0, '')), (error, name))
@@ -161,21 +170,25 @@ class Trials:
         return is_clear
 
 
-def mean_squares(activations):
-    """{module: mean square of its outputs over all processes}, from each process's `Testimony.activations`."""
+def first_wrong_value(activations, expected):
+    """The first input or output of a module that has another mean square on all processes than expected, or ''.
+
+    activations: `Testimony.activations` of each process; expected: those of one process. Where the processes
+    compute padding too, nothing is known.
+    """
     squares, counts = {}, {}
     for of_rank in activations:
-        for name, (square, count) in of_rank.items():
-            squares[name] = squares.get(name, 0.0) + square
-            counts[name] = counts.get(name, 0) + count
-    return {name: squares[name] / max(1, counts[name]) for name in squares}
-
-
-def first_wrong_module(found, expected):
-    """The first module, in order of calls, whose outputs have another mean square than expected, or ''."""
-    for name, square in expected.items():
-        if name in found and not abs(found[name] - square) <= 1e-3 * square:
-            return name
+        for what, (square, count) in of_rank.items():
+            squares[what] = squares.get(what, 0.0) + square
+            counts[what] = counts.get(what, 0) + count
+    first, (_, count) = next(iter(expected.items()))
+    if counts.get(first, count) % count:
+        return ''
+    for what, (square, count) in expected.items():
+        # A value that several processes have counts as often, which leaves its mean.
+        right = square / max(1, count)
+        if what in counts and not abs(squares[what] / max(1, counts[what]) - right) <= 1e-3 * right:
+            return what
     return ''
 
 

@@ -15,7 +15,7 @@ class Testimony(NamedTuple):
     """What one process saw in one iteration."""
     gradients: list  # [(parameter's name, whole gradient before clipping)]; a tied pair may be there twice
     weights: list  # [(parameter's name, whole parameter before the update)]
-    activations: dict  # {module's name: (sum of squares, number) of its outputs' elements}, in order of first calls
+    activations: dict  # {'the input/output of MODULE': (sum of squares, number) of its elements}, as they were first computed
     random: list  # names of the innermost modules that drew random numbers in this iteration
 
 
@@ -87,15 +87,16 @@ class Observer:
     def watch(self, model):
         for name, module in model.named_modules():
             if name and module is not getattr(model, 'loss', None):
-                module.register_forward_pre_hook(lambda module, inputs: self._begin())
+                module.register_forward_pre_hook(
+                    lambda module, inputs, name=name: self._begin(name, module, inputs))
                 module.register_forward_hook(
                     lambda module, inputs, output, name=name: self._end(name, module, output))
 
-    def _begin(self):
+    def _begin(self, name, module, inputs):
         if not is_second_pass():
             self._states.append(random_state())
+            self._add(f'the input of {name}', module, inputs)
 
-    @torch.no_grad()
     def _end(self, name, module, output):
         if is_second_pass():
             return
@@ -103,11 +104,15 @@ class Observer:
         if before and before != random_state():
             self.random.add(name)
             self._states = [None] * len(self._states)  # the modules around this one need not be named
-        output = output[0] if isinstance(output, tuple) else output
-        if module.training and torch.is_tensor(output) and output.is_floating_point():
-            output = local_part(output.detach())
-            squares, count = self.activations.get(name, (0.0, 0))
-            self.activations[name] = squares + output.double().square().sum().item(), count + output.numel()
+        self._add(f'the output of {name}', module, output)
+
+    @torch.no_grad()
+    def _add(self, what, module, value):
+        value = value[0] if isinstance(value, tuple) and value else value
+        if module.training and torch.is_tensor(value) and value.is_floating_point():
+            value = local_part(value.detach())
+            squares, count = self.activations.get(what, (0.0, 0))
+            self.activations[what] = squares + value.double().square().sum().item(), count + value.numel()
 
 
 def is_second_pass():
