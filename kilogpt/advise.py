@@ -11,7 +11,7 @@ import torch
 from kilogpt.compare import over_blocks
 
 KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'heads', 'embedding', 'head')
-SHOWN = 4  # parameters that a report names
+SHOWN = 4  # parameters that a sentence names
 
 
 class Facts(NamedTuple):
@@ -79,6 +79,12 @@ def is_function_of_name(model, name, shape):
             torch.manual_seed(seed)
             values.append(model.initial_value(name, shape, 1337, rows))
     return torch.equal(values[0][2000:2100], values[1])
+
+
+def on_unused(names):
+    """A sentence for parameters that should be trained, but get no gradient."""
+    return (f'{some(starred(names))} has no gradient: it takes no part in the loss, on which DDP fails: use it, or set '
+            'requires_grad=False')
 
 
 def some(names):
@@ -239,7 +245,7 @@ def advise_on_error(error, facts, unused=()):
                 'position)')
         return found
     if unused and 'Expected to have finished reduction' in error:
-        return [f'{some(starred(unused))} takes no part in the loss: remove it, or use it']
+        return [on_unused(unused)]
     for pattern, text in ERRORS:
         if text and re.search(pattern, error):
             return [text]

@@ -6,8 +6,8 @@ r"""Prove that a model trains the same in every layout: run after an edit of mod
 
 The model and the config, shrunk, run on one process, and then in each layout on processes of this machine's CPU
 with the same data. Compared with one process are the starting weights, and for three iterations the loss, the
-gradient's norm and each parameter's gradient, on each process; then the evaluation and the weights that were
-saved, and last an iteration that continues from them under the next layout. A failure names the first iteration
+gradient's norm, and each parameter's gradient and update on each process; then the evaluation and the weights
+that were saved, and last an iteration that continues from them under the next layout. A failure names the first iteration
 and the parameters that differ, and says what is often the reason. The exit code is 1 where anything differs.
 
 Config files and keys are those of train.py. Shrunk are: n_layer to 3, n_head to 4 (grouped heads stay grouped),
@@ -41,10 +41,11 @@ from model import GPT, GPTConfig
 ITERATIONS = 3  # that are compared, before the save
 VOCABULARY = 61  # the embedding has 64 rows, of which three are padding
 MICRO_BATCH, MICRO_STEPS = 2, 4  # of one process
+SHOWN = 4  # lines that a report has of a layout's differences
 
 # layouts that each prove something of their own
-QUICK = [f'dp1 batch_size={MICRO_BATCH * MICRO_STEPS} gradient_accumulation_steps=1 eval_iters=1', 'dp2', 'dp2 zero3 full', 'tp2',
-         'cp2', 'pp2']
+ONE_MICRO_STEP = f'dp1 batch_size={MICRO_BATCH * MICRO_STEPS} gradient_accumulation_steps=1 eval_iters=1'
+QUICK = [ONE_MICRO_STEP, 'dp2', 'dp2 zero3 full', 'tp2', 'cp2', 'pp2']
 FULL = [*QUICK, 'dp2 zero1', 'dp3 zero2 selective', 'pp2 zbv', 'tp2 dp2 zero3', 'tp2 cp2', 'tp2 pp2 zbv',
         'dp4 rep2 zero2', 'tp2 cp2 pp2']
 EXPERTS_QUICK, EXPERTS_FULL = ['ep2'], ['ep2', 'ep2 tp2', 'ep2 dp4 zero3']
@@ -60,12 +61,13 @@ SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size'
 
 def own_layout(config):
     """The layout of a config in words, with degrees of at most 2; '' if it is one process."""
-    words = [f'{key}{min(2, config[key])}' for key in ('tp', 'cp', 'pp', 'ep') if config[key] > 1]
+    words = [f'{key}2' for key in ('tp', 'cp', 'pp', 'ep') if config[key] > 1]
+    is_sharded_anyway = config['tp'] * config['pp'] * config['ep'] > 1 and config['zero_stage'] <= 2
     if config['dp_replicate'] > 1:
         words.append('rep2')
     if config['pp'] > 1 and config['pp_schedule'] != '1f1b':
         words.append(config['pp_schedule'])
-    if config['zero_stage']:
+    if config['zero_stage'] and not is_sharded_anyway:
         words.append(f'zero{config["zero_stage"]}')
     if config['activation_checkpoint'] != 'none':
         words.append(config['activation_checkpoint'])
@@ -82,7 +84,9 @@ def choose_layouts(config, options):
     own = own_layout(config)
     if own and own not in texts:
         texts.append(own)
-    return [layout for layout in parse_layouts(';'.join(texts)) if layout[1] <= options.nproc]
+    layouts = [layout for layout in parse_layouts(';'.join(texts)) if layout[1] <= options.nproc]
+    names = {ONE_MICRO_STEP: 'one micro-step'}
+    return [(names.get(name, name), processes, arguments) for name, processes, arguments in layouts]
 
 
 def keys_of(arguments):
@@ -157,12 +161,12 @@ def obstacle(model, config, processes, arguments):
 # --- what is printed ----------------------------------------------------------------------------------------
 
 class Report:
-    """Prints a line for each layout, as text or JSON, and remembers whether any differs."""
+    """Prints a line for each layout, as text or JSON, and remembers whether any has failed."""
 
     def __init__(self, as_json, total):
-        self.as_json, self.failed = as_json, False
+        self.as_json, self.has_failures = as_json, False
         tqdm.monitor_interval = 0  # no thread, which a fork would not survive
-        self.bar = tqdm(total=total, unit='run', leave=False, disable=True if as_json else None)
+        self.bar = tqdm(total=total, unit='layout', leave=False, disable=True if as_json else None)
 
     def say(self, text):
         if not self.as_json:
@@ -170,90 +174,92 @@ class Report:
             sys.stdout.flush()
 
     def row(self, layout, processes, seconds, verdict, lines=(), advice=(), **figures):
-        """verdict: 'same', 'WRONG', 'FAILED' or 'left out'."""
-        self.failed = self.failed or verdict in ('WRONG', 'FAILED')
+        """A layout's line: verdict, 'same', 'wrong', 'failed', 'left out' or 'reference'; what differs; advice."""
+        self.has_failures = self.has_failures or verdict in ('wrong', 'failed')
+        self.bar.update()
         if self.as_json:
             print(json.dumps(dict(layout=layout, processes=processes, seconds=round(seconds, 1), verdict=verdict,
                                   differences=list(lines), advice=list(advice), **figures)), flush=True)
             return
+        text = dict(wrong='WRONG', failed='FAILED', reference='is what the others are compared with').get(verdict)
         if verdict == 'same':
-            verdict += f': gradients within {figures["gradient"]:.0e}, updates within {figures["update"]:.0e}'
-        self.say(f'{layout:<28} {processes:>2} process{"es" if processes > 1 else "  "} {seconds:>6.1f}s  {verdict}')
-        for line in lines[:advise.SHOWN]:
+            text = f'same: gradients within {figures["gradient"]:.0e}, updates within {figures["update"]:.0e}'
+        unit = 'process  ' if processes == 1 else 'processes'
+        self.say(f'{layout:<26} {processes:>2} {unit} {seconds:>6.1f}s  {text or verdict}')
+        for line in lines[:SHOWN]:
             self.say(f'    {line}')
-        if len(lines) > advise.SHOWN:
-            self.say(f'    ... and {len(lines) - advise.SHOWN} more')
+        if len(lines) > SHOWN:
+            self.say(f'    ... and {len(lines) - SHOWN} more')
         for sentence in advice:
             self.say(f'    -> {sentence}')
 
 
-def prove(config, layouts, asked, options, folder):
-    """Run everything and print it; returns the exit code."""
-    small = shrink(config, layouts, options.keep.split(','))
-    with exit_on_error():
-        check_settings(small)
-        model = build(small)
-    facts = advise.inspect(model)
-    n_blocks = len(model.get_submodule(model.split_plan['blocks']))
-    in_float64 = options.float64
-    trials = Trials(folder, small, VOCABULARY, ITERATIONS, in_float64)
-    report = Report(options.json, total=1 + len(layouts) * (1 if options.quick else 2))
-    shrunk = [f'{key} {config[key]} -> {small[key]}' for key in SHRUNK if config[key] != small[key]]
-    report.say(f'{model.num_params():,} parameters, {"float64" if in_float64 else "float32"}; '
-               f'shrunk: {", ".join(shrunk) or "nothing"}')
+class Prover:
+    """Runs one process and each layout, and reports."""
 
-    began = time.perf_counter()
-    one = trials.train_reference()
-    report.bar.update()
-    seconds = time.perf_counter() - began
-    problems = advise.problems(model, facts)
-    if one.error:
-        report.row('one process', 1, seconds, 'FAILED', [one.error], problems + advise.advise_on_error(one.error, facts))
-        report.bar.close()
-        return 1
-    unused = trials.unused_parameters(model)
-    if unused:
-        problems.append(f'{advise.some(advise.starred(unused))} has no gradient: it takes no part in the loss, on '
-                        'which DDP fails: use it, or set requires_grad=False')
-    if problems:
-        report.row('one process', 1, seconds, 'WRONG', [], problems)
-    else:
-        report.row('one process', 1, seconds, 'the others are compared with it')
+    def __init__(self, config, layouts, options, folder):
+        self.options = options
+        small = shrink(config, layouts, options.keep.split(','))
+        with exit_on_error():
+            check_settings(small)
+            self.model = build(small)
+        self.small, self.facts = small, advise.inspect(self.model)
+        self.n_blocks = len(self.model.get_submodule(self.model.split_plan['blocks']))
+        in_float64 = options.float64 or config['mlp'] == 'moe'
+        self.trials = Trials(folder, small, VOCABULARY, ITERATIONS, in_float64)
+        self.report = Report(options.json, total=1 + len(layouts))
+        shrunk = [f'{key} {config[key]} -> {small[key]}' for key in SHRUNK if config[key] != small[key]]
+        self.report.say(f'{self.model.num_params():,} parameters, {"float64" if in_float64 else "float32"}; '
+                        f'shrunk: {", ".join(shrunk) or "nothing"}')
 
-    source = one
-    for layout, processes, arguments in layouts:
+    def run_reference(self):
+        """Run one process; returns whether other layouts can be compared with it."""
         began = time.perf_counter()
-        if not asked:
-            reason = obstacle(model, small, processes, arguments)
-            if reason:
-                report.bar.update(1 if options.quick else 2)
-                report.row(layout, processes, 0, 'left out', [reason])
-                continue
-        keys = keys_of(arguments)
+        one = self.source = self.trials.train_reference()
+        problems, lines, verdict = advise.problems(self.model, self.facts), [], 'reference'
+        self.unused = []
+        if one.error:
+            lines, verdict = [one.error], 'failed'
+            problems += advise.advise_on_error(one.error, self.facts)
+        else:
+            self.unused = self.trials.unused_parameters(self.model)
+            if self.unused:
+                problems.append(advise.on_unused(self.unused))
+            if problems:
+                verdict = 'wrong'
+        self.report.row('one process', 1, time.perf_counter() - began, verdict, lines, problems)
+        return not one.error
+
+    def run_layout(self, layout, processes, arguments):
+        began = time.perf_counter()
+        reason = ''
+        if not self.options.layouts:  # a layout that was asked for says itself why it cannot run
+            reason = obstacle(self.model, self.small, processes, arguments)
+        result = dict(verdict='left out', lines=[reason])
+        if not reason:
+            result = self.compare(processes, arguments)
+        self.report.row(layout, processes, time.perf_counter() - began, **result)
+
+    def compare(self, processes, arguments):
+        """Run a layout; returns {argument of Report.row: value}."""
+        keys, trials = keys_of(arguments), self.trials
         run = trials.train(processes, arguments)
-        report.bar.update()
         if run.error:
-            report.row(layout, processes, time.perf_counter() - began, 'FAILED', [run.error],
-                       advise.advise_on_error(run.error, facts, unused))
-            continue
+            return dict(verdict='failed', lines=[run.error],
+                        advice=advise.advise_on_error(run.error, self.facts, self.unused))
         differences, errors = trials.compare(run)
         figures = {what: error for what, (error, _) in errors.items()}
-        lines = advise.describe(differences, n_blocks)
         if differences:
-            advice = advise.advise(keys, facts, differences, run.first_wrong, trials.testimonies[0].random)
+            lines = advise.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'
-            report.row(layout, processes, time.perf_counter() - began, 'WRONG', lines, advice, **figures)
-            continue
-        if not options.quick:  # continue from what the layout before has saved
-            lines = trials.continue_from(source, processes, arguments)
-            report.bar.update()
-            source = run
-        if lines:
-            report.row(layout, processes, time.perf_counter() - began, 'WRONG', lines, **figures)
-        else:
-            report.row(layout, processes, time.perf_counter() - began, 'same', **figures)
-    report.bar.close()
-    return 1 if report.failed else 0
+            advice = advise.advise(keys, self.facts, differences, run.first_wrong, trials.testimonies[0].random)
+            return dict(verdict='wrong', lines=lines, advice=advice, **figures)
+        if not self.options.quick:
+            lines = trials.continue_from(self.source, processes, arguments)
+            self.source = run
+            if lines:
+                return dict(verdict='wrong', lines=lines, **figures)
+        return dict(verdict='same', **figures)
 
 
 def parse_arguments():
@@ -268,16 +274,25 @@ def parse_arguments():
     add('--keep', default='', metavar='KEY,KEY...', help='keys that are not shrunk, such as n_head,n_embd')
     add('--json', action='store_true', help='print JSON, one object a layout')
     options, arguments = parser.parse_known_args()
+    if options.nproc < 1:
+        sys.exit(f'error: --nproc is {options.nproc}: it must be at least 1')
     return options, arguments
 
 
 def main():
     options, arguments = parse_arguments()
+    if not hasattr(os, 'fork'):
+        sys.exit('error: kilogpt.prove forks its processes, which this system cannot: run it on Linux or WSL')
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
     layouts = choose_layouts(config, options)
     forks.prepare()
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(prove(config, layouts, bool(options.layouts), options, folder))
+        prover = Prover(config, layouts, options, folder)
+        if prover.run_reference():
+            for layout in layouts:
+                prover.run_layout(*layout)
+        prover.report.bar.close()
+    sys.exit(1 if prover.report.has_failures else 0)
 
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""kilogpt.prove as a user runs it: mistakes planted in model.py are found and named, harmless edits are not."""
+"""kilogpt.prove as a user runs it: it finds and names mistakes that are planted in model.py, and nothing else."""
 import json
 import pathlib
 import shutil
@@ -7,9 +7,9 @@ import pytest
 from helpers import ROOT, run_forked
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
+ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
 BLOCK = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config)\n"
-DROPOUT = "        x = self.transformer.ln_f(x)\n"
 QUERIES = "        q = self.c_q(x).view(B, T, -1, self.head_width)"
 
 # {name: (edits of model.py, config and keys, layouts, what the report has to say)}
@@ -29,7 +29,7 @@ MISTAKES = {
         'dp2', ['transformer.h.*.gain: a buffer has no values']),
     'a loss that is a mean': (
         {"ignore_index=-1, reduction='sum')": "ignore_index=-1)"},
-        'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1; pp2',
+        ONE_MICRO_STEP,
         ['4.00 times too small', 'must return the sum of the losses']),
     'a norm over features that tp splits': (
         {QUERIES: "        q = F.normalize(self.c_q(x), dim=-1).view(B, T, -1, self.head_width)"},
@@ -53,7 +53,7 @@ MISTAKES = {
         'dp2; cp2', ['the output of transformer.wpe is the first value that is wrong', 'first_position']),
     'a mean over the batch': (
         {BLOCK: BLOCK + "        x = x - x.mean(dim=0, keepdim=True)\n"},
-        'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1',
+        ONE_MICRO_STEP,
         ['the input of transformer.h.0.ln_2 is the first value that is wrong', 'mix the sequences of a batch']),
     'a parameter that the loss does not need': (
         {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n"},
@@ -124,3 +124,43 @@ def test_mistake_in_the_model_is_found_and_named(edited, name):
     assert done.returncode == 1
     for sentence in sentences:
         assert sentence in done.stdout, sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', HARMLESS)
+def test_harmless_edit_is_no_alarm(edited, name):
+    done = prove(*SMALL, '--layouts=dp2 zero3 full; tp2; cp2; pp2 zbv', folder=edited(HARMLESS[name]))
+    assert done.returncode == 0 and done.stdout.count('same: ') == 4, done.stdout
+
+
+def test_unchanged_model_passes_and_says_so_in_json():
+    done = prove(*SMALL, '--layouts=dp2', '--json')
+    one, two = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 0 and (one['verdict'], two['verdict']) == ('reference', 'same'), done.stdout
+    assert 0 < two['gradient'] < 1e-4 and two['differences'] == two['advice'] == []
+
+
+CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config', CONFIGS)
+def test_shipped_config_passes(config):
+    done = prove(f'config/{config}.py', '--quick', '--nproc=4')
+    assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
+
+
+@pytest.mark.slow
+def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
+    done = prove('config/train_gpt2_modern.py')
+    assert done.returncode == 0 and done.stdout.count('same: ') == 14, done.stdout
+
+
+@pytest.mark.parametrize('arguments, sentence', [
+    (['--layouts=tp2; tq2'], "'tq2': a layout is words of dpN"),
+    (['--nproc=0'], '--nproc is 0'),
+    (['--n_layers=2'], "unknown key 'n_layers'"),
+])
+def test_wrong_arguments_are_a_sentence(arguments, sentence):
+    done = prove(*arguments)
+    assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
