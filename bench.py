@@ -9,8 +9,8 @@
 
 Everything that is not an option below goes to train.py as it is.
 
-A layout is words: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN (dp_replicate), a
-pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), bf16 or powersgd
+A layout is words: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN (dp_replicate),
+a pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), bf16 or powersgd
 (grad_compress), and key=value for any other key. With dpN a layout has dp × tp × cp × pp processes, else
 --nproc_per_node. Its row has the main process's memory and, beneath, the bytes that the main process
 communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the
@@ -254,7 +254,8 @@ def parse_arguments():
 
 def main():
     options, arguments = parse_arguments()
-    layouts = launch.parse_layouts(options.layouts, options.nproc_per_node) or [('', options.nproc_per_node, [])]
+    layouts = launch.parse_layouts(options.layouts, options.nproc_per_node)
+    layouts = layouts or [('', options.nproc_per_node, [])]
     combinations = parse_sweep(options.sweep)
     run = functools.partial(measure, iters=options.iters, warmup=options.warmup,
                             profile=bool(options.profile or options.layouts), gpu=options.gpu)

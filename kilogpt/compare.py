@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-# float32 sums in another order differ by about 1e-7 in a loss of 4; AdamW's normalised updates raise that over
-# the iterations. These are far above that, and far below what a wrong factor or a lost token would do.
+# float32 sums in another order differ by about 1e-7 in a loss of 4; AdamW's normalised updates raise that
+# over the iterations. These bounds are far above, and far below what a wrong factor or a lost token would do.
 LOSS, GRAD_NORM = 1e-4, 1e-3
 # Largest relative errors: of gradients in the first iteration and in later ones, and of all updates together.
 IN_FLOAT32 = {'starting weight': [1e-6], 'gradient': [1e-3, 1e-2], 'update': 1e-2}
@@ -42,7 +42,8 @@ def compare_curves(run, other, loss=LOSS, grad_norm=GRAD_NORM):
     for kind, lines, expected_lines in (('training', run.lines, other.lines),
                                         ('evaluation', run.evals, other.evals)):
         for i in sorted(lines.keys() ^ expected_lines.keys()):
-            differences.append(Difference(i, f'line of {kind}', '', float(i in lines), float(i in expected_lines)))
+            found, expected = float(i in lines), float(i in expected_lines)
+            differences.append(Difference(i, f'number of lines of {kind}', '', found, expected))
         bounds = dict(loss=loss, train_loss=loss, val_loss=loss)
         for i in sorted(lines.keys() & expected_lines.keys()):
             line, expected = lines[i], expected_lines[i]
@@ -66,7 +67,7 @@ def norm_of_all(tensors):
 def compare_tensors(iteration, what, found, expected, tolerance, floor):
     """([Difference], the largest relative error, the name it is of) of one process's tensors.
 
-    found: [(name, tensor)], expected: {name: tensor}. Errors are relative to the tensor's norm, or to `floor`.
+    found: [(name, tensor)], expected: {name: tensor}. Errors are relative to a tensor's norm, or to `floor`.
     """
     differences, worst = [], (0.0, '')
     for name, tensor in found:

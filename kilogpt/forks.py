@@ -1,8 +1,8 @@
 """Run scripts in processes forked from one that has imported torch, which takes longer than a tiny run.
 
-`run_forked` forks from the process that calls it. As a program, this file is a server for other processes, such
-as those of the tests: each line of standard input is a run, the JSON of the arguments of `run_forked`; the answer
-on standard output is a line with the exit codes of the run's processes.
+`run_forked` forks from the process that calls it. As a program, this file is a server for other processes,
+such as the tests: each line of standard input is a run, the JSON of the arguments of `run_forked`; the answer on
+standard output is a line with the exit codes of the run's processes.
 """
 import contextlib
 import gc
@@ -27,7 +27,7 @@ def prepare():
     import torch.distributed.tensor.experimental
     import torch.distributed.tensor.parallel
 
-    sys.dont_write_bytecode = False  # wherever it is set: each run would compile this repository's modules again
+    sys.dont_write_bytecode = False  # wherever it is set: each run would compile these modules again
     torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
     gc.disable()  # a tiny run leaves too little garbage to look for
 

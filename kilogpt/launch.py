@@ -32,8 +32,8 @@ class Run(NamedTuple):
 def parse_layouts(text, processes=0):
     """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...].
 
-    processes: of a layout without dpN; 0 = as few as the layout takes, but at least 2. Exits with one sentence
-    at a word that is none.
+    processes: of a layout without dpN; 0 = as few as it takes, but at least 2. Exits at a wrong layout, with
+    one sentence.
     """
     layouts = [' '.join(layout.split()) for layout in text.split(';')]
     return [(layout, *parse_layout(layout, processes)) for layout in layouts if layout]
@@ -59,8 +59,8 @@ def parse_layout(layout, default_processes):
         elif re.fullmatch(r'\w+=.+', word):
             arguments.append(f'--{word}')
         else:
-            sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, epN, zeroN, repN, '
-                     f'{", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd and key=value')
+            sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, epN, zeroN, '
+                     f'repN, {", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd and key=value')
     model_parallel = math.prod(degrees.get(name, 1) for name in ('tp', 'cp', 'pp'))
     processes = default_processes
     if 'dp' in degrees:

@@ -4,20 +4,21 @@ r"""Prove that a model trains the same in every layout: run after an edit of mod
     python -m kilogpt.prove config/train_gpt2.py --quick
     python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" --float64
 
-The model and the config, shrunk, run on one process, and then in each layout on processes of this machine's CPU
+The model and the config, shrunk, run on one process, and then in each layout on CPU processes of this machine
 with the same data. Compared with one process are the starting weights, and for three iterations the loss, the
 gradient's norm, and each parameter's gradient and update on each process; then the evaluation and the weights
-that were saved, and last an iteration that continues from them under the next layout. A failure names the first iteration
-and the parameters that differ, and says what is often the reason. The exit code is 1 where anything differs.
+that were saved, and last an iteration that continues from those of the layout before. A failure names the
+first iteration and the parameters that differ, and says what is often the reason. The exit code is then 1.
 
-Config files and keys are those of train.py. Shrunk are: n_layer to 3, n_head to 4 (grouped heads stay grouped),
-n_embd to 8 a head, block_size to 32, n_experts to 4 of 16 wide, the vocabulary to 61 random tokens, and the batch
-to 4 micro-batches of 2 sequences; more where a layout needs more. Dropout is off, and projections do not start at
-zero. The other keys of the model, and all of the optimizer, stay, but for a warm-up of one iteration.
+Config files and keys are those of train.py. Shrunk are: n_layer to 3, n_head to 4 (groups stay groups), n_embd
+to 8 a head, block_size to 32, n_experts to 4 of width 16, the vocabulary to 61 random tokens, and the
+batch to 4 micro-batches of 2 sequences; more where a layout needs more. Dropout is off, and no projection
+starts at zero. The other keys of the model and of the optimizer stay, but for a warm-up of one iteration.
+Experts are compared in float64, since rounding may send a token to another expert.
 
 A layout is words, as for bench.py: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN
-(dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload, and key=value for any other key.
-Without --layouts there are a dozen, and the config's own with its degrees at most 2.
+(dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload, and key=value for any other
+key. Without --layouts there are about fifteen, among them the config's own with its degrees at most 2.
 """
 import argparse
 import dataclasses
@@ -52,9 +53,9 @@ EXPERTS_QUICK, EXPERTS_FULL = ['ep2'], ['ep2', 'ep2 tp2', 'ep2 dp4 zero3']
 # keys of train.py that a layout sets, with what one process has
 LAYOUT_KEYS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', ep=1,
                    activation_checkpoint='none', cpu_offload=False)
-SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'n_experts', 'n_active_experts',
-          'n_shared_experts', 'expert_hidden', 'moe_first_layer', 'moe_every', 'batch_size',
-          'gradient_accumulation_steps')
+SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'n_experts',
+          'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer', 'moe_every',
+          'batch_size', 'gradient_accumulation_steps')
 
 
 # --- what runs ----------------------------------------------------------------------------------------------
@@ -119,8 +120,9 @@ def shrink(config, layouts, keep):
     small['block_size'] = min(config['block_size'], 32)
     if config['mlp'] == 'moe':
         small['n_experts'] = min(config['n_experts'], max(4, most['ep']))
-        all_are_active = config['n_active_experts'] == config['n_experts']
-        small['n_active_experts'] = small['n_experts'] if all_are_active else min(2, config['n_active_experts'])
+        small['n_active_experts'] = min(config['n_active_experts'], 2)
+        if config['n_active_experts'] == config['n_experts']:
+            small['n_active_experts'] = small['n_experts']
         small['n_shared_experts'] = min(config['n_shared_experts'], 2)
         small['expert_hidden'] = 16
         small['moe_first_layer'] = min(config['moe_first_layer'], 1)
@@ -128,18 +130,19 @@ def shrink(config, layouts, keep):
     small['batch_size'], small['gradient_accumulation_steps'] = MICRO_BATCH, MICRO_STEPS
     small = {key: value for key, value in small.items() if key not in keep}
     plain = dict(
-        device='cpu', backend='auto', dtype='float32', compile=False, fp8=False, deterministic=False, profile=False,
-        wandb_log=False, tensorboard=False, init_from='scratch', eval_only=False, async_tp=False, grad_compress='none',
-        dropout=0.0, zero_init=False, on_nonfinite='abort', warmup_iters=1, max_iters=ITERATIONS,
-        lr_decay_iters=max(10, config['lr_decay_iters']), eval_iters=MICRO_STEPS, eval_interval=ITERATIONS, log_interval=1,
-        save_interval=0, save_minutes=0.0, keep_checkpoints=2, always_save_checkpoint=True, async_checkpoint=False,
-        comm_timeout=60, **LAYOUT_KEYS)
+        device='cpu', backend='auto', dtype='float32', compile=False, fp8=False, deterministic=False,
+        profile=False, wandb_log=False, tensorboard=False, init_from='scratch', eval_only=False,
+        async_tp=False, grad_compress='none', dropout=0.0, zero_init=False, on_nonfinite='abort', warmup_iters=1,
+        max_iters=ITERATIONS, lr_decay_iters=max(10, config['lr_decay_iters']), eval_iters=MICRO_STEPS,
+        eval_interval=ITERATIONS, log_interval=1, save_interval=0, save_minutes=0.0, keep_checkpoints=2,
+        always_save_checkpoint=True, async_checkpoint=False, comm_timeout=60, **LAYOUT_KEYS)
     return config | plain | small
 
 
 def build(config):
     """The model of a config, of shapes alone."""
-    fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
+    fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
+              if field.name in config}
     with torch.device('meta'):
         return GPT(GPTConfig(vocab_size=VOCABULARY, **fields), seed=None)
 
@@ -151,8 +154,8 @@ def obstacle(model, config, processes, arguments):
                if key in ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')}
     try:
         check_layout(model, Layout(processes, **degrees), block_size=config['block_size'], dtype='float32',
-                     activation_checkpoint=keys.get('activation_checkpoint', 'none'), cpu_offload=False, fp8=False,
-                     grad_compress='none')
+                     activation_checkpoint=keys.get('activation_checkpoint', 'none'), cpu_offload=False,
+                     fp8=False, grad_compress='none')
     except ValueError as error:
         return str(error)
     return ''
@@ -174,14 +177,18 @@ class Report:
             sys.stdout.flush()
 
     def row(self, layout, processes, seconds, verdict, lines=(), advice=(), **figures):
-        """A layout's line: verdict, 'same', 'wrong', 'failed', 'left out' or 'reference'; what differs; advice."""
+        """Print a layout's line, what differs and advice.
+
+        verdict: 'same', 'wrong', 'failed', 'left out' or 'reference'. figures: the largest relative errors.
+        """
         self.has_failures = self.has_failures or verdict in ('wrong', 'failed')
         self.bar.update()
         if self.as_json:
-            print(json.dumps(dict(layout=layout, processes=processes, seconds=round(seconds, 1), verdict=verdict,
-                                  differences=list(lines), advice=list(advice), **figures)), flush=True)
+            row = dict(layout=layout, processes=processes, seconds=round(seconds, 1), verdict=verdict,
+                       differences=list(lines), advice=list(advice), **figures)
+            print(json.dumps(row), flush=True)
             return
-        text = dict(wrong='WRONG', failed='FAILED', reference='is what the others are compared with').get(verdict)
+        text = dict(wrong='WRONG', failed='FAILED', reference='the others are compared with it').get(verdict)
         if verdict == 'same':
             text = f'same: gradients within {figures["gradient"]:.0e}, updates within {figures["update"]:.0e}'
         unit = 'process  ' if processes == 1 else 'processes'
@@ -252,7 +259,8 @@ class Prover:
         if differences:
             lines = advise.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'
-            advice = advise.advise(keys, self.facts, differences, run.first_wrong, trials.testimonies[0].random)
+            advice = advise.advise(keys, self.facts, differences, run.first_wrong,
+                                   random=trials.testimonies[0].random)
             return dict(verdict='wrong', lines=lines, advice=advice, **figures)
         if not self.options.quick:
             lines = trials.continue_from(self.source, processes, arguments)

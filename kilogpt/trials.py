@@ -42,14 +42,16 @@ class Trials:
     def train(self, processes, arguments, **keys):
         """Run train.py; returns the run, whose `error` is '' where it has succeeded.
 
-        arguments, keys: train.py's, on top of the config. Of the run: folder, out_dir, processes, lines and evals.
+        arguments, keys: train.py's, on top of the config. The run has its `out_dir`, and `lines` and `evals`,
+        {iteration: line of metrics.jsonl}.
         """
         self.number += 1
         folder = os.path.join(self.folder, str(self.number))
         os.mkdir(folder)
         open(os.path.join(folder, 'stdin'), 'w').close()
         keys = dict(out_dir=os.path.join(folder, 'out')) | keys
-        environment = os.environ | dict(OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1', MASTER_PORT=next(self.ports))
+        environment = os.environ | dict(OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1',
+                                        MASTER_PORT=next(self.ports))
         sys.stdout.flush()  # before the fork, or each process would print it
         codes = forks.run_forked(
             processes, ends_together=True, script=os.path.join(ROOT, 'train.py'),
@@ -60,8 +62,8 @@ class Trials:
         with contextlib.suppress(FileNotFoundError):
             lines, evals = read_metrics(keys['out_dir'])
         layout = ' '.join(arguments).replace('--', '') or 'one process'
-        return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes, error=error, lines=lines,
-                               evals=evals)
+        return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes,
+                               error=error, lines=lines, evals=evals)
 
     def train_reference(self):
         """Run one process an iteration longer than the others, and keep what it saw and saved."""
@@ -81,11 +83,12 @@ class Trials:
         folder = os.path.join(self.folder, f'from-{self.number}')
         path = os.path.join('ckpt', f'iter_{self.iterations:08d}')
         shutil.copytree(os.path.join(source.out_dir, path), os.path.join(folder, path))
-        run = self.train(processes, arguments, out_dir=folder, init_from='resume', eval_iters=0, keep_checkpoints=0,
-                         max_iters=self.iterations + 1)
+        run = self.train(processes, arguments, out_dir=folder, init_from='resume', eval_iters=0,
+                         keep_checkpoints=0, max_iters=self.iterations + 1)
         if run.error:
             return [f'cannot continue from what {source.layout} has saved: {run.error}']
-        expected = SimpleNamespace(lines={i: line for i, line in self.one.lines.items() if i in run.lines}, evals={})
+        last = self.iterations + 1
+        expected = SimpleNamespace(lines={last: self.one.lines[last]}, evals={})
         differences = compare.compare_curves(run, expected)
         return [f'continued from what {source.layout} has saved, iteration {each.iteration} has {each.what} '
                 f'{each.found:.6g}, on one process {each.expected:.6g}' for each in differences]
@@ -110,7 +113,8 @@ class Trials:
             if not differences:
                 differences += self._compare_tensors(iteration, 'gradient', reference.gradients,
                                                      [each.gradients for each in testimonies], errors)
-            differences += [each for each in compare.compare_curves(run, self.one) if each.iteration == iteration]
+            differences += [each for each in compare.compare_curves(run, self.one)
+                            if each.iteration == iteration]
             if iteration == 1:
                 run.first_wrong = first_wrong_value([each.activations for each in testimonies],
                                                     reference.activations)
@@ -135,7 +139,8 @@ class Trials:
             errors[what] = max(errors.get(what, (0.0, '')), (error, name))
         held = [{name for name, _ in found} for found in found_by_rank]
         missing = expected.keys() - set().union(*held)
-        absent = [compare.Difference(iteration, what, name, None, expected[name].norm().item()) for name in missing]
+        absent = [compare.Difference(iteration, what, name, None, expected[name].norm().item())
+                  for name in missing]
         return absent + compare.unite_ranks(differences, held)
 
     def _compare_updates(self, iteration, found, expected, errors):
@@ -171,7 +176,7 @@ class Trials:
 
 
 def first_wrong_value(activations, expected):
-    """The first input or output of a module that has another mean square on all processes than expected, or ''.
+    """The first input or output of a module that has another mean square than expected, or ''.
 
     activations: `Testimony.activations` of each process; expected: those of one process. Where the processes
     compute padding too, nothing is known.

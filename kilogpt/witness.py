@@ -15,7 +15,7 @@ class Testimony(NamedTuple):
     """What one process saw in one iteration."""
     gradients: list  # [(parameter's name, whole gradient before clipping)]; a tied pair may be there twice
     weights: list  # [(parameter's name, whole parameter before the update)]
-    activations: dict  # {'the input/output of MODULE': (sum of squares, number) of its elements}, as they were first computed
+    activations: dict  # {'the input/output of MODULE': (sum of squares, number of elements)}, in order
     random: list  # names of the innermost modules that drew random numbers in this iteration
 
 

@@ -1,4 +1,4 @@
-"""kilogpt.prove as a user runs it: it finds and names mistakes that are planted in model.py, and nothing else."""
+"""kilogpt.prove as a user runs it: it finds and names mistakes planted in model.py, and nothing else."""
 import json
 import pathlib
 import shutil
@@ -43,9 +43,10 @@ MISTAKES = {
         'dp2', ['modified by an inplace operation', 'is changed in place: x = x + ...']),
     'a change of the input in place': (
         {BLOCK: "        x.data.mul_(0.9)\n" + BLOCK},
-        'dp2; dp2 full', ['transformer.h.*.attn.c_k.weight: gradient', 'does a block change its input in place']),
+        'dp2; dp2 full', ['transformer.h.*.attn.c_k.weight: gradient',
+                          'does a block change its input in place']),
     'starting weights from the global generator': (
-        {"            block.normal_(0.0, std, generator=generator)\n": "            block.normal_(0.0, std)\n"},
+        {"block.normal_(0.0, std, generator=generator)": "block.normal_(0.0, std)"},
         'dp2 zero3', ['transformer.h.*.attn.c_q.weight', 'GPT.initial_value gives other values']),
     'positions that forget where a process begins': (
         {"            positions = self.first_position + torch.arange(T, device=idx.device)\n":
@@ -54,7 +55,8 @@ MISTAKES = {
     'a mean over the batch': (
         {BLOCK: BLOCK + "        x = x - x.mean(dim=0, keepdim=True)\n"},
         ONE_MICRO_STEP,
-        ['the input of transformer.h.0.ln_2 is the first value that is wrong', 'mix the sequences of a batch']),
+        ['the input of transformer.h.0.ln_2 is the first value that is wrong',
+         'mix the sequences of a batch']),
     'a parameter that the loss does not need': (
         {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n"},
         'dp2', ['transformer.h.*.ln_3.weight has no gradient', 'takes no part in the loss']),
@@ -83,7 +85,8 @@ MISTAKES = {
         'dp2; tp2', ['a layer missing in split_plan, or under the wrong kind']),
 }
 HARMLESS = {
-    'a renamed layer': {'self.c_fc': 'self.up', "'mlp.c_fc'": "'mlp.up'", "'mlp.shared.c_fc'": "'mlp.shared.up'"},
+    'a renamed layer': {'self.c_fc': 'self.up', "'mlp.c_fc'": "'mlp.up'",
+                        "'mlp.shared.c_fc'": "'mlp.shared.up'"},
     'another activation': {"    if form == 'relu2':": "    if form == 'gelu':\n        return F.mish(h)\n"
                                                       "    if form == 'relu2':"},
     'an extra norm': {
@@ -96,7 +99,7 @@ HARMLESS = {
 
 @pytest.fixture
 def edited(tmp_path):
-    """Function that makes a copy of the repository with edits {text of model.py: its replacement}; its folder."""
+    """Function that copies the repository with edits {text of model.py: its replacement}; the folder."""
     def edit(edits):
         for name in ('kilogpt', 'data', 'config'):
             shutil.copytree(pathlib.Path(ROOT, name), tmp_path / name,
@@ -116,7 +119,8 @@ def prove(*arguments, folder=ROOT, **options):
 
 
 @pytest.mark.parametrize('name', [
-    pytest.param(name, marks=() if name == 'a loss that is a mean' else pytest.mark.slow) for name in MISTAKES])
+    pytest.param(name, marks=() if name == 'a loss that is a mean' else pytest.mark.slow)
+    for name in MISTAKES])
 def test_mistake_in_the_model_is_found_and_named(edited, name):
     edits, layouts, sentences = MISTAKES[name]
     done = prove(*SMALL, f'--layouts={layouts}', folder=edited(edits))
