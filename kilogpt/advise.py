@@ -175,7 +175,7 @@ def advise(keys, facts, differences, first_wrong='', random=()):
         return found
     if 'gradient' in kinds:
         gradients = [each for each in differences if each.what == 'gradient']
-        return advise_on_gradients(keys, tp, cp, gradients, first_wrong)
+        return advise_on_gradients(keys, gradients, first_wrong, is_loss_right='loss' not in kinds)
     if first_wrong:
         return [where_to_look(first_wrong, tp, cp)]
     if 'update' in kinds:
@@ -187,8 +187,9 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     return []
 
 
-def advise_on_gradients(keys, tp, cp, gradients, first_wrong):
+def advise_on_gradients(keys, gradients, first_wrong, is_loss_right):
     """Sentences for gradients that differ. The other arguments are as in `advise`."""
+    tp, cp = int(keys.get('tp', 1)), int(keys.get('cp', 1))
     factors = [each for each in gradients if is_factor(each)]
     ratios = [each.ratio for each in factors]
     lost = [each.name for each in gradients if each.found in (None, 0.0)]
@@ -199,6 +200,9 @@ def advise_on_gradients(keys, tp, cp, gradients, first_wrong):
         return [f'every gradient is off by the same factor, {ratios[0]:.3g}: model(x, y) must return the sum '
                 'of the losses over the targets, not a mean, which depends on the size of a micro-batch (and '
                 'parallel.py divides it by the tokens of the whole batch)']
+    if not is_loss_right and not first_wrong:
+        return ['the loss differs too: a target counts twice or not at all, or the processes have not '
+                'divided the batch, of which some is padding (-1) where it does not divide evenly']
     if keys.get('activation_checkpoint', 'none') != 'none' and not first_wrong:
         return ['the outputs are right, but the backward pass with activation_checkpoint computes them again '
                 'and gets others: does a block change its input in place (x += ..., x.mul_), or keep '

@@ -1,8 +1,8 @@
 """Run scripts in processes forked from one that has imported torch, which takes longer than a tiny run.
 
 `run_forked` forks from the process that calls it. As a program, this file is a server for other processes,
-such as the tests: each line of standard input is a run, the JSON of the arguments of `run_forked`; the answer on
-standard output is a line with the exit codes of the run's processes.
+such as the tests: each line of standard input is a run, the JSON of the arguments of `run_forked`; the answer
+on standard output is a line with the exit codes of the run's processes.
 """
 import contextlib
 import gc

@@ -7,11 +7,11 @@ r"""Prove that a model trains the same in every layout: run after an edit of mod
 The model and the config, shrunk, run on one process, and then in each layout on CPU processes of this machine
 with the same data. Compared with one process are the starting weights, and for three iterations the loss, the
 gradient's norm, and each parameter's gradient and update on each process; then the evaluation and the weights
-that were saved, and last an iteration that continues from those of the layout before. A failure names the
+that were saved, and last two iterations that continue from those of the layout before. A failure names the
 first iteration and the parameters that differ, and says what is often the reason. The exit code is then 1.
 
-Config files and keys are those of train.py. Shrunk are: n_layer to 3, n_head to 4 (groups stay groups), n_embd
-to 8 a head, block_size to 32, n_experts to 4 of width 16, the vocabulary to 61 random tokens, and the
+Config files and keys are those of train.py. Shrunk are: n_layer to 3, n_head to 4 (groups stay groups),
+n_embd to 8 a head, block_size to 32, n_experts to 4 of width 16, the vocabulary to 61 random tokens, and the
 batch to 4 micro-batches of 2 sequences; more where a layout needs more. Dropout is off, and no projection
 starts at zero. The other keys of the model and of the optimizer stay, but for a warm-up of one iteration.
 Experts are compared in float64, since rounding may send a token to another expert.
@@ -132,8 +132,8 @@ def shrink(config, layouts, keep):
     plain = dict(
         device='cpu', backend='auto', dtype='float32', compile=False, fp8=False, deterministic=False,
         profile=False, wandb_log=False, tensorboard=False, init_from='scratch', eval_only=False,
-        async_tp=False, grad_compress='none', dropout=0.0, zero_init=False, on_nonfinite='abort', warmup_iters=1,
-        max_iters=ITERATIONS, lr_decay_iters=max(10, config['lr_decay_iters']), eval_iters=MICRO_STEPS,
+        async_tp=False, grad_compress='none', dropout=0.0, zero_init=False, on_nonfinite='abort',
+        warmup_iters=1, max_iters=ITERATIONS, lr_decay_iters=max(10, config['lr_decay_iters']), eval_iters=MICRO_STEPS,
         eval_interval=ITERATIONS, log_interval=1, save_interval=0, save_minutes=0.0, keep_checkpoints=2,
         always_save_checkpoint=True, async_checkpoint=False, comm_timeout=60, **LAYOUT_KEYS)
     return config | plain | small

@@ -66,8 +66,8 @@ class Trials:
                                error=error, lines=lines, evals=evals)
 
     def train_reference(self):
-        """Run one process an iteration longer than the others, and keep what it saw and saved."""
-        self.one = self.train(1, [], max_iters=self.iterations + 1)
+        """Run one process two iterations longer than the others, and keep what it saw and saved."""
+        self.one = self.train(1, [], max_iters=self.iterations + 2)
         if not self.one.error:
             self.testimonies = [witness.read(self.one.folder, i + 1, 1)[0] for i in range(self.iterations)]
             self.saved = saved_weights(self.one.out_dir, self.iterations)
@@ -79,16 +79,19 @@ class Trials:
         return [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]
 
     def continue_from(self, source, processes, arguments):
-        """Continue a run under another layout by an iteration; returns what is wrong, a list of sentences."""
+        """Continue a run under another layout; returns what is wrong, a list of sentences.
+
+        It takes two iterations, since moments that were not read show in the loss after the first update.
+        """
         folder = os.path.join(self.folder, f'from-{self.number}')
         path = os.path.join('ckpt', f'iter_{self.iterations:08d}')
         shutil.copytree(os.path.join(source.out_dir, path), os.path.join(folder, path))
         run = self.train(processes, arguments, out_dir=folder, init_from='resume', eval_iters=0,
-                         keep_checkpoints=0, max_iters=self.iterations + 1)
+                         keep_checkpoints=0, max_iters=self.iterations + 2)
         if run.error:
             return [f'cannot continue from what {source.layout} has saved: {run.error}']
-        last = self.iterations + 1
-        expected = SimpleNamespace(lines={last: self.one.lines[last]}, evals={})
+        later = {i: line for i, line in self.one.lines.items() if i > self.iterations}
+        expected = SimpleNamespace(lines=later, evals={})
         differences = compare.compare_curves(run, expected)
         return [f'continued from what {source.layout} has saved, iteration {each.iteration} has {each.what} '
                 f'{each.found:.6g}, on one process {each.expected:.6g}' for each in differences]

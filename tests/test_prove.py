@@ -4,7 +4,7 @@ import pathlib
 import shutil
 
 import pytest
-from helpers import ROOT, run_forked
+from helpers import FAULTS, ROOT, run_forked
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
@@ -168,3 +168,39 @@ def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
 def test_wrong_arguments_are_a_sentence(arguments, sentence):
     done = prove(*arguments)
     assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
+
+# {fault of wrong_layouts.py: (keys and options, what the report has to say)}
+FAULTY_LAYOUTS = {
+    'sum for mean': ('--layouts=dp2', ['2.00 times too small', 'off by the same factor']),
+    'evaluation counts twice': ('--layouts=tp2', ['train_loss', 'training is right, but not evaluation']),
+    'last micro-step alone': (f'--layouts={ONE_MICRO_STEP}', ['gradient differs']),
+    'keys counted twice': ('--layouts=tp2', [
+        'transformer.h.*.attn.c_k.weight: gradient 2.00 times too large in all blocks',
+        'is it in split_plan as replicated']),
+    'norm of a part': ('--layouts=tp2', [
+        'transformer.h.*.ln_2.weight: gradient 2.00 times too small in all blocks',
+        'is it in split_plan as replicated']),
+    'one rank alone': ('--layouts=dp2', ['gradient 1.50 times too large in all blocks on rank 1']),
+    'padding counts': ('--layouts=dp3', ['the loss differs too', 'padding']),
+    'same batch everywhere': ('--layouts=dp2', ['the output of transformer.wte is the first value']),
+    'tied pair': ('--layouts=pp2', ['transformer.wte.weight: gradient differs']),
+    'heads of a part': ('--layouts=cp2', [
+        'the output of transformer.h.0.attn.dot_product is the first value']),
+    'rows not gathered': ('--layouts=dp2 zero1', ['update', 'the gradients are right']),
+    'matrices in parts': ('--optimizer=muon --layouts=dp2 zero2', ['update', 'the gradients are right']),
+    'local norm': ('--layouts=dp2 zero2', ['grad_norm']),
+    'no decay of shards': ('--layouts=dp2 zero2 --weight_decay=1.0', ['update', 'the gradients are right']),
+    'moments forgotten': ('--layouts=dp2 zero2', ['continued from what one process has saved']),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', FAULTY_LAYOUTS)
+def test_mistake_in_a_layout_is_found_and_named(fault):
+    options, sentences = FAULTY_LAYOUTS[fault]
+    arguments = [f'--{option}' for option in options.removeprefix('--').split(' --')]
+    done = prove(*SMALL, *arguments, faults=[FAULTS / 'wrong_layouts.py'], env=dict(FAULT=fault))
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+    for sentence in sentences:
+        assert sentence in done.stdout, sentence
