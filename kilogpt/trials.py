@@ -17,7 +17,7 @@ from kilogpt import checkpoint, compare, forks, witness
 from kilogpt.launch import ROOT, as_arguments, last_error
 from kilogpt.metrics import read_metrics
 
-LIMIT = 300  # seconds that a run may take
+LIMIT = 600  # seconds that a run may take
 FIRST_PORT = 15_000
 
 

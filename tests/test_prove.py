@@ -115,7 +115,7 @@ def edited(tmp_path):
 
 
 def prove(*arguments, folder=ROOT, **options):
-    return run_forked('kilogpt.prove', *arguments, cwd=folder, check=False, **options)
+    return run_forked('kilogpt.prove', *arguments, cwd=folder, check=False, timeout=1800, **options)
 
 
 @pytest.mark.parametrize('name', [
