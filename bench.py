@@ -9,8 +9,8 @@
 
 Everything that is not an option below goes to train.py as it is.
 
-A layout is words: dpN, tpN, cpN, ppN (processes of each kind), zeroN (zero_stage), repN (dp_replicate), a
-pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), bf16 or powersgd
+A layout is words: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN (dp_replicate),
+a pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), bf16 or powersgd
 (grad_compress), and key=value for any other key. With dpN a layout has dp × tp × cp × pp processes, else
 --nproc_per_node. Its row has the main process's memory and, beneath, the bytes that the main process
 communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the
@@ -27,7 +27,6 @@ import argparse
 import functools
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -52,42 +51,6 @@ def parse_sweep(text):
             sys.exit(f'error: --sweep takes key=value,value ... separated by spaces, but has {axis!r}')
         axes.append([f'--{key}={value}' for value in values.split(',')])
     return [list(combination) for combination in itertools.product(*axes)]
-
-
-def parse_layouts(text, nproc_per_node=1):
-    """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...]."""
-    layouts = [' '.join(layout.split()) for layout in text.split(';')]
-    return [(layout, *parse_layout(layout, nproc_per_node)) for layout in layouts if layout]
-
-
-def parse_layout(layout, nproc_per_node):
-    """'tp2 dp2 zero3' -> (4, ['--tp=2', '--zero_stage=3'])."""
-    key_of_word = dict(full='activation_checkpoint', selective='activation_checkpoint', bf16='grad_compress',
-                       powersgd='grad_compress', **dict.fromkeys(SCHEDULES, 'pp_schedule'))
-    key_of_degree = dict(tp='tp', cp='cp', pp='pp', zero='zero_stage', rep='dp_replicate')
-    arguments, degrees = [], {}
-    for word in layout.split():
-        degree = re.fullmatch(r'(dp|tp|cp|pp|zero|rep)=?(\d+)', word)
-        if degree:
-            name, number = degree.groups()
-            degrees[name] = int(number)
-            if name != 'dp':  # data parallel takes what the others leave
-                arguments.append(f'--{key_of_degree[name]}={number}')
-        elif word in key_of_word:
-            arguments.append(f'--{key_of_word[word]}={word}')
-        elif word == 'offload':
-            arguments.append('--cpu_offload=True')
-        elif re.fullmatch(r'\w+=.+', word):
-            arguments.append(f'--{word}')
-        else:
-            sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, zeroN, repN, '
-                     f'{", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd and key=value')
-    model_parallel = math.prod(degrees.get(name, 1) for name in ('tp', 'cp', 'pp'))
-    processes = degrees['dp'] * model_parallel if 'dp' in degrees else nproc_per_node
-    if processes < 1 or model_parallel < 1 or processes % model_parallel:
-        sys.exit(f'error: layout {layout!r} takes a multiple of tp × cp × pp = {model_parallel} processes, '
-                 f'not {processes}: set --nproc_per_node, or add dpN to the layout')
-    return processes, arguments
 
 
 def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu='', **keys):
@@ -292,7 +255,8 @@ def parse_arguments():
 
 def main():
     options, arguments = parse_arguments()
-    layouts = parse_layouts(options.layouts, options.nproc_per_node) or [('', options.nproc_per_node, [])]
+    layouts = launch.parse_layouts(options.layouts, options.nproc_per_node)
+    layouts = layouts or [('', options.nproc_per_node, [])]
     combinations = parse_sweep(options.sweep)
     run = functools.partial(measure, iters=options.iters, warmup=options.warmup,
                             profile=bool(options.profile or options.layouts), gpu=options.gpu)

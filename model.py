@@ -369,7 +369,8 @@ class Router(nn.Module):
         if self.balance == 'bias':
             self.bias += is_applied * self.rate * (n_tokens.mean() - n_tokens).sign()
         elif self.balance == 'loss':
-            self.load.lerp_(n_tokens / n_tokens.sum().clamp(min=1), is_applied)
+            shares = n_tokens / n_tokens.sum().clamp(min=1)
+            self.load.lerp_(shares.type_as(self.load), is_applied.type_as(self.load))
 
 
 class Experts(nn.Module):

@@ -1,12 +1,16 @@
 """Launch the scripts of this repository as a user does, and read what a run of train.py measured."""
 import json
+import math
 import os
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from typing import NamedTuple
+
+from kilogpt.layout import SCHEDULES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -23,6 +27,51 @@ class Run(NamedTuple):
         """Median over the iterations after `warmup`; None where the run does not know the figure (mfu)."""
         values = [line[key] for line in self.train_lines[warmup:]]
         return None if None in values else statistics.median(values)
+
+
+def parse_layouts(text, processes=0):
+    """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...].
+
+    processes: of a layout without dpN; 0 = as few as it takes, but at least 2. Exits at a wrong layout, with
+    one sentence.
+    """
+    layouts = [' '.join(layout.split()) for layout in text.split(';')]
+    return [(layout, *parse_layout(layout, processes)) for layout in layouts if layout]
+
+
+def parse_layout(layout, default_processes):
+    """'tp2 dp2 zero3' -> (4, ['--tp=2', '--zero_stage=3'])."""
+    key_of_word = dict(full='activation_checkpoint', selective='activation_checkpoint', bf16='grad_compress',
+                       powersgd='grad_compress', **dict.fromkeys(SCHEDULES, 'pp_schedule'))
+    key_of_degree = dict(tp='tp', cp='cp', pp='pp', ep='ep', zero='zero_stage', rep='dp_replicate')
+    arguments, degrees = [], {}
+    for word in layout.split():
+        degree = re.fullmatch(r'(dp|tp|cp|pp|ep|zero|rep)=?(\d+)', word)
+        if degree:
+            name, number = degree.groups()
+            degrees[name] = int(number)
+            if name != 'dp':  # data parallel takes what the others leave
+                arguments.append(f'--{key_of_degree[name]}={number}')
+        elif word in key_of_word:
+            arguments.append(f'--{key_of_word[word]}={word}')
+        elif word == 'offload':
+            arguments.append('--cpu_offload=True')
+        elif re.fullmatch(r'\w+=.+', word):
+            arguments.append(f'--{word}')
+        else:
+            sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, epN, zeroN, '
+                     f'repN, {", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd and key=value')
+    model_parallel = math.prod(degrees.get(name, 1) for name in ('tp', 'cp', 'pp'))
+    processes = default_processes
+    if 'dp' in degrees:
+        processes = degrees['dp'] * model_parallel
+    elif not processes:
+        experts = -(-degrees.get('ep', 1) // max(1, degrees.get('cp', 1)))
+        processes = max(2, model_parallel * degrees.get('rep', 1) * experts)
+    if processes < 1 or model_parallel < 1 or processes % model_parallel:
+        sys.exit(f'error: layout {layout!r} takes a multiple of tp × cp × pp = {model_parallel} processes, '
+                 f'not {processes}: set --nproc_per_node, or add dpN to the layout')
+    return processes, arguments
 
 
 def train_command(arguments, out_dir, **keys):

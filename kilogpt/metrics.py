@@ -223,3 +223,11 @@ def synchronize(device):
     """Wait for the device, so that a clock read next is read after the work."""
     if device.type != 'cpu':
         getattr(torch, device.type).synchronize()
+
+
+def read_metrics(out_dir):
+    """(training lines, evaluation lines) of a run: {iter: line}. The last line for an iteration counts."""
+    with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as file:
+        lines = [json.loads(line) for line in file]
+    return ({line['iter']: line for line in lines if 'loss' in line},
+            {line['iter']: line for line in lines if 'val_loss' in line})

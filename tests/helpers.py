@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,9 @@ import pytest
 import torch
 
 from kilogpt import checkpoint
+from kilogpt.compare import GRAD_NORM, LOSS, compare_curves
+from kilogpt.forks import free_ports
+from kilogpt.metrics import read_metrics
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TESTS = pathlib.Path(ROOT, 'tests')
@@ -60,26 +62,15 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-def free_ports():
-    """Ports of this machine that nothing listens on, below those that gloo's connections take.
-
-    pytest's two processes have a range each: they would take the same port between asking and listening.
-    """
-    first = 26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000
-    for port in range(first + os.getpid() % 5_000, first + 6_000):
-        with contextlib.suppress(OSError):
-            socket.create_server(('127.0.0.1', port)).close()
-            yield str(port)
-
-
-PORTS = free_ports()
+# pytest's two processes have a range each: they would take the same port between asking and listening
+PORTS = free_ports(26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000)
 
 
 def free_port():
     return next(PORTS)
 
 
-IDLE_SERVERS = []  # processes of fork_server.py that no run uses at present
+IDLE_SERVERS = []  # processes of kilogpt/forks.py that no run uses at present
 SERVERS_LOCK = threading.Lock()
 
 
@@ -127,7 +118,7 @@ def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='
 
 
 def _start_fork_server():
-    return subprocess.Popen([sys.executable, TESTS / 'fork_server.py'], text=True,
+    return subprocess.Popen([sys.executable, os.path.join(ROOT, 'kilogpt', 'forks.py')], text=True,
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -192,14 +183,6 @@ def wait_until(condition, process, seconds=120):
 
 # --- what runs leave ------------------------------------------------------------------------------------
 
-def read_metrics(out_dir):
-    """(training lines, evaluation lines) of a run: {iter: line}. The last line for an iteration counts."""
-    with open(os.path.join(out_dir, 'metrics.jsonl')) as file:
-        lines = [json.loads(line) for line in file]
-    return ({line['iter']: line for line in lines if 'loss' in line},
-            {line['iter']: line for line in lines if 'val_loss' in line})
-
-
 def read_run(out_dir):
     """A run as its folder shows it now: `out_dir`, and `lines` and `evals` as of read_metrics."""
     lines, evals = read_metrics(out_dir)
@@ -218,16 +201,10 @@ def first_iterations(run, count):
                            evals={i: line for i, line in run.evals.items() if i <= count})
 
 
-def assert_near(run, other, loss=1e-4, grad_norm=1e-3):
+def assert_near(run, other, loss=LOSS, grad_norm=GRAD_NORM):
     """Two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
     assert list(run.lines) == list(other.lines) and list(run.evals) == list(other.evals) and run.lines
-    for i, expected in other.lines.items():
-        found, norm = run.lines[i], expected['grad_norm']
-        assert found['loss'] == pytest.approx(expected['loss'], abs=loss), f'loss of iteration {i}'
-        assert found['grad_norm'] == pytest.approx(norm, rel=grad_norm), f'gradient norm of iteration {i}'
-    for i, expected in other.evals.items():
-        for key in ('train_loss', 'val_loss'):
-            assert run.evals[i][key] == pytest.approx(expected[key], abs=loss), f'{key} at iteration {i}'
+    assert compare_curves(run, other, loss, grad_norm) == []
 
 
 def saved_iterations(out_dir):

@@ -7,7 +7,7 @@ import pytest
 from helpers import TINY, run_script
 
 import bench
-from kilogpt import trace
+from kilogpt import launch, trace
 from model import GPT, GPTConfig
 
 ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]
@@ -47,7 +47,7 @@ def test_failed_run_is_a_row_with_its_error(tmp_path):
 
 def test_layout_is_words_for_arguments_and_processes():
     text = ' dp8; zero3 ;tp2 pp2  dp2 zbv full; cp=2 dp1 zero2 rep2 offload bf16 mlp=swiglu;'
-    assert bench.parse_layouts(text, nproc_per_node=4) == [
+    assert launch.parse_layouts(text, 4) == [
         ('dp8', 8, []),
         ('zero3', 4, ['--zero_stage=3']),
         ('tp2 pp2 dp2 zbv full', 8, [
@@ -64,7 +64,7 @@ def test_layout_is_words_for_arguments_and_processes():
 ])
 def test_wrong_layout_is_a_sentence(text, message):
     with pytest.raises(SystemExit, match=message):
-        bench.parse_layouts(text, nproc_per_node=2)
+        launch.parse_layouts(text, 2)
 
 
 BYTES_TOLERANCE = 256  # the losses, the signals and the gradient's norm are summed too, number by number

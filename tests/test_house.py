@@ -16,11 +16,13 @@ FLOORS = [
      'kilogpt.layout', 'kilogpt.machines', 'kilogpt.metrics', 'kilogpt.optim', 'kilogpt.settings',
      'kilogpt.times', 'kilogpt.trace', 'kilogpt.updates', 'data.fetch', 'data.loader', 'data.prepare',
      'data.tokenizer'},
-    {'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compiler', 'kilogpt.cpu', 'kilogpt.cuda',
-     'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.health', 'kilogpt.launch',
-     'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes', 'kilogpt.recorder',
-     'kilogpt.replay', 'kilogpt.shards', 'kilogpt.weights'},
-    {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.plan', 'kilogpt.plot', 'kilogpt.versus'},
+    {'kilogpt.advise', 'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compare', 'kilogpt.compiler',
+     'kilogpt.cpu', 'kilogpt.cuda', 'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.forks',
+     'kilogpt.health', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline',
+     'kilogpt.processes', 'kilogpt.recorder', 'kilogpt.replay', 'kilogpt.shards', 'kilogpt.trials',
+     'kilogpt.weights', 'kilogpt.witness'},
+    {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.plan', 'kilogpt.plot', 'kilogpt.prove',
+     'kilogpt.versus'},
 ]
 LONG_FILES = {  # {path: why it is longer than 500 lines}
     'model.py': 'the GPT and its experts, all of it, in one file that runs without the others',

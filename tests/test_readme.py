@@ -20,6 +20,7 @@ ITERATIONS = '--max_iters=2 --lr_decay_iters=2 --eval_interval=2 --eval_iters=1 
 SMALL = f'{SHAPE} {ITERATIONS} --gradient_accumulation_steps=1 --wandb_log=False'
 MANY = f'{SMALL} --gradient_accumulation_steps=8'
 FEW_TOKENS = '--device=cpu --num_samples=2 --max_new_tokens=8'
+ONE_LAYOUT = '--layouts="dp1 zero3"'  # of kilogpt.prove
 BENCH = f'{SHAPE} --gradient_accumulation_steps=8 --iters=2 --warmup=0'
 
 
@@ -91,6 +92,14 @@ SLOW_SESSIONS = dict(
     ],
     keys=[
         step('python tests/write_keys.py'),
+    ],
+    prove=[
+        step('python -m kilogpt.prove config/train_gpt2.py --quick', ONE_LAYOUT),
+        step('python -m kilogpt.prove config/train_gpt2.py', ONE_LAYOUT),
+        step('python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" --json',
+             ONE_LAYOUT),
+        step('python -m kilogpt.prove config/train_gpt2.py --layouts="tp2; cp2" --keep=n_head,n_embd',
+             ONE_LAYOUT + ' --n_head=4 --n_embd=32'),
     ],
     documents=[
         step("python data/openwebtext/prepare.py --input='documents/*.jsonl' --out=mydocuments",

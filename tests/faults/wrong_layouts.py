@@ -1,0 +1,66 @@
+"""Plant a mistake in how layouts are carried out, none of which ends a run. FAULT names it."""
+import os
+
+import torch
+
+from kilogpt import checkpoint, ddp, layout, optim, parallel, pipeline
+from kilogpt.parallel import Parallel
+
+fault = os.environ['FAULT']
+lay_out, forward_backward, layout_rows = Parallel.lay_out, Parallel.forward_backward, layout.Layout.rows
+
+
+def is_first():
+    return os.environ.get('RANK', '0') == '0'
+
+
+def lay_out_wrong(self, model, **options):
+    lay_out(self, model, **options)
+    if fault == 'sum for mean':  # the processes' gradients are averaged, but the loss is not scaled up
+        self.loss_scale /= self.layout.gradient_ranks
+    if fault == 'evaluation counts twice':
+        self.sum_losses = lambda loss_sum: self.processes.sum(loss_sum.item())
+
+
+def forward_backward_wrong(self, x, y, last=True, **options):
+    if fault == 'last micro-step alone' and last:
+        self._drop_gradients()
+    loss = forward_backward(self, x, y, last, **options)
+    for name, parameter in self.named_parameters() if last else ():
+        if fault == 'one rank alone' and not is_first():
+            parameter.grad.mul_(1.5)
+        if fault == 'keys counted twice' and 'c_k' in name:
+            parameter.grad.mul_(self.layout.tp)
+        if fault == 'norm of a part' and 'ln_2' in name:
+            parameter.grad.div_(self.layout.tp)
+    return loss
+
+
+def rows_wrong(self, rank, total, micro_batch, micro_step):
+    rows = layout_rows(self, rank, total, micro_batch, micro_step)
+    if fault == 'same batch everywhere':
+        rows = layout_rows(self, 0, total, micro_batch, micro_step)
+    return rows.clip(min=0)
+
+
+Parallel.lay_out, Parallel.forward_backward = lay_out_wrong, forward_backward_wrong
+if fault in ('padding counts', 'same batch everywhere'):
+    layout.Layout.rows = rows_wrong
+if fault == 'tied pair':
+    pipeline.Pipeline._sum_tied_gradients = lambda self: None
+if fault == 'heads of a part':
+    parallel.exchange_heads = lambda attention, mesh: None
+if fault == 'rows not gathered':
+    ddp.Zero1.gather_parameters = lambda self, *_: None
+if fault == 'matrices in parts':
+    Parallel.apply_to_whole_matrices = lambda self, function, parameter, parts: function(parts)
+if fault == 'local norm':
+    parallel.total_norm = lambda gradients: torch.nn.utils.get_total_norm(
+        [optim.local_part(gradient) for gradient in gradients])
+if fault == 'no decay of shards':
+    build_adamw = optim.build_adamw
+    optim.build_adamw = lambda parameters, lr, decay, betas: build_adamw(
+        parameters, lr, 0.0 if hasattr(list(parameters)[0][1], 'placements') else decay, betas)
+if fault == 'moments forgotten':
+    load = checkpoint.load
+    checkpoint.load = lambda path, parameters, optimizer=None: load(path, parameters)
