@@ -227,21 +227,20 @@ def choices_of(train, folder, layout, nproc, options):
 
 @pytest.mark.slow
 def test_rounding_sends_few_tokens_to_other_experts(train, tmp_path):
-    """In float32, 60 updates of AdamW: at first none or one, then as weights come apart by rounding, below 1%.
+    """In float32, 120 updates of AdamW: at first none or one, then, as weights come apart, less than 1%.
 
     Prints the counts (-s).
     """
-    options = [*MOE, '--max_iters=60', '--lr_decay_iters=60', '--learning_rate=3e-3', '--eval_iters=0',
-               '--keep_checkpoints=0']
+    options = [*MOE, '--max_iters=120', '--lr_decay_iters=120', '--eval_iters=0', '--keep_checkpoints=0']
     one = choices_of(train, tmp_path / 'one', '', 1, options)
-    for nproc, layout in [(2, '--ep=2'), (2, '--tp=2'), (2, '--cp=2'), (4, '--ep=2 --zero_stage=3')]:
+    for nproc, layout in [(2, '--ep=2'), (2, '--tp=2'), (2, '--cp=2')]:
         found = choices_of(train, tmp_path / layout, layout, nproc, options)
         assert found.shape == one.shape
         flips = (found != one).any(dim=-1).sum(dim=(1, 2)).tolist()  # of each iteration
         per_iteration = one.size(1) * one.size(2)
-        print(f'{layout}: {sum(flips)} of {60 * per_iteration:,} choices differ, {sum(flips[:10])} of them '
+        print(f'{layout}: {sum(flips)} of {120 * per_iteration:,} choices differ, {sum(flips[:10])} of them '
               f'in the first 10 iterations, at most {max(flips)} of {per_iteration} in one')
-        assert flips[0] <= 1 and sum(flips) < 0.01 * 60 * per_iteration
+        assert flips[0] <= 1 and sum(flips) < 0.01 * 120 * per_iteration
 
 
 @pytest.mark.slow
