@@ -85,6 +85,12 @@ SLOW_SESSIONS = dict(
              nproc=2),
         step('python train.py config/quickstart.py --mlp=moe --n_experts=4 --expert_hidden=192 '
              '--out_dir=out-moe', SMALL),
+        step('python train.py config/shakespeare_moe.py', SMALL + ' --out_dir=out-first'),
+        step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1', SMALL),
+        step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1 --mlp=swiglu '
+             '--out_dir=out-dense', SMALL),
+        step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1 --mlp=swiglu '
+             '--out_dir=out-longer --max_iters=770 --lr_decay_iters=770 --eval_interval=770', SMALL),
     ],
     keys=[
         step('python tests/write_keys.py'),
