@@ -350,7 +350,10 @@ class LossOfWholeLogits(torch.nn.Module):
 
 
 def use_float8(blocks, device, notes):
-    """Products of the blocks' linears in float8 by torchao, a scale per tensor (Micikevicius et al. 2022)."""
+    """Products of the blocks' linears in float8 by torchao, a scale per tensor (Micikevicius et al. 2022).
+
+    Routers and the matrices of experts are not linears and stay as they are.
+    """
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:

@@ -3,6 +3,7 @@
 The layouts of test_parallel.py have mixtures of experts too: losses, norms and weights over some iterations.
 """
 import math
+import pathlib
 import re
 import shutil
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_weights
+from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights
 from kilogpt import witness
 from kilogpt.compare import relative_error
 from model import GPT, GPTConfig
@@ -195,10 +196,16 @@ def test_mistakes_of_other_projects_show_in_the_gradients(first_gradients, monke
 
 
 @pytest.mark.slow
-def test_second_choice_in_a_checkpoint_would_end_the_run(train):
-    run = train(*MOE, '--activation_checkpoint=full', env=dict(FAULT='choice'), check=False,
-                faults=[FAULTS / 'wrong_experts.py'])
-    assert run.returncode == 1 and 'CheckpointError' in run.stderr
+def test_second_choice_in_a_checkpoint_shows(first_gradients, train, monkeypatch):
+    """In the gradients. A loop over the experts would end the run, because tensors change their shapes."""
+    options = [*MOE, '--activation_checkpoint=full']
+    monkeypatch.setenv('FAULT', 'choice')
+    monkeypatch.setenv('GRADIENTS_IN', 'float32')  # in float64 it is a loop
+    found = first_gradients(options, faults=[FAULTS / 'wrong_experts.py'])
+    error, name = largest_error(found, first_gradients(options))
+    assert error > 0.05 and 'routed' in name, (error, name)
+    looped = train(*options, check=False, faults=[FAULTS / 'looped_products.py', FAULTS / 'wrong_experts.py'])
+    assert looped.returncode == 1 and 'CheckpointError' in looped.stderr
 
 
 @pytest.mark.slow
@@ -212,16 +219,17 @@ def test_loads_of_one_rank_alone_show_in_the_biases(train):
     assert max((right[name] - wrong[name]).abs().max() for name in biases) > 0.005
 
 
-def choices_of(train, folder, layout, nproc, options):
-    """The experts of each token, sorted: (iterations, blocks, sequences * positions, K)."""
+def choices_of(train, folder, dtype, layout, nproc):
+    """The experts of each token, sorted: (iterations, blocks, sequences * positions, K), of 40 updates."""
     folder.mkdir()
-    run = train(*options, *layout.split(), nproc=nproc, env=dict(CHOICES=str(folder)),
+    run = train(*MOE, '--max_iters=40', '--lr_decay_iters=40', '--eval_iters=0', '--keep_checkpoints=0',
+                *layout.split(), nproc=nproc, env=dict(CHOICES=str(folder), CHOICES_IN=dtype),
                 faults=[FAULTS / 'keep_choices.py'])
     micro_steps = int(re.search(r'(\d+) micro-step', run.stdout)[1])
     ranks = []
     for rank in range(1 if '--tp' in layout else nproc):  # tensor-parallel ranks have the same tokens
-        calls = torch.load(folder / f'{rank}.pt')[-len(run.lines) * micro_steps * 2:]  # not of the warm-up
-        ranks.append(torch.stack(calls).unflatten(0, (len(run.lines), micro_steps, 2)))
+        calls = torch.load(folder / f'{rank}.pt')[-40 * micro_steps * 2:]  # not those of the warm-up
+        ranks.append(torch.stack(calls).unflatten(0, (40, micro_steps, 2)))
     if '--cp' in layout:  # each has half of each sequence
         ranks = [torch.cat([choices.unflatten(3, (-1, 16)) for choices in ranks], dim=4).flatten(3, 4)]
     choices = torch.stack(ranks, dim=2)  # (iterations, micro-steps, ranks, blocks, tokens, K)
@@ -229,22 +237,21 @@ def choices_of(train, folder, layout, nproc, options):
 
 
 @pytest.mark.slow
-def test_rounding_sends_few_tokens_to_other_experts(train, tmp_path):
-    """In float32, 60 updates of AdamW: at first none or one, then as weights come apart by rounding, below 1%.
+def test_only_rounding_sends_tokens_to_other_experts(train, tmp_path):
+    """In float64 none goes elsewhere in 40 updates. In float32 one may, and then others, as weights come apart.
 
-    Prints the counts (-s).
+    A single token that was sent elsewhere on purpose in update 6 changed 6% of the choices of 40 updates, and
+    16% of those of 120. Prints the counts (-s).
     """
-    options = [*MOE, '--max_iters=60', '--lr_decay_iters=60', '--learning_rate=3e-3', '--eval_iters=0',
-               '--keep_checkpoints=0']
-    one = choices_of(train, tmp_path / 'one', '', 1, options)
-    for nproc, layout in [(2, '--ep=2'), (2, '--tp=2'), (2, '--cp=2'), (4, '--ep=2 --zero_stage=3')]:
-        found = choices_of(train, tmp_path / layout, layout, nproc, options)
-        assert found.shape == one.shape
-        flips = (found != one).any(dim=-1).sum(dim=(1, 2)).tolist()  # of each iteration
-        per_iteration = one.size(1) * one.size(2)
-        print(f'{layout}: {sum(flips)} of {60 * per_iteration:,} choices differ, {sum(flips[:10])} of them '
-              f'in the first 10 iterations, at most {max(flips)} of {per_iteration} in one')
-        assert flips[0] <= 1 and sum(flips) < 0.01 * 60 * per_iteration
+    for dtype in ('float64', 'float32'):
+        one = choices_of(train, tmp_path / dtype, dtype, '', 1)
+        for layout in ('--ep=2', '--tp=2', '--cp=2'):
+            found = choices_of(train, tmp_path / f'{dtype} {layout}', dtype, layout, 2)
+            assert found.shape == one.shape == (40, 2, 12 * 32, 2)
+            flips = (found != one).any(dim=-1).sum(dim=(1, 2))  # of each iteration
+            print(f'{dtype} {layout}: {flips.sum()} of {2 * 40 * 12 * 32:,} choices differ, by iteration '
+                  f'{flips.tolist()}')
+            assert flips[0] <= 1 and flips.sum() <= (0 if dtype == 'float64' else 0.1 * 2 * 40 * 12 * 32)
 
 
 @pytest.mark.slow
@@ -257,6 +264,13 @@ def test_grouped_products_train_like_the_loop(train, nproc, layout):
     looped = train(*options, nproc=nproc, faults=[FAULTS / 'looped_products.py'])
     grouped = train(*options, nproc=nproc)
     assert_near(grouped, looped, *((3e-2, 3e-2) if 'bfloat16' in layout else ()))
+
+
+@pytest.mark.slow
+def test_program_that_measures_a_block_runs(capsys):
+    program = re.search(r'```python\n(.*?)```', pathlib.Path(ROOT, 'docs/moe.md').read_text('utf-8'), re.S)[1]
+    exec(program.replace('rounds = 10', 'rounds = 1'), {})
+    assert capsys.readouterr().out.count('times as long') == 2
 
 
 # --- in a run -------------------------------------------------------------------------------------------

@@ -85,9 +85,11 @@ def test_killed_process_is_named_and_torchrun_starts_the_run_again(train, datase
 
 
 @pytest.mark.slow
-def test_torchrun_starts_a_run_again_that_was_killed_three_times(train, dataset, tmp_path):
+@pytest.mark.parametrize('layout', [
+    '', '--ep=2 --zero_stage=2 --mlp=moe --n_experts=4 --expert_hidden=16 --router_balance_rate=0.01'])
+def test_torchrun_starts_a_run_again_that_was_killed_three_times(train, dataset, tmp_path, layout):
     out_dir = tmp_path / 'out'
-    options = [*OPTIONS, '--max_iters=120', '--save_interval=4']
+    options = [*OPTIONS, *layout.split(), '--max_iters=120', '--save_interval=4']
     command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
     restarting = '--standalone', '--nproc_per_node=2', '--max-restarts=3'
     with torchrun(restarting, tmp_path, 'train.py', *command) as process:

@@ -223,13 +223,17 @@ def test_offload_moves_tensors_and_changes_none(layout_run, offloaded, kept):
     assert curve(layout_run(2, offloaded)) == curve(layout_run(2, kept))
 
 
-@pytest.mark.parametrize('arguments', [
-    '--dtype=float16', '--dtype=bfloat16 --zero_stage=3', '--dtype=bfloat16 --pp=2',
-    pytest.param('--dtype=bfloat16 --tp=2', marks=pytest.mark.slow),
-    pytest.param('--dtype=bfloat16 --zero_stage=2 --fp8=True', marks=pytest.mark.slow)])
-def test_half_precision_is_near(train, layout_run, arguments):
+@pytest.mark.parametrize('model, arguments', [
+    ('gpt2', '--dtype=float16'), ('gpt2', '--dtype=bfloat16 --zero_stage=3'),
+    ('gpt2', '--dtype=bfloat16 --pp=2'),
+    pytest.param('gpt2', '--dtype=bfloat16 --tp=2', marks=pytest.mark.slow),
+    pytest.param('gpt2', '--dtype=bfloat16 --zero_stage=2 --fp8=True', marks=pytest.mark.slow),
+    pytest.param('moe', '--dtype=bfloat16 --zero_stage=2 --ep=2', marks=pytest.mark.slow),
+    pytest.param('moe', '--dtype=bfloat16 --zero_stage=2 --ep=2 --fp8=True', marks=pytest.mark.slow)])
+def test_half_precision_is_near(train, layout_run, model, arguments):
     """bf16 parameters round each product to 8 bits, fp8 to 4 or 3: a loss of 4 within 0.03."""
-    run, expected = train('--bias', *arguments.split(), base=BASE, nproc=2), layout_run(1, 'gpt2')
+    run = train(*MODELS[model].split(), *arguments.split(), base=BASE, nproc=2)
+    expected = layout_run(1, model)
     assert list(run.lines) == list(expected.lines)
     errors = [abs(run.lines[i]['loss'] - expected.lines[i]['loss']) for i in expected.lines]
     assert 1e-6 < max(errors) < 0.03  # float32 in another order errs by 5e-7
@@ -348,13 +352,15 @@ GPT2_LAYOUTS = (1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b'), (3, 'zero1'), (2, 'zero
 MORE_GPT2_LAYOUTS = ((1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b'), (3, 'zero3'),
                      (8, 'pp2 tp2 dp2'))
 MUON_LAYOUTS = (1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2')
+MOE_LAYOUTS = (4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, 'moe pp2'), (4, 'moe ep2 zero3')
 
 
 @pytest.mark.parametrize('model, pairs', [
     ('gpt2', in_a_circle(*GPT2_LAYOUTS)), ('muon', in_a_circle(*MUON_LAYOUTS)),
     pytest.param('gpt2', list(itertools.product(MORE_GPT2_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
     pytest.param('muon', list(itertools.product(MUON_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
-], ids=['gpt2', 'muon', 'gpt2-all-pairs', 'muon-all-pairs'])
+    pytest.param('moe', in_a_circle(*MOE_LAYOUTS), marks=pytest.mark.slow),
+], ids=['gpt2', 'muon', 'gpt2-all-pairs', 'muon-all-pairs', 'moe'])
 def test_checkpoint_of_any_layout_resumes_under_any_other(train, layout_run, tmp_path, model, pairs):
     """Weights, moments, data order: two more iterations, on the curve of one process that never stopped."""
     last = ITERATIONS + 2

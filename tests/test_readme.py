@@ -89,6 +89,12 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --gpu=H100', '--gpus=8 --n_layer=4'),
         step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --as_given --ep=8 '
              '--load_imbalance=1.5'),
+        step('python train.py config/shakespeare_moe.py', SMALL + ' --out_dir=out-first'),
+        step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1', SMALL),
+        step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1 --mlp=swiglu '
+             '--out_dir=out-dense', SMALL),
+        step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1 --mlp=swiglu '
+             '--out_dir=out-longer --max_iters=770 --lr_decay_iters=770 --eval_interval=770', SMALL),
     ],
     keys=[
         step('python tests/write_keys.py'),

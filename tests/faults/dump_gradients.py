@@ -1,6 +1,7 @@
 """Write what each process computes to the folder GRADIENTS, as kilogpt.prove does.
 
-In float64, unless GRADIENTS_IN is float32."""
+In float64, unless GRADIENTS_IN is float32.
+"""
 import os
 
 from kilogpt import witness

@@ -1,4 +1,7 @@
-"""Write which experts each router chose in training, call after call, to CHOICES/<rank>.pt at the end."""
+"""Write which experts each router chose in training, call after call, to CHOICES/<rank>.pt at the end.
+
+CHOICES_IN=float64 computes in float64.
+"""
 import os
 
 import torch
@@ -6,6 +9,7 @@ import torch
 import model
 from kilogpt.processes import Processes
 
+torch.set_default_dtype(getattr(torch, os.environ['CHOICES_IN']))
 choices = []
 choose, leave = model.Router.choose, Processes.leave
 
