@@ -56,6 +56,17 @@ def seconds_of(function, device, budget=0.1):
     return min(times)
 
 
+def median_seconds(function, device, calls=20):
+    """Seconds that a call with collectives usually takes: each waits for the slowest process."""
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        function()
+        metrics.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
 def product_rates(device, dtype):
     """{size: FLOP/s} of forward and backward products of which the least size is `size`."""
     sizes = SIZES if device.type == 'cpu' else (*SIZES, 4096, 8192)
@@ -111,29 +122,37 @@ def link(device, world_size):
     for size in (2 ** 8, 2 ** 20):  # float32 numbers
         own = torch.zeros(size, device=device)
         whole = torch.zeros(world_size * size, device=device)
-        times = []
-        for _ in range(20):
-            start = time.perf_counter()
+
+        def exchange(own=own, whole=whole):
             all_gather(whole, own)
             reduce_scatter(own, whole)
-            metrics.synchronize(device)
-            times.append((time.perf_counter() - start) / 2)
-        seconds.append(statistics.median(times))  # the usual: a collective waits for the slowest process
+
+        seconds.append(median_seconds(exchange, device) / 2)
     sent = 4 * 2 ** 20 * (world_size - 1)
     return seconds[0], sent / max(seconds[1] - seconds[0], 1e-9)
 
 
-def dtensor_seconds(mesh):
-    """Host seconds of an operator on DTensors, which work out their layout first."""
-    from torch.distributed.tensor import DTensor, Shard
+def dtensor_seconds(mesh, latency):
+    """Host seconds of (an operator on DTensors, which work out their layout first, a change of placements).
+
+    latency: seconds of a collective, which a change of placements takes besides.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
     x = DTensor.from_local(torch.zeros(8, 8, device=mesh.device_type), mesh, [Shard(0)]).requires_grad_()
 
-    def run():
+    def operate():
         y = x
         for _ in range(20):
             y = y + 1
 
-    return seconds_of(run, torch.device(mesh.device_type)) / 20
+    def redistribute():
+        y = x
+        for _ in range(20):  # each a gather, and a slice without communication
+            y = y.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)])
+
+    device = torch.device(mesh.device_type)
+    redistribution = median_seconds(redistribute, device) / 20 - latency
+    return seconds_of(operate, device) / 20, max(0.0, redistribution)
 
 
 def main():
@@ -149,8 +168,8 @@ def main():
                 products[name][size] = max(rate, products[name].get(size, 0))
             attention[name] = max(attention_rate(device, getattr(torch, name)), attention.get(name, 0))
     bandwidth, launch = memory_rate(device), operator_seconds(device)
-    dtensor_launch = dtensor_seconds(processes.mesh['tp'])
     latency, node_link = link(device, processes.world_size)
+    dtensor_launch, redistribute = dtensor_seconds(processes.mesh['dp_shard_cp'], latency)
     if not processes.is_main:
         return
     products = {name: sorted(rates.items()) for name, rates in products.items()}
@@ -168,7 +187,7 @@ def main():
     machine = Machine(
         name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network=node_link,
         per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, dtensor_launch=dtensor_launch,
-        overlap=0.0 if on_cpu else 1.0, cores=processes.world_size if on_cpu else 0)
+        redistribute=redistribute, overlap=0.0 if on_cpu else 1.0, cores=processes.world_size if on_cpu else 0)
     write_machine(machine, sys.argv[1])
 
 

@@ -46,7 +46,7 @@ HOPPER = (9, 0)  # the compute capability that is assumed for GPUs
 # --- several ranks, each in a process of its own ------------------------------------------------------------
 
 def dry_run(arguments, world_size, ranks=()):
-    """The reports of several ranks of a run of train.py, made two at a time, in the order of ranks.
+    """The reports of several ranks of a run of train.py, made three at a time, in the order of ranks.
 
     arguments: config files and keys of train.py. ranks: none of them means the first, a middle and the last.
     Raises ValueError with the sentence of the first rank that would not start.
@@ -55,7 +55,7 @@ def dry_run(arguments, world_size, ranks=()):
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
         raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to '
                          f'{world_size - 1}: set --ranks to some of those')
-    with ThreadPoolExecutor(2) as pool:
+    with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda rank: _launch(arguments, world_size, rank), ranks))
 
 

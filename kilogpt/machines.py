@@ -63,6 +63,7 @@ class Machine:
     hop: float = HOP  # for each node that a collective passes
     launch: float = 5e-6  # of an operator in eager mode, on the host
     dtensor_launch: float = 60e-6  # of an operator on DTensors
+    redistribute: float = 200e-6  # of a DTensor's change of placements, on the host beside its collective
     overlap: float = 1.0  # the share of computation beside which communication runs
     cores: int = 0  # processes beyond this number share cores; 0: no limit
 

@@ -4,10 +4,10 @@ What `costs.py` is for memory; `machines.py` has the speeds. Sources: pipelines 
 et al. 2021 and Qi et al. 2024.
 """
 import math
+from dataclasses import replace
 
 from kilogpt.costs import FLOAT32, Stage, block_activations, state, tokens_of
 
-# --- time ---------------------------------------------------------------------------------------------------
 
 def bubble(pp, micro_steps, pp_schedule):
     """Idle share of a pipeline of pp ranks with equal stages.
@@ -29,7 +29,11 @@ def seconds(shape, layout, work, machine):
     The communication is what does not run beside computation: that of tensor, context and expert parallelism
     in full (async_tp: half), gathers and reductions of data parallelism where they take longer.
     """
-    m = work.micro_steps
+    m, sharing = work.micro_steps, 1.0
+    if machine.cores and layout.world_size > machine.cores:
+        # Processes that share cores take longer to compute, and compute while others communicate.
+        sharing = layout.world_size / machine.cores
+        machine = replace(machine, overlap=1 - 1 / sharing)
     # Ranks in the middle of a pipeline have stages of one of two lengths.
     ranks = {Stage(*map(sum, zip(*stages))) for stages in shape.stages(layout, work.block_size)}
     steps = [_step_seconds(shape, layout, work, machine, stage) for stage in ranks]
@@ -46,8 +50,8 @@ def seconds(shape, layout, work, machine):
     idle = bubble(layout.pp, m, layout.pp_schedule)
     parts['bubble'] = m * slowest['total'] * idle / (1 - idle)
     parts['optimizer'] = _optimizer_seconds(shape, layout, work, machine)
-    if machine.cores and layout.world_size > machine.cores:  # processes share cores
-        parts = {part: value * layout.world_size / machine.cores for part, value in parts.items()}
+    for part in ('compute', 'bubble', 'optimizer'):
+        parts[part] *= sharing
     return parts
 
 
@@ -55,6 +59,7 @@ def seconds(shape, layout, work, machine):
 # has: {compiled: ...}
 TRAFFIC = {False: (3, 5), True: (2, 3)}
 OPERATORS = {False: (35, 55), True: (8, 12)}
+REDISTRIBUTIONS = 4  # of a block's DTensors, forward and again backward, by tp and by cp each
 ROUTED_OPERATORS = (40, 50)  # more of them where a block has experts, whose products are grouped
 FSDP_OPERATORS = 150  # on the host, for each gather and reduction of FSDP2: as long as that many operators
 HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
@@ -126,6 +131,9 @@ def _block_seconds(shape, layout, work, machine, has_experts):
         backward += pointwise[0]
     launch = machine.launch if tp == 1 else machine.dtensor_launch
     host = [count * launch for count in operators]
+    if not work.compile:
+        redistributions = REDISTRIBUTIONS * ((tp > 1) + (layout.cp > 1))
+        host = [seconds + redistributions * machine.redistribute for seconds in host]
     if machine.device == 'cpu':  # computes itself
         return forward + host[0], backward + host[1]
     return max(forward, host[0]), max(backward, host[1])

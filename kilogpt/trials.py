@@ -219,5 +219,6 @@ def first_error(folder, codes):
             text = file.read()
         if code:
             errors.append(last_error(text) if text.strip() else f'rank {rank} ended with code {code}')
-    telling = [error for error in errors if 'lost its connection' not in error]
+    telling = [error for error in errors
+               if 'lost its connection' not in error and 'Connection closed by peer' not in error]
     return (telling or errors)[0]
