@@ -144,7 +144,9 @@ def test_unchanged_model_passes_and_says_so_in_json():
     assert 0 < two['gradient'] < 1e-4 and two['differences'] == two['advice'] == []
 
 
-CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py'))
+# eval_gpt2's larger sisters are the same model when they are shrunk
+CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py') if 'gpt2_' not in path.stem
+                 or not path.stem.startswith('eval'))
 
 
 @pytest.mark.slow
