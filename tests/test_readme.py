@@ -88,6 +88,8 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --gpu=H100', '--gpus=8 --n_layer=4'),
         step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --as_given --ep=8 '
              '--load_imbalance=1.5'),
+        step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --as_given --check --ranks=63',
+             '--n_layer=4 --moe_every=2 --ep=8'),
     ],
     keys=[
         step('python tests/write_keys.py'),
