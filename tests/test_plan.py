@@ -121,8 +121,8 @@ def test_experts_are_planned_by_their_active_parameters(run_plan):
     """An expert layout, judged through the door: FLOPs are those of active experts, all take memory."""
     def row(*arguments):
         shape = '--n_layer=2 --n_embd=512 --n_head=8 --mlp=moe --expert_hidden=256 --n_shared_experts=1'
-        return json.loads(run_plan(*shape.split(), '--gpus=8', '--zero_stage=2', '--moe_every=2', '--as_given',
-                                   '--json', '--gradient_accumulation_steps=64', *arguments)[0])[0]
+        shape += ' --zero_stage=2 --moe_every=2 --gradient_accumulation_steps=64'
+        return json.loads(run_plan(*shape.split(), '--gpus=8', '--as_given', '--json', *arguments)[0])[0]
 
     few, many, divided = row('--n_experts=8'), row('--n_experts=32'), row('--n_experts=32', '--ep=8')
     more = 24 * 3 * 512 * 256 + 24 * 512  # parameters of 24 experts in one of two blocks, and their routers'

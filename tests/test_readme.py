@@ -95,6 +95,8 @@ SLOW_SESSIONS = dict(
              '--out_dir=out-dense', SMALL),
         step('OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --seed=1 --mlp=swiglu '
              '--out_dir=out-longer --max_iters=770 --lr_decay_iters=770 --eval_interval=770', SMALL),
+        step('python -m kilogpt.plan config/qwen3_30b_a3b.py --gpus=64 --as_given --check --ranks=63',
+             '--n_layer=4 --moe_every=2 --ep=8'),
     ],
     keys=[
         step('python tests/write_keys.py'),
