@@ -238,7 +238,7 @@ def choices_of(train, folder, dtype, layout, nproc):
 
 @pytest.mark.slow
 def test_only_rounding_sends_tokens_to_other_experts(train, tmp_path):
-    """In float64 none goes elsewhere in 40 updates. In float32 one may, and then others, as weights come apart.
+    """In float64 none goes elsewhere in 40 updates. In float32 one may, and then others as weights part.
 
     A single token that was sent elsewhere on purpose in update 6 changed 6% of the choices of 40 updates, and
     16% of those of 120. Prints the counts (-s).
