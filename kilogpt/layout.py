@@ -214,12 +214,13 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
     model: any module with the `split_plan` and `config` of model.py's GPT.
     """
     n_parts = len(model.get_submodule(model.split_plan['blocks'])) + 2  # embedding, blocks, head
-    if obstacle := _split_obstacle(model, block_size, layout.tp, layout.cp):
+    sizes = _sizes_to_split(model)
+    if obstacle := _split_obstacle(sizes, block_size, layout.tp, layout.cp):
         processes = layout.world_size // layout.pp
         fits = []
         for tp in range(1, processes + 1):
             for cp in range(1, processes // tp + 1):
-                if processes % (tp * cp) == 0 and not _split_obstacle(model, block_size, tp, cp):
+                if processes % (tp * cp) == 0 and not _split_obstacle(sizes, block_size, tp, cp):
                     fits.append(f'tp={tp} cp={cp}')
         raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
                          f'on these processes this model can have {", ".join(fits)}')
@@ -257,20 +258,27 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
                          'change those, or set fp8 to False')
 
 
-def _split_obstacle(model, block_size, tp, cp):
-    """The first size of a model that tp × cp or tp ranks do not divide, such as 'n_head=25', or None."""
+@functools.lru_cache(1)  # the planner asks thousands of times about one model
+def _sizes_to_split(model):
+    """[(name, size)] of what tensor parallelism divides; 'n_head' comes first."""
     config, plan = model.config, model.split_plan
-    sizes = [('n_head', config.n_head, tp * cp), ('block_size', block_size, tp * cp),
-             ('n_kv_head', config.n_kv_head, tp)]
+    sizes = [('n_head', config.n_head), ('n_kv_head', config.n_kv_head)]
     for block in model.get_submodule(plan['blocks']).values():
         for name, module in block.named_modules():
             if name in plan['colwise']:
-                sizes.append((name, module.out_features, tp))
+                sizes.append((name, module.out_features))
     if config.mlp == 'moe':
-        sizes.append(('expert_hidden', config.expert_hidden, tp))
+        sizes.append(('expert_hidden', config.expert_hidden))
     for name in plan['embedding']:
-        sizes.append((f'{name} (rows)', model.get_submodule(name).weight.size(0), tp))
-    for name, size, ranks in sizes:
+        sizes.append((f'{name} (rows)', model.get_submodule(name).weight.size(0)))
+    return list(dict.fromkeys(sizes))  # blocks are mostly alike
+
+
+def _split_obstacle(sizes, block_size, tp, cp):
+    """The first size of a model that tp × cp or tp ranks do not divide, such as 'n_head=25', or None."""
+    (_, n_head), *others = sizes
+    for name, size, ranks in [('n_head', n_head, tp * cp), ('block_size', block_size, tp * cp),
+                              *((name, size, tp) for name, size in others)]:
         if size % ranks:
             return f'{name}={size}'
     return None
