@@ -411,6 +411,7 @@ def go_back():
 
     Returns an Ending if the run cannot continue from there.
     """
+    watchdog.beat(pause=STORAGE_LIMIT)
     saver.wait()
     path, state = checkpoint.find_undamaged(out_dir, processes, newest=spikes.row_began)
     if not path:
@@ -500,8 +501,10 @@ while True:
             continue
     evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
     if replay and first_iteration < iteration and iteration in replay.paths:
+        watchdog.beat(pause=STORAGE_LIMIT)
         state = replay.pass_checkpoint(iteration, parallel.named_parameters(), optimizer)
         take_over(state, state['tokens'])
+        spikes.load(state.get('spikes', {}))
     if profiler:
         profiler.step()
     losses = evaluate() if evaluation_due and eval_iters else None
