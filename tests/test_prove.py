@@ -94,6 +94,19 @@ HARMLESS = {
         "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(self.ln_3(self.ln_2(x)))",
         "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
     'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, cache)\n"},
+    'a parallel block': {
+        BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n",
+        NORM_2: "", "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(h)"},
+    'sliding-window attention': {
+        "        return F.scaled_dot_product_attention(\n":
+            "        T = q.size(2)\n"
+            "        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(-7)\n"
+            "        return F.scaled_dot_product_attention(\n"},
+    'another scale of scores': {"self.training else 0.0)\n\n\nclass Attention":
+                                "self.training else 0.0, scale=0.1)\n\n\nclass Attention"},
+    'a bounded residual stream': {BLOCK: BLOCK + "        x = 4 * torch.tanh(x / 4)\n"},
+    'scaled embeddings': {"x = self.transformer.wte(idx)": "x = 3 * self.transformer.wte(idx)"},
+    'a wider MLP': {"MLP(config, config.n_hidden)": "MLP(config, config.n_hidden + 64)"},
 }
 
 
@@ -170,6 +183,7 @@ def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
 def test_wrong_arguments_are_a_sentence(arguments, sentence):
     done = prove(*arguments)
     assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
+
 
 # {fault of wrong_layouts.py: (keys and options, what the report has to say)}
 FAULTY_LAYOUTS = {
