@@ -130,8 +130,7 @@ class Shape:
 
     def numbers(self, part, layout):
         """The Numbers of a part under a layout."""
-        ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
-        return self._numbers(part, layout.tp, layout.pp, ranks, layout.ep)
+        return self._numbers(part, *_degrees(layout))
 
     def _numbers_of_part(self, part, tp, pp, ranks, ep, by_rows=False):
         total = Numbers()
@@ -154,8 +153,7 @@ class Shape:
 
     def totals(self, stages, layout):
         """(Numbers of all parts of stages, those of embeddings, last norm and head alone)"""
-        ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
-        return self._totals(stages, layout.tp, layout.pp, ranks, layout.ep)
+        return self._totals(stages, *_degrees(layout))
 
     def _totals_of_stages(self, stages, *degrees):
         total, ends = Numbers(), Numbers()
@@ -169,8 +167,7 @@ class Shape:
 
     def held(self, stages, layout):
         """How many numbers the fullest process holds of stages: (all, those in matrices of blocks)."""
-        ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
-        return self._held(stages, layout.tp, layout.pp, ranks, layout.ep)
+        return self._held(stages, *_degrees(layout))
 
     def updated(self, stages, layout):
         """The same of the numbers that a process updates: with ZeRO-1 its rows of whole parameters."""
@@ -203,6 +200,11 @@ class Shape:
             n_sparse = sum(itertools.islice(blocks, n_blocks))
             stages.append(Stage(is_first, n_blocks - n_sparse, n_sparse, is_last))
         return tuple(tuple(stages[index] for index in layout.stages_of(rank)) for rank in range(pp))
+
+
+def _degrees(layout):
+    """(tp, pp, ranks that shard a part, ep): all of a layout that the numbers of a part depend on."""
+    return layout.tp, layout.pp, layout.dp_shard * layout.cp if layout.uses_fsdp else 1, layout.ep
 
 
 # --- memory -------------------------------------------------------------------------------------------------

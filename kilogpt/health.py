@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 class Ending(NamedTuple):
     """Why and how a run ends after its present iteration."""
-    reason: str  # 'finished', 'stopped' or 'failed'
+    reason: str  # 'finished', 'stopped' or 'failed'; 'spikes': go back to a checkpoint instead
     message: str
     exit_code: int
 

@@ -1,11 +1,11 @@
 """Compares iterations that are computed again with the log and the checkpoints of a run."""
-import json
 import os
 
 import torch
 
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
+from kilogpt.metrics import read_metrics
 from kilogpt.optim import local_part
 
 # Keys of train.py that do not change what an iteration computes.
@@ -22,12 +22,13 @@ BOUNDS = {'float32': (1e-3, 1e-2), 'bfloat16': (0.05, 0.2), 'float16': (0.05, 0.
 class Replay:
     """What to compute again of the run in out_dir, and what is found.
 
-    which: an iteration, as text, or 'all'. config, dtype, device: this process's. ValueError if the log does
-    not have the iteration. `problem` is the first difference, in words, once there is one.
+    which: an iteration, as text, or 'all'. config, dtype: this run's. ValueError if the log does not have the
+    iteration. `problem` is the first difference, in words, once there is one.
     """
 
     def __init__(self, which, out_dir, processes, config, dtype):
         self.out_dir, self.processes, self.config, self.dtype = out_dir, processes, config, dtype
+        self.machine = processes.machine()
         run = processes.share(read_run(out_dir) if processes.is_main else None)
         self.lines, self.paths, self.states = run
         if not self.lines:
@@ -58,7 +59,7 @@ class Replay:
         """
         later = [saved for saved in self.states if saved >= iteration]
         state = self.states.get(min(later, default=max(self.states, default=None)))
-        if state is None or state.get('machine') != self.processes.machine():
+        if state is None or state.get('machine') != self.machine:
             return False
         return all(value == self.config.get(key) for key, value in state['config'].items()
                    if key not in FREE_KEYS)
@@ -123,16 +124,9 @@ class Replay:
 
 
 def read_run(out_dir):
-    """({iteration: training line}, {iteration: checkpoint}, {iteration: its state}) of a run.
-
-    A run that was continued, or that went back, has several lines for an iteration: the last one counts.
-    """
+    """({iteration: training line}, {iteration: checkpoint}, {iteration: its state}) of a run."""
     lines = {}
-    path = os.path.join(out_dir, 'metrics.jsonl')
-    if os.path.exists(path):
-        with open(path, encoding='utf-8') as file:
-            for line in map(json.loads, file):
-                if 'loss' in line:
-                    lines[line['iter']] = line
+    if os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
+        lines, _ = read_metrics(out_dir)
     paths = {checkpoint.iteration_of(path): path for path in checkpoint.find(out_dir)}
     return lines, paths, {iteration: checkpoint.read_state(path) for iteration, path in paths.items()}

@@ -16,6 +16,7 @@ from data.prepare import write_random_tokens
 from kilogpt import checkpoint, compare, forks, witness
 from kilogpt.launch import ROOT, as_arguments, last_error
 from kilogpt.metrics import read_metrics
+from kilogpt.shards import safe_reader
 
 LIMIT = 600  # seconds that a run may take
 FIRST_PORT = 15_000
@@ -207,7 +208,7 @@ def saved_weights(out_dir, iteration):
     stored = checkpoint.stored_tensors(path)
     tensors = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()
                if name.startswith('model.')}
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path))
+    dcp.load(tensors, storage_reader=safe_reader(path))
     return {name.removeprefix('model.'): tensor for name, tensor in tensors.items()}
 
 
