@@ -309,7 +309,7 @@ with exit_on_error():
         if earlier:
             say(f'{out_dir} held an earlier run: moved to {earlier}')
         with open(os.path.join(out_dir, 'config.json'), 'w', encoding='utf-8') as file:
-            json.dump(config, file, indent=1)
+            json.dump(config | dict(profile=False), file, indent=1)  # what repeats the run is not traced too
     wandb = None
     if wandb_log:
         wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))

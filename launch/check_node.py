@@ -147,7 +147,10 @@ def main():
         problems = problems_of_all(arguments, config, store, token)
     if arguments.node == 0:
         for problem in filter(None, problems):
-            print(f'error: {problem}', file=sys.stderr)
+            print(f'error: {problem}', file=sys.stderr, flush=True)
+        store.set('said', 'null')
+    # Slurm ends the others once a node has failed: none may before the first has said why.
+    read(store, 'said', 'the first node')
     # The store is in the process of the first node, which waits until the others have read from it.
     done = store.add('done', 1)
     deadline = time.monotonic() + PATIENCE

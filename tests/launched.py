@@ -170,6 +170,16 @@ class Cluster:
                     found[int(environment['RANK'])] = pid
         return found
 
+    def torchruns(self, out_dir):
+        """{name of the node: pid} of the torchrun processes of a run."""
+        found = {}
+        for pid, environment in self.processes():
+            with contextlib.suppress(OSError):
+                command = pathlib.Path(f'/proc/{pid}/cmdline').read_text()
+                if 'RANK' not in environment and '/torchrun\0' in command and f'--out_dir={out_dir}\0' in command:
+                    found[environment['SLURMD_NODENAME']] = pid
+        return found
+
     def run(self, *command):
         """The output of a command of Slurm, which must not fail."""
         done = subprocess.run([*map(str, command)], env=self.environment, cwd=self.checkout, text=True,

@@ -85,7 +85,7 @@ class Run:
 
 
 def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path):
-    """One job goes through seven faults, on the curve of a run that met none, to the bit."""
+    """One job goes through eight faults, on the curve of a run that met none, to the bit."""
     run = Run(cluster, tmp_path / 'out', dataset)
 
     def reach_time_limit():
@@ -116,6 +116,7 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
     assert run.survive('first node lost', lose('n1'), mend=bring_back('n1')) <= 20
     assert run.survive('time limit', reach_time_limit, mend=grant_a_day) == 0
     assert run.survive('process killed', lambda: kill([cluster.workers(run.out_dir)[1]]), restarts=0) <= 20
+    assert run.survive('torchrun killed', lambda: kill([cluster.torchruns(run.out_dir)['n2']])) <= 20
     assert run.survive('`scontrol requeue`', lambda: cluster.run('scontrol', 'requeue', run.job)) == 0
     assert run.survive('preemption', preempt) == 0
     cluster.run('scontrol', 'update', 'PartitionName=main', 'GraceTime=60')
