@@ -176,7 +176,8 @@ class Cluster:
         for pid, environment in self.processes():
             with contextlib.suppress(OSError):
                 command = pathlib.Path(f'/proc/{pid}/cmdline').read_text()
-                if 'RANK' not in environment and '/torchrun\0' in command and f'--out_dir={out_dir}\0' in command:
+                is_of_run = '/torchrun\0' in command and f'--out_dir={out_dir}\0' in command
+                if is_of_run and 'RANK' not in environment:
                     found[environment['SLURMD_NODENAME']] = pid
         return found
 
