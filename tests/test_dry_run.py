@@ -144,3 +144,17 @@ def test_dry_run_of_experts_foretells_what_uneven_loads_hold_nearly(train, datas
         assert sent.pop(('all_to_all', 'float32')) == pytest.approx(
             expected['all_to_all', 'float32'], rel=0.25)
         assert sent == {key: size for key, size in expected.items() if key in sent}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', [
+    'ddp', 'zero1', 'zero3', 'hsdp', 'bf16 gradients', 'tp', 'cp', 'interleaved1f1b', 'experts ep zero3'])
+def test_dry_run_foretells_the_bytes_of_the_profiler(layout, train, dataset):
+    """What PyTorch's profiler has seen in a run, which does not know our recorder."""
+    nproc, arguments = LAYOUTS[layout]
+    run = train(*SHAPE, '--max_iters=10', '--profile', *arguments.split(), nproc=nproc)
+    profiled = json.loads((run.out_dir / 'profile.json').read_text())['bytes']
+    foretold = {}
+    for row in report_of(dataset, 0, nproc, *SHAPE, *arguments.split())['collectives']:
+        foretold[row['kind']] = foretold.get(row['kind'], 0) + row['bytes']
+    assert profiled == pytest.approx(foretold, abs=1000)  # sums of single numbers
