@@ -13,6 +13,7 @@ The model says in `split_plan` how each of its parts is split, `layout.py` over 
 """
 import contextlib
 import functools
+import logging
 import math
 import warnings
 
@@ -31,6 +32,8 @@ from kilogpt.processes import autocast
 
 # Under autocast RMSNorm has bfloat16 inputs and float32 weights, which is not fused, but correct.
 warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')
+# The norm of all gradients is summed over one mesh dimension after the other, which DTensor warns about.
+logging.getLogger('torch.distributed.tensor._redistribute').setLevel(logging.ERROR)
 
 
 class Parallel:
