@@ -293,9 +293,12 @@ def phases(shape, layout, work, rank):
         decrease = activations / in_flight
         if in_flight == work.micro_steps * layout.stages_per_rank:  # all forward passes come first
             before = 0
-        # Between the two halves of a backward pass the gradients of all products' results are kept.
+        # Between the two halves of a backward pass the gradients of all products' results are kept too.
         halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0)
         activations += halves * products / layout.stages_per_rank
+        if layout.pp_schedule == 'zbv':  # ends with the first halves of so many, before the second of any
+            last = 2 * rank + 1
+            activations = max(activations, last * ((kept + products) / layout.stages_per_rank + stream))
     buffers = 0
     if layout.pp > 1:  # a tensor for each micro-batch that is received, forward and backward
         n_received = sum((not stage.has_embedding) + (not stage.has_head) for stage in stages)

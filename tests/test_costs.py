@@ -138,11 +138,14 @@ def test_pipelines_idle_and_hold_as_much_as_pytorchs_orders(pp, pp_schedule):
         assert found == pytest.approx(played_bubble(pp, micro_steps, pp_schedule)), micro_steps
         layout = Layout(pp, pp=pp, pp_schedule=pp_schedule)
         for rank, computations in enumerate(orders(pp, micro_steps, pp_schedule)):
-            held = most = 0
+            held = most = halves = most_halves = 0
             for _, kind in computations:
                 held += {'F': 1, 'B': -1, 'W': -1}.get(kind, 0)
-                most = max(most, held)
+                halves += {'I': 1, 'W': -1}.get(kind, 0)
+                most, most_halves = max(most, held), max(most_halves, halves)
             assert costs.micro_batches_in_flight(layout, micro_steps, rank) == most, (micro_steps, rank)
+            last = {'interleavedzb': rank + 1, 'dualpipev': rank + 1, 'zbv': 2 * rank + 1}
+            assert last.get(pp_schedule, 0) == most_halves, (micro_steps, rank)
 
 
 # --- published runs -----------------------------------------------------------------------------------------
