@@ -11,7 +11,7 @@ import torch
 
 from kilogpt.compare import over_blocks
 
-KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'heads', 'embedding', 'head')
+KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'local', 'embedding', 'head')
 SHOWN = 4  # parameters that a sentence names
 
 
@@ -22,6 +22,7 @@ class Facts(NamedTuple):
     raw: list  # those among them that are no linear's or norm's, but a block's or the model's own
     homeless: list  # parameters that belong to no block, and neither come before nor after the blocks (pp)
     shared: list  # 'NAME = NAME', a parameter under two names that `tied` does not know (pp)
+    order: list  # all that are trained from the first block on, whole names in the order of a forward pass
 
 
 def inspect(model):
@@ -46,7 +47,8 @@ def inspect(model):
     unplanned = [name for name in trained if name not in planned]
     return Facts(buffers=starred(name for name, _ in model.named_buffers()), unplanned=starred(unplanned),
                  raw=starred(name for name in unplanned if name in own),
-                 homeless=starred(name for name in trained if not name.startswith(places)), shared=shared)
+                 homeless=starred(name for name in trained if not name.startswith(places)), shared=shared,
+                 order=[name for name in trained if not name.startswith(plan['before_blocks'])])
 
 
 def starred(names):
@@ -175,7 +177,7 @@ def advise(keys, facts, differences, first_wrong='', random=()):
         return found
     if 'gradient' in kinds:
         gradients = [each for each in differences if each.what == 'gradient']
-        return advise_on_gradients(keys, gradients, first_wrong, is_loss_right='loss' not in kinds)
+        return advise_on_gradients(keys, gradients, first_wrong, 'loss' not in kinds, facts.order)
     if first_wrong:
         return [where_to_look(first_wrong, tp, cp)]
     if 'update' in kinds:
@@ -187,9 +189,9 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     return []
 
 
-def advise_on_gradients(keys, gradients, first_wrong, is_loss_right):
-    """Sentences for gradients that differ. The other arguments are as in `advise`."""
-    tp, cp = int(keys.get('tp', 1)), int(keys.get('cp', 1))
+def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
+    """Sentences for gradients that differ. order: Facts.order. The other arguments are as in `advise`."""
+    tp, cp, ep = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'ep'))
     factors = [each for each in gradients if is_factor(each)]
     ratios = [each.ratio for each in factors]
     lost = [each.name for each in gradients if each.found in (None, 0.0)]
@@ -197,9 +199,14 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right):
         return [f'{some(starred(lost))}: the gradient is lost on its way: is there a detach, a .data, or a '
                 'torch.no_grad in forward?']
     if len(factors) == len(gradients) > 4 and max(ratios) < 1.01 * min(ratios):
-        return [f'every gradient is off by the same factor, {ratios[0]:.3g}: model(x, y) must return the sum '
-                'of the losses over the targets, not a mean, which depends on the size of a micro-batch (and '
-                'parallel.py divides it by the tokens of the whole batch)']
+        text = f'every gradient is off by the same factor, {ratios[0]:.3g}'
+        if 'batch_size' in keys:
+            return [f'{text}: model(x, y) must return the sum of the losses over the targets, not a mean, '
+                    'which depends on the size of a micro-batch (and parallel.py divides it by the tokens '
+                    'of the whole batch)']
+        return [f'{text}: something is averaged once too often, or not at all. DDP and FSDP2 average over '
+                'all dp × cp ranks, for which loss_scale in parallel.py makes up; replicas (rep) count too, '
+                'and a pipeline adds up its micro-batches']
     if not is_loss_right and not first_wrong:
         return ['the loss differs too: a target counts twice or not at all, or the processes have not '
                 'divided the batch, of which some is padding (-1) where it does not divide evenly']
@@ -209,15 +216,29 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right):
                 'something between calls? Write x = x + ...']
     if first_wrong:
         return [where_to_look(first_wrong, tp, cp)]
+    if factors and ep > 1 and all('.experts.' in each.name for each in factors):
+        return [f'{some(starred(each.name for each in factors))}: these are averaged over other ranks than '
+                f'the rest, since the tokens of ep={ep} ranks have met there already: see local_matrix in '
+                'experts.py']
     if factors and tp > 1:
         return [f'{some(starred(each.name for each in factors))}: is it in split_plan as replicated, but '
                 f'reads what is split (or the reverse)? Each of the tp={tp} ranks then adds a whole '
                 'gradient, or a part of one is not added']
     if tp > 1:
         return ['the outputs are right, but not the gradients: a tensor is whole on each tp rank while its '
-                'gradient is a part of a sum; see split_plan, and to_local in experts.py']
+                f'gradient is a part of a sum; {last_wrong(gradients, order)}see split_plan, and to_local in '
+                'experts.py']
     return ['the outputs are right, but not the gradients, which the processes add up: see a custom '
             'backward, or a hook on a parameter']
+
+
+def last_wrong(gradients, order):
+    """Where an error has entered the backward pass, in words; '' where that is not known."""
+    wrong = {each.name for each in gradients}
+    last = max((place for place, name in enumerate(order) if name in wrong), default=len(order) - 1)
+    if last == len(order) - 1:
+        return ''
+    return f'{order[last]} is the last that is wrong, so that it has been lost there; '
 
 
 def where_to_look(value, tp, cp):
@@ -247,7 +268,8 @@ ERRORS = {  # {pattern of a run's error: what to change}
     'inplace operation|in-place':
         'a tensor that the backward pass needs is changed in place: x = x + ... in the place of x += ...',
     'mixed torch.Tensor and DTensor':
-        'a plain tensor meets one that tp has split: name the layer in split_plan',
+        'a plain tensor meets one that tp has split: name the layer in split_plan, a norm whose output is '
+        'added to x as local rather than as sequence',
     'same reduction dim|size mismatch|must match the size|cannot be multiplied|input of size|cannot reshape':
         'under tp a process has a part of the features behind a colwise linear, and of the positions between '
         'blocks: is a layer missing in split_plan, or under the wrong kind? Sizes in forward have to be -1 '
@@ -264,8 +286,8 @@ def advise_on_error(error, facts, unused=()):
         if modules:
             found.append(
                 f"name {some(modules)} in GPT.split_plan: a linear that reads a norm's output as colwise and "
-                'one that reads the features of a colwise one as rowwise; a norm between blocks as sequence, '
-                'one over a head as heads')
+                'one that reads the features of a colwise one as rowwise; a norm before a linear as sequence, '
+                'one over a head, or behind attention or an MLP, as local')
         if facts.raw:
             found.append(
                 f'{some(facts.raw)} belongs to a block or the model itself, but split_plan names modules: '

@@ -207,7 +207,7 @@ class Prover:
 
     def __init__(self, config, layouts, options, folder):
         self.options = options
-        small = shrink(config, layouts, options.keep.split(','))
+        small = shrink(config, layouts, options.keep)
         with exit_on_error():
             check_settings(small)
             self.model = build(small)
@@ -285,6 +285,10 @@ def parse_arguments():
     options, arguments = parser.parse_known_args()
     if options.nproc < 1:
         sys.exit(f'error: --nproc is {options.nproc}: it must be at least 1')
+    options.keep = list(filter(None, options.keep.split(',')))
+    for key in options.keep:
+        if key not in SHRUNK:
+            sys.exit(f'error: --keep has {key!r}: name keys that are shrunk, of {", ".join(SHRUNK)}')
     return options, arguments
 
 
