@@ -198,6 +198,10 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
     if lost:
         return [f'{some(starred(lost))}: the gradient is lost on its way: is there a detach, a .data, or a '
                 'torch.no_grad in forward?']
+    if factors and ep > 1 and all('.experts.' in each.name for each in factors):
+        return [f'{some(starred(each.name for each in factors))}: these are averaged over other ranks than '
+                f'the rest, since the tokens of ep={ep} ranks have met there already: see local_matrix in '
+                'experts.py']
     if len(factors) == len(gradients) > 4 and max(ratios) < 1.01 * min(ratios):
         text = f'every gradient is off by the same factor, {ratios[0]:.3g}'
         if 'batch_size' in keys:
@@ -216,29 +220,23 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
                 'something between calls? Write x = x + ...']
     if first_wrong:
         return [where_to_look(first_wrong, tp, cp)]
-    if factors and ep > 1 and all('.experts.' in each.name for each in factors):
-        return [f'{some(starred(each.name for each in factors))}: these are averaged over other ranks than '
-                f'the rest, since the tokens of ep={ep} ranks have met there already: see local_matrix in '
-                'experts.py']
     if factors and tp > 1:
         return [f'{some(starred(each.name for each in factors))}: is it in split_plan as replicated, but '
                 f'reads what is split (or the reverse)? Each of the tp={tp} ranks then adds a whole '
                 'gradient, or a part of one is not added']
     if tp > 1:
         return ['the outputs are right, but not the gradients: a tensor is whole on each tp rank while its '
-                f'gradient is a part of a sum; {last_wrong(gradients, order)}see split_plan, and to_local in '
+                f'gradient is a part of a sum. Look at {last_wrong(gradients, order)} and what reads its '
+                'output, since all gradients behind that are right; see split_plan, and to_local in '
                 'experts.py']
     return ['the outputs are right, but not the gradients, which the processes add up: see a custom '
             'backward, or a hook on a parameter']
 
 
 def last_wrong(gradients, order):
-    """Where an error has entered the backward pass, in words; '' where that is not known."""
+    """The last parameter of the model whose gradient is wrong: the backward pass is right up to there."""
     wrong = {each.name for each in gradients}
-    last = max((place for place, name in enumerate(order) if name in wrong), default=len(order) - 1)
-    if last == len(order) - 1:
-        return ''
-    return f'{order[last]} is the last that is wrong, so that it has been lost there; '
+    return next((name for name in reversed(order) if name in wrong), gradients[-1].name)
 
 
 def where_to_look(value, tp, cp):

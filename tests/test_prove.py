@@ -224,7 +224,7 @@ MOE = '--mlp=moe --expert_hidden=32 --n_experts=4'
 FAULTS_OF_OTHERS = {
     # With tp, to_local() on the tokens of the experts did not say that their gradients are parts of a sum.
     'torchtitan 1805': (f'{MOE} --layouts=tp2', [
-        'transformer.h.1.ln_2.bias is the last that is wrong', 'to_local in experts.py']),
+        'Look at transformer.h.1.ln_2.weight and what reads its output', 'to_local in experts.py']),
     # Gradients were no longer divided in FSDP2, but replicas (DDP, HSDP) still averaged them.
     'torchtitan 2318': ('--layouts=dp2 zero2; dp4 rep2 zero2', [
         'same: ', '2.00 times too small', 'replicas (rep) count too']),
@@ -232,11 +232,11 @@ FAULTS_OF_OTHERS = {
     'torchtitan 2416': (f'{MOE} --layouts=tp2', ['transformer.h.*.mlp.routed.router.weight: gradient']),
     # With tp but without ep, the sum over tp ranks of all gradients that leave the experts was left out.
     'torchtitan 4054': (f'{MOE} --layouts=ep2 tp2; tp2', [
-        'same: ', 'transformer.h.1.mlp.routed.router.weight is the last that is wrong']),
+        'same: ', 'Look at transformer.h.1.mlp.routed.router.weight and what']),
     # A pipeline divided the gradients by the number of its micro-batches each time that it added to them.
     'torchtitan 1733': ('--layouts=pp2', ['4.00 times too small', 'a pipeline adds up its micro-batches']),
     # With tp, the gradient that the loss gave back, a part of a sum, was taken for the sum.
-    'torchtitan 3412': ('--layouts=tp2', ['transformer.ln_f.bias: gradient', 'to_local']),
+    'torchtitan 3412': ('--layouts=tp2', ['Look at transformer.ln_f.weight and what reads its output']),
     # Experts' gradients were averaged over the ranks that share an expert, not over all: ep times too large.
     'pytorch 160285': (f'{MOE} --layouts=ep2', [
         'transformer.h.*.mlp.routed.experts.c_fc: gradient 2.00 times too large in all blocks',

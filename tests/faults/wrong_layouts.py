@@ -52,8 +52,9 @@ def rows_wrong(self, rank, total, micro_batch, micro_step):
 
 def take_part_for_sum(output):
     from torch.distributed.tensor import DTensor
-    output.register_hook(lambda gradient: DTensor.from_local(
-        gradient.to_local(), gradient.device_mesh, output.placements, run_check=False))
+    if output.requires_grad:
+        output.register_hook(lambda gradient: DTensor.from_local(
+            gradient.to_local(), gradient.device_mesh, output.placements, run_check=False))
 
 
 def split_experts_wrong(routed, mesh, ep, tp):
