@@ -266,8 +266,10 @@ ERRORS = {  # {pattern of a run's error: what to change}
     'inplace operation|in-place':
         'a tensor that the backward pass needs is changed in place: x = x + ... in the place of x += ...',
     'mixed torch.Tensor and DTensor':
-        'a plain tensor meets one that tp has split: name the layer in split_plan, a norm whose output is '
-        'added to x as local rather than as sequence',
+        'a plain tensor meets one that tp has split: name the layer in split_plan',
+    'broadcast a dimension':
+        'under tp a process has a part of the positions between blocks, which meets all of them here: a norm '
+        'whose output is added to x is local in split_plan, not sequence',
     'same reduction dim|size mismatch|must match the size|cannot be multiplied|input of size|cannot reshape':
         'under tp a process has a part of the features behind a colwise linear, and of the positions between '
         'blocks: is a layer missing in split_plan, or under the wrong kind? Sizes in forward have to be -1 '

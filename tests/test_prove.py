@@ -83,7 +83,7 @@ MISTAKES = {
         {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
          BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
          "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
-        'tp2', ['a norm whose output is added to x as local rather than as sequence']),
+        'tp2', ['a norm whose output is added to x is local in split_plan, not sequence']),
     'a row-wise linear that split_plan calls column-wise': (
         {"        colwise=('attn.c_q',": "        colwise=('attn.c_proj', 'attn.c_q',",
          "        rowwise=('attn.c_proj', ": "        rowwise=("},
