@@ -255,6 +255,8 @@ class Prover:
         if run.error:
             return dict(verdict='failed', lines=[run.error],
                         advice=advise.advise_on_error(run.error, self.facts, self.unused))
+        if run.uncompiled:
+            return dict(verdict='left out', lines=[run.uncompiled])
         differences, errors = trials.compare(run)
         figures = {what: error for what, (error, _) in errors.items()}
         if differences:

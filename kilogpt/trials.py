@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ class Trials:
         """Run train.py; returns the run, whose `error` is '' where it has succeeded.
 
         arguments, keys: train.py's, on top of the config. The run has its `out_dir`, and `lines` and `evals`,
-        {iteration: line of metrics.jsonl}.
+        {iteration: line of metrics.jsonl}; `uncompiled` is why it did not compile although it should, or None.
         """
         self.number += 1
         folder = os.path.join(self.folder, str(self.number))
@@ -62,9 +63,11 @@ class Trials:
         lines, evals = {}, {}
         with contextlib.suppress(FileNotFoundError):
             lines, evals = read_metrics(keys['out_dir'])
+        with open(os.path.join(folder, 'stdout.0'), encoding='utf-8') as file:
+            uncompiled = re.search(r'compile=False.*', file.read())
         layout = ' '.join(arguments).replace('--', '') or 'one process'
         return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes,
-                               error=error, lines=lines, evals=evals)
+                               error=error, uncompiled=uncompiled and uncompiled[0], lines=lines, evals=evals)
 
     def train_reference(self):
         """Run one process two iterations longer than the others, and keep what it saw and saved."""

@@ -184,6 +184,19 @@ def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
     assert done.returncode == 0 and done.stdout.count('same: ') == 14, done.stdout
 
 
+@pytest.mark.slow
+def test_compiled_layout_is_compared_with_one_process_that_is_not_compiled():
+    done = prove(*SMALL, '--layouts=dp2 compile=True')
+    assert done.returncode == 0 and done.stdout.count('same: ') == 1, done.stdout
+
+
+@pytest.mark.slow
+def test_layout_that_cannot_be_compiled_is_left_out():
+    done = prove(*SMALL, '--layouts=pp2 zbv compile=True')
+    assert done.returncode == 0 and 'same' not in done.stdout, done.stdout
+    assert 'left out\n    compile=False: a compiled backward pass cannot be split' in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize('arguments, sentence', [
     (['--layouts=tp2; tq2'], "'tq2': a layout is words of dpN"),
     (['--nproc=0'], '--nproc is 0'),
