@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from kilogpt.compare import over_blocks
-
 KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'local', 'embedding', 'head')
 SHOWN = 4  # parameters that a sentence names
 
@@ -49,6 +47,12 @@ def inspect(model):
                  raw=starred(name for name in unplanned if name in own),
                  homeless=starred(name for name in trained if not name.startswith(places)), shared=shared,
                  order=[name for name in trained if not name.startswith(plan['before_blocks'])])
+
+
+def over_blocks(name):
+    """'transformer.h.2.attn.c_k.weight' -> ('transformer.h.*.attn.c_k.weight', '2')."""
+    match = re.fullmatch(r'(.*?\.)(\d+)(\..*|)', name)
+    return (f'{match[1]}*{match[3]}', match[2]) if match else (name, '')
 
 
 def starred(names):

@@ -18,7 +18,8 @@ Experts are compared in float64, since rounding may send a token to another expe
 
 A layout is words, as for bench.py: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN
 (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload, and key=value for any other
-key. Without --layouts there are about fifteen, among them the config's own with its degrees at most 2.
+key: compile=True compares a compiled layout with one process that is not compiled. Without --layouts there are
+about fifteen, among them the config's own with its degrees at most 2.
 """
 import argparse
 import dataclasses
@@ -257,8 +258,7 @@ class Prover:
                         advice=advise.advise_on_error(run.error, self.facts, self.unused))
         if run.uncompiled:
             return dict(verdict='left out', lines=[run.uncompiled])
-        differences, errors = trials.compare(run)
-        figures = {what: error for what, (error, _) in errors.items()}
+        differences, figures = trials.compare(run)
         if differences:
             lines = advise.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'

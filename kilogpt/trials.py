@@ -101,7 +101,7 @@ class Trials:
                 f'{each.found:.6g}, on one process {each.expected:.6g}' for each in differences]
 
     def compare(self, run):
-        """([Difference], {what: (largest relative error, parameter)}) of a run and the reference.
+        """([Difference], {what: largest relative error}) of a run and the reference.
 
         The differences are those of the first iteration that has any.
         """
@@ -141,9 +141,9 @@ class Trials:
         tolerance = self.tolerances[what][min(iteration, len(self.tolerances[what])) - 1]
         differences = []
         for found in found_by_rank:
-            of_rank, error, name = compare.compare_tensors(iteration, what, found, expected, tolerance, floor)
+            of_rank, error = compare.compare_tensors(iteration, what, found, expected, tolerance, floor)
             differences.append(of_rank)
-            errors[what] = max(errors.get(what, (0.0, '')), (error, name))
+            errors[what] = max(errors.get(what, 0.0), error)
         held = [{name for name, _ in found} for found in found_by_rank]
         missing = expected.keys() - set().union(*held)
         absent = [compare.Difference(iteration, what, name, None, expected[name].norm().item())
@@ -160,11 +160,11 @@ class Trials:
             is_clear = self._has_clear_gradient(name)
             update, right_update = weight - start[name], expected[name] - start[name]
             floor = 1e-5 * start[name].norm().item() + 1e-30
-            of_name, error, _ = compare.compare_tensors(
+            of_name, error = compare.compare_tensors(
                 iteration, 'update', [(name, update[is_clear])], {name: right_update[is_clear]},
                 self.tolerances['update'], floor)
             differences += of_name
-            errors['update'] = max(errors.get('update', (0.0, '')), (error, name))
+            errors['update'] = max(errors.get('update', 0.0), error)
         return differences
 
     def _has_clear_gradient(self, name):
