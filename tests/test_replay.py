@@ -39,8 +39,7 @@ LAYOUTS = {
     '--tp=2': 2, '--tp=2 --zero_stage=3': 4, '--cp=2': 2, '--cp=2 --zero_stage=3': 2,
     '--pp=2': 2, '--pp=2 --pp_schedule=gpipe': 2, '--pp=2 --pp_schedule=interleaved1f1b': 2,
     '--pp=2 --pp_schedule=interleavedzb': 2, '--pp=2 --pp_schedule=zbv': 2,
-    '--pp=2 --pp_schedule=dualpipev': 2, '--optimizer=muon --zero_stage=1': 2,
-    '--optimizer=muon --tp=2': 2, '--mlp=moe --ep=2': 2, '--mlp=moe --tp=2': 2,
+    '--pp=2 --pp_schedule=dualpipev': 2, '--optimizer=muon --zero_stage=1': 2, '--mlp=moe --ep=2': 2,
     '--dtype=bfloat16': 2, '--grad_compress=bf16': 2, '--grad_compress=powersgd': 2}
 ONE_PROCESS = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --ep=1 --cpu_offload=False '
                '--activation_checkpoint=none').split()
