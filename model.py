@@ -483,9 +483,11 @@ class GPT(nn.Module):
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         # Where a block has experts, selective activation checkpointing goes around these.
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),
-        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # each rank has its part of the sequence
+        # Norms before linears: each rank has its part of the sequence, and the linears read all parts.
+        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),
         positions=('transformer.wpe',),                # each rank has the positions of its part
-        heads=('attn.q_norm', 'attn.k_norm'),          # each rank has its heads
+        # Norms of what is split and stays so: the heads here, or positions, as behind attention or an MLP.
+        local=('attn.q_norm', 'attn.k_norm'),
         embedding=('transformer.wte',),                # vocabulary rows over ranks
         head=('lm_head',),                             # vocabulary rows over ranks
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads

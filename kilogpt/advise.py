@@ -9,9 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from kilogpt.compare import over_blocks
-
-KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'heads', 'embedding', 'head')
+KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'local', 'embedding', 'head')
 SHOWN = 4  # parameters that a sentence names
 
 
@@ -22,6 +20,7 @@ class Facts(NamedTuple):
     raw: list  # those among them that are no linear's or norm's, but a block's or the model's own
     homeless: list  # parameters that belong to no block, and neither come before nor after the blocks (pp)
     shared: list  # 'NAME = NAME', a parameter under two names that `tied` does not know (pp)
+    order: list  # all that are trained from the first block on, whole names in the order of a forward pass
 
 
 def inspect(model):
@@ -46,7 +45,14 @@ def inspect(model):
     unplanned = [name for name in trained if name not in planned]
     return Facts(buffers=starred(name for name, _ in model.named_buffers()), unplanned=starred(unplanned),
                  raw=starred(name for name in unplanned if name in own),
-                 homeless=starred(name for name in trained if not name.startswith(places)), shared=shared)
+                 homeless=starred(name for name in trained if not name.startswith(places)), shared=shared,
+                 order=[name for name in trained if not name.startswith(plan['before_blocks'])])
+
+
+def over_blocks(name):
+    """'transformer.h.2.attn.c_k.weight' -> ('transformer.h.*.attn.c_k.weight', '2')."""
+    match = re.fullmatch(r'(.*?\.)(\d+)(\..*|)', name)
+    return (f'{match[1]}*{match[3]}', match[2]) if match else (name, '')
 
 
 def starred(names):
@@ -175,7 +181,7 @@ def advise(keys, facts, differences, first_wrong='', random=()):
         return found
     if 'gradient' in kinds:
         gradients = [each for each in differences if each.what == 'gradient']
-        return advise_on_gradients(keys, gradients, first_wrong, is_loss_right='loss' not in kinds)
+        return advise_on_gradients(keys, gradients, first_wrong, 'loss' not in kinds, facts.order)
     if first_wrong:
         return [where_to_look(first_wrong, tp, cp)]
     if 'update' in kinds:
@@ -187,19 +193,28 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     return []
 
 
-def advise_on_gradients(keys, gradients, first_wrong, is_loss_right):
-    """Sentences for gradients that differ. The other arguments are as in `advise`."""
-    tp, cp = int(keys.get('tp', 1)), int(keys.get('cp', 1))
+def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
+    """Sentences for gradients that differ. order: Facts.order. The other arguments are as in `advise`."""
+    tp, cp, ep = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'ep'))
     factors = [each for each in gradients if is_factor(each)]
     ratios = [each.ratio for each in factors]
     lost = [each.name for each in gradients if each.found in (None, 0.0)]
     if lost:
         return [f'{some(starred(lost))}: the gradient is lost on its way: is there a detach, a .data, or a '
                 'torch.no_grad in forward?']
+    if factors and ep > 1 and all('.experts.' in each.name for each in factors):
+        return [f'{some(starred(each.name for each in factors))}: these are averaged over other ranks than '
+                f'the rest, since the tokens of ep={ep} ranks have met there already: see local_matrix in '
+                'experts.py']
     if len(factors) == len(gradients) > 4 and max(ratios) < 1.01 * min(ratios):
-        return [f'every gradient is off by the same factor, {ratios[0]:.3g}: model(x, y) must return the sum '
-                'of the losses over the targets, not a mean, which depends on the size of a micro-batch (and '
-                'parallel.py divides it by the tokens of the whole batch)']
+        text = f'every gradient is off by the same factor, {ratios[0]:.3g}'
+        if 'batch_size' in keys:
+            return [f'{text}: model(x, y) must return the sum of the losses over the targets, not a mean, '
+                    'which depends on the size of a micro-batch (and parallel.py divides it by the tokens '
+                    'of the whole batch)']
+        return [f'{text}: something is averaged once too often, or not at all. DDP and FSDP2 average over '
+                'all dp × cp ranks, for which loss_scale in parallel.py makes up; replicas (rep) count too, '
+                'and a pipeline adds up its micro-batches']
     if not is_loss_right and not first_wrong:
         return ['the loss differs too: a target counts twice or not at all, or the processes have not '
                 'divided the batch, of which some is padding (-1) where it does not divide evenly']
@@ -215,9 +230,17 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right):
                 'gradient, or a part of one is not added']
     if tp > 1:
         return ['the outputs are right, but not the gradients: a tensor is whole on each tp rank while its '
-                'gradient is a part of a sum; see split_plan, and to_local in experts.py']
+                f'gradient is a part of a sum. Look at {last_wrong(gradients, order)} and what reads its '
+                'output, since all gradients behind that are right; see split_plan, and to_local in '
+                'experts.py']
     return ['the outputs are right, but not the gradients, which the processes add up: see a custom '
             'backward, or a hook on a parameter']
+
+
+def last_wrong(gradients, order):
+    """The last parameter of the model whose gradient is wrong: the backward pass is right up to there."""
+    wrong = {each.name for each in gradients}
+    return next((name for name in reversed(order) if name in wrong), gradients[-1].name)
 
 
 def where_to_look(value, tp, cp):
@@ -248,6 +271,9 @@ ERRORS = {  # {pattern of a run's error: what to change}
         'a tensor that the backward pass needs is changed in place: x = x + ... in the place of x += ...',
     'mixed torch.Tensor and DTensor':
         'a plain tensor meets one that tp has split: name the layer in split_plan',
+    'broadcast a dimension':
+        'under tp a process has a part of the positions between blocks, which meets all of them here: a norm '
+        'whose output is added to x is local in split_plan, not sequence',
     'same reduction dim|size mismatch|must match the size|cannot be multiplied|input of size|cannot reshape':
         'under tp a process has a part of the features behind a colwise linear, and of the positions between '
         'blocks: is a layer missing in split_plan, or under the wrong kind? Sizes in forward have to be -1 '
@@ -264,8 +290,8 @@ def advise_on_error(error, facts, unused=()):
         if modules:
             found.append(
                 f"name {some(modules)} in GPT.split_plan: a linear that reads a norm's output as colwise and "
-                'one that reads the features of a colwise one as rowwise; a norm between blocks as sequence, '
-                'one over a head as heads')
+                'one that reads the features of a colwise one as rowwise; a norm before a linear as sequence, '
+                'one over a head, or behind attention or an MLP, as local')
         if facts.raw:
             found.append(
                 f'{some(facts.raw)} belongs to a block or the model itself, but split_plan names modules: '

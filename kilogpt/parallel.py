@@ -390,7 +390,7 @@ def split_tensors(model, blocks, mesh):
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],
         positions=[PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
                    SequenceParallel(sequence_dim=0, use_local_output=True)],
-        heads=[SequenceParallel(sequence_dim=1, use_local_output=True)],
+        local=[SequenceParallel(sequence_dim=1, use_local_output=True)],
         embedding=[RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
         head=[ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)],
     )

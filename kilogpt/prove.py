@@ -18,7 +18,8 @@ Experts are compared in float64, since rounding may send a token to another expe
 
 A layout is words, as for bench.py: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN
 (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload, and key=value for any other
-key. Without --layouts there are about fifteen, among them the config's own with its degrees at most 2.
+key: compile=True compares a compiled layout with one process that is not compiled. Without --layouts there are
+about fifteen, among them the config's own with its degrees at most 2.
 """
 import argparse
 import dataclasses
@@ -207,7 +208,7 @@ class Prover:
 
     def __init__(self, config, layouts, options, folder):
         self.options = options
-        small = shrink(config, layouts, options.keep.split(','))
+        small = shrink(config, layouts, options.keep)
         with exit_on_error():
             check_settings(small)
             self.model = build(small)
@@ -255,8 +256,9 @@ class Prover:
         if run.error:
             return dict(verdict='failed', lines=[run.error],
                         advice=advise.advise_on_error(run.error, self.facts, self.unused))
-        differences, errors = trials.compare(run)
-        figures = {what: error for what, (error, _) in errors.items()}
+        if run.uncompiled:
+            return dict(verdict='left out', lines=[run.uncompiled])
+        differences, figures = trials.compare(run)
         if differences:
             lines = advise.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'
@@ -285,6 +287,10 @@ def parse_arguments():
     options, arguments = parser.parse_known_args()
     if options.nproc < 1:
         sys.exit(f'error: --nproc is {options.nproc}: it must be at least 1')
+    options.keep = list(filter(None, options.keep.split(',')))
+    for key in options.keep:
+        if key not in SHRUNK:
+            sys.exit(f'error: --keep has {key!r}: name keys that are shrunk, of {", ".join(SHRUNK)}')
     return options, arguments
 
 

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import shutil
 import sys
 from types import SimpleNamespace
@@ -44,7 +45,7 @@ class Trials:
         """Run train.py; returns the run, whose `error` is '' where it has succeeded.
 
         arguments, keys: train.py's, on top of the config. The run has its `out_dir`, and `lines` and `evals`,
-        {iteration: line of metrics.jsonl}.
+        {iteration: line of metrics.jsonl}; `uncompiled` is why it did not compile although it should, or None.
         """
         self.number += 1
         folder = os.path.join(self.folder, str(self.number))
@@ -62,9 +63,11 @@ class Trials:
         lines, evals = {}, {}
         with contextlib.suppress(FileNotFoundError):
             lines, evals = read_metrics(keys['out_dir'])
+        with open(os.path.join(folder, 'stdout.0'), encoding='utf-8') as file:
+            uncompiled = re.search(r'compile=False.*', file.read())
         layout = ' '.join(arguments).replace('--', '') or 'one process'
         return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes,
-                               error=error, lines=lines, evals=evals)
+                               error=error, uncompiled=uncompiled and uncompiled[0], lines=lines, evals=evals)
 
     def train_reference(self):
         """Run one process two iterations longer than the others, and keep what it saw and saved."""
@@ -98,7 +101,7 @@ class Trials:
                 f'{each.found:.6g}, on one process {each.expected:.6g}' for each in differences]
 
     def compare(self, run):
-        """([Difference], {what: (largest relative error, parameter)}) of a run and the reference.
+        """([Difference], {what: largest relative error}) of a run and the reference.
 
         The differences are those of the first iteration that has any.
         """
@@ -138,9 +141,9 @@ class Trials:
         tolerance = self.tolerances[what][min(iteration, len(self.tolerances[what])) - 1]
         differences = []
         for found in found_by_rank:
-            of_rank, error, name = compare.compare_tensors(iteration, what, found, expected, tolerance, floor)
+            of_rank, error = compare.compare_tensors(iteration, what, found, expected, tolerance, floor)
             differences.append(of_rank)
-            errors[what] = max(errors.get(what, (0.0, '')), (error, name))
+            errors[what] = max(errors.get(what, 0.0), error)
         held = [{name for name, _ in found} for found in found_by_rank]
         missing = expected.keys() - set().union(*held)
         absent = [compare.Difference(iteration, what, name, None, expected[name].norm().item())
@@ -157,11 +160,11 @@ class Trials:
             is_clear = self._has_clear_gradient(name)
             update, right_update = weight - start[name], expected[name] - start[name]
             floor = 1e-5 * start[name].norm().item() + 1e-30
-            of_name, error, _ = compare.compare_tensors(
+            of_name, error = compare.compare_tensors(
                 iteration, 'update', [(name, update[is_clear])], {name: right_update[is_clear]},
                 self.tolerances['update'], floor)
             differences += of_name
-            errors['update'] = max(errors.get('update', (0.0, '')), (error, name))
+            errors['update'] = max(errors.get('update', 0.0), error)
         return differences
 
     def _has_clear_gradient(self, name):

@@ -85,9 +85,11 @@ class Observer:
         self.activations, self.random, self._states = {}, set(), []
 
     def watch(self, model):
+        experts = f'.{model.split_plan["experts"]}.'
         for name, module in model.named_modules():
-            is_ours = name.endswith('.fused')  # within a part that cpu.py replaces
-            if name and not is_ours and module is not getattr(model, 'loss', None):
+            # Within a part that cpu.py replaces; and with tp, an expert's output here is a part of a sum.
+            is_hidden = name.endswith('.fused') or experts in name
+            if name and not is_hidden and module is not getattr(model, 'loss', None):
                 module.register_forward_pre_hook(
                     lambda module, inputs, name=name: self._begin(name, module, inputs))
                 module.register_forward_hook(

@@ -79,6 +79,11 @@ MISTAKES = {
         {NORM_2: NORM_2 + "        self.gain = torch.ones(config.n_embd)\n",
          BLOCK: BLOCK + "        x = x * self.gain\n"},
         'dp2', ['a tensor that __init__ makes has no values']),
+    'a norm behind attention that split_plan calls sequence': (
+        {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
+         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
+         "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
+        'tp2', ['a norm whose output is added to x is local in split_plan, not sequence']),
     'a row-wise linear that split_plan calls column-wise': (
         {"        colwise=('attn.c_q',": "        colwise=('attn.c_proj', 'attn.c_q',",
          "        rowwise=('attn.c_proj', ": "        rowwise=("},
@@ -93,6 +98,10 @@ HARMLESS = {
         NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
         "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(self.ln_3(self.ln_2(x)))",
         "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
+    'a norm behind attention': {
+        NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
+        BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
+        "local=('attn.q_norm', ": "local=('ln_3', 'attn.q_norm', "},
     'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, cache)\n"},
     'a parallel block': {
         BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n",
@@ -175,9 +184,23 @@ def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
     assert done.returncode == 0 and done.stdout.count('same: ') == 14, done.stdout
 
 
+@pytest.mark.slow
+def test_compiled_layout_is_compared_with_one_process_that_is_not_compiled():
+    done = prove(*SMALL, '--layouts=dp2 compile=True')
+    assert done.returncode == 0 and done.stdout.count('same: ') == 1, done.stdout
+
+
+@pytest.mark.slow
+def test_layout_that_cannot_be_compiled_is_left_out():
+    done = prove(*SMALL, '--layouts=pp2 zbv compile=True')
+    assert done.returncode == 0 and 'same' not in done.stdout, done.stdout
+    assert 'left out\n    compile=False: a compiled backward pass cannot be split' in done.stdout, done.stdout
+
+
 @pytest.mark.parametrize('arguments, sentence', [
     (['--layouts=tp2; tq2'], "'tq2': a layout is words of dpN"),
     (['--nproc=0'], '--nproc is 0'),
+    (['--keep=n_head,n_heads'], "--keep has 'n_heads': name keys that are shrunk, of n_layer, n_head,"),
     (['--n_layers=2'], "unknown key 'n_layers'"),
 ])
 def test_wrong_arguments_are_a_sentence(arguments, sentence):
@@ -208,12 +231,36 @@ FAULTY_LAYOUTS = {
     'no decay of shards': ('--layouts=dp2 zero2 --weight_decay=1.0', ['update', 'the gradients are right']),
     'moments forgotten': ('--layouts=dp2 zero2', ['continued from what one process has saved']),
 }
+MOE = '--mlp=moe --expert_hidden=32 --n_experts=4'
+# What other projects have shipped: gradients that were wrong in one layout, under a loss that looked normal.
+# The name is that of the issue or pull request.
+FAULTS_OF_OTHERS = {
+    # With tp, to_local() on the tokens of the experts did not say that their gradients are parts of a sum.
+    'torchtitan 1805': (f'{MOE} --layouts=tp2', [
+        'Look at transformer.h.1.ln_2.weight and what reads its output', 'to_local in experts.py']),
+    # Gradients were no longer divided in FSDP2, but replicas (DDP, HSDP) still averaged them.
+    'torchtitan 2318': ('--layouts=dp2 zero2; dp4 rep2 zero2', [
+        'same: ', '2.00 times too small', 'replicas (rep) count too']),
+    # With tp, the same was missing behind the router alone, whose copies on the ranks went apart.
+    'torchtitan 2416': (f'{MOE} --layouts=tp2', ['transformer.h.*.mlp.routed.router.weight: gradient']),
+    # With tp but without ep, the sum over tp ranks of all gradients that leave the experts was left out.
+    'torchtitan 4054': (f'{MOE} --layouts=ep2 tp2; tp2', [
+        'same: ', 'Look at transformer.h.1.mlp.routed.router.weight and what']),
+    # A pipeline divided the gradients by the number of its micro-batches each time that it added to them.
+    'torchtitan 1733': ('--layouts=pp2', ['4.00 times too small', 'a pipeline adds up its micro-batches']),
+    # With tp, the gradient that the loss gave back, a part of a sum, was taken for the sum.
+    'torchtitan 3412': ('--layouts=tp2', ['Look at transformer.ln_f.weight and what reads its output']),
+    # Experts' gradients were averaged over the ranks that share an expert, not over all: ep times too large.
+    'pytorch 160285': (f'{MOE} --layouts=ep2', [
+        'transformer.h.*.mlp.routed.experts.c_fc: gradient 2.00 times too large in all blocks',
+        'see local_matrix in experts.py']),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('fault', FAULTY_LAYOUTS)
+@pytest.mark.parametrize('fault', FAULTY_LAYOUTS | FAULTS_OF_OTHERS)
 def test_mistake_in_a_layout_is_found_and_named(fault):
-    options, sentences = FAULTY_LAYOUTS[fault]
+    options, sentences = (FAULTY_LAYOUTS | FAULTS_OF_OTHERS)[fault]
     arguments = [f'--{option}' for option in options.removeprefix('--').split(' --')]
     done = prove(*SMALL, *arguments, faults=[FAULTS / 'wrong_layouts.py'], env=dict(FAULT=fault))
     print(done.stdout, done.stderr)

@@ -31,19 +31,30 @@ def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
     assert 'error: dropout=0.1 draws other numbers in another layout' in other.stderr
 
 
-@pytest.mark.parametrize('nproc, layout', [
-    pytest.param(2, '--zero_stage=3', marks=pytest.mark.slow),
-    pytest.param(2, '--tp=2', marks=pytest.mark.slow),
-    pytest.param(2, '--pp=2', marks=pytest.mark.slow),
-    pytest.param(2, '--optimizer=muon --zero_stage=1', marks=pytest.mark.slow),
-    pytest.param(2, '--dtype=bfloat16', marks=pytest.mark.slow),
-    pytest.param(2, '--mlp=moe --ep=2', marks=pytest.mark.slow)])
-def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds(train, nproc, layout):
+# {layout: processes}
+LAYOUTS = {
+    '--zero_stage=0': 3, '--zero_stage=1': 2, '--zero_stage=2': 3, '--zero_stage=3': 2,
+    '--zero_stage=3 --dp_replicate=2': 4, '--zero_stage=3 --cpu_offload=True': 2,
+    '--zero_stage=2 --activation_checkpoint=full': 2, '--activation_checkpoint=selective': 2,
+    '--tp=2': 2, '--tp=2 --zero_stage=3': 4, '--cp=2': 2, '--cp=2 --zero_stage=3': 2,
+    '--pp=2': 2, '--pp=2 --pp_schedule=gpipe': 2, '--pp=2 --pp_schedule=interleaved1f1b': 2,
+    '--pp=2 --pp_schedule=interleavedzb': 2, '--pp=2 --pp_schedule=zbv': 2,
+    '--pp=2 --pp_schedule=dualpipev': 2, '--optimizer=muon --zero_stage=1': 2, '--mlp=moe --ep=2': 2,
+    '--dtype=bfloat16': 2, '--grad_compress=bf16': 2, '--grad_compress=powersgd': 2}
+ONE_PROCESS = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --ep=1 --cpu_offload=False '
+               '--activation_checkpoint=none').split()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds(train, layout):
+    nproc = LAYOUTS[layout]
     run = train(*RUN, *layout.split(), nproc=nproc)
     same = replayed(run, train, 'all', nproc=nproc)
     assert same.returncode == 0 and 'to the bit' in same.stdout, same.outputs
-    one = replayed(run, train, 'all', '--zero_stage=0', '--tp=1', '--pp=1', '--ep=1')
-    assert one.returncode == 0 and 'losses within' in one.stdout, one.outputs
+    if 'grad_compress' not in layout:  # on one process, nothing is compressed
+        one = replayed(run, train, 'all', *ONE_PROCESS)
+        assert one.returncode == 0 and 'losses within' in one.stdout, one.outputs
 
 
 @pytest.mark.parametrize('what', ['gradient', pytest.param('weight', marks=pytest.mark.slow)])

@@ -1,9 +1,12 @@
-"""Plant a mistake in how layouts are carried out, none of which ends a run. FAULT names it."""
+"""Plant a mistake in how layouts are carried out, none of which ends a run. FAULT names it.
+
+Those with a number are mistakes of other projects: test_prove.py says what each was.
+"""
 import os
 
 import torch
 
-from kilogpt import checkpoint, ddp, layout, optim, parallel, pipeline
+from kilogpt import checkpoint, ddp, experts, layout, optim, parallel, pipeline
 from kilogpt.parallel import Parallel
 
 fault = os.environ['FAULT']
@@ -20,6 +23,10 @@ def lay_out_wrong(self, model, **options):
         self.loss_scale /= self.layout.gradient_ranks
     if fault == 'evaluation counts twice':
         self.sum_losses = lambda loss_sum: self.processes.sum(loss_sum.item())
+    if fault == 'torchtitan 2318':
+        self.loss_scale /= self.layout.dp_replicate
+    if fault == 'torchtitan 3412' and self.layout.tp > 1:
+        model.transformer.ln_f.register_forward_hook(lambda module, inputs, output: take_part_for_sum(output))
 
 
 def forward_backward_wrong(self, x, y, last=True, **options):
@@ -43,6 +50,30 @@ def rows_wrong(self, rank, total, micro_batch, micro_step):
     return rows.clip(min=0)
 
 
+def take_part_for_sum(output):
+    from torch.distributed.tensor import DTensor
+    if output.requires_grad:
+        output.register_hook(lambda gradient: DTensor.from_local(
+            gradient.to_local(), gradient.device_mesh, output.placements, run_check=False))
+
+
+def split_experts_wrong(routed, mesh, ep, tp):
+    split_experts(routed, mesh, ep, tp)
+    if fault == 'torchtitan 1805' or fault == 'torchtitan 4054' and ep == 1:
+        routed._forward_pre_hooks.clear()
+        routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
+    if fault == 'torchtitan 2416' or fault == 'torchtitan 4054' and ep == 1:
+        routed.router.matrix = lambda: routed.router.weight.to_local()
+
+
+def run_pipeline_wrong(self, x, y):
+    losses = run_pipeline(self, x, y)
+    for stage in self.stages.values():
+        for parameter in stage.parameters():
+            parameter.grad /= self.schedule._n_microbatches
+    return losses
+
+
 Parallel.lay_out, Parallel.forward_backward = lay_out_wrong, forward_backward_wrong
 if fault in ('padding counts', 'same batch everywhere'):
     layout.Layout.rows = rows_wrong
@@ -64,3 +95,9 @@ if fault == 'no decay of shards':
 if fault == 'moments forgotten':
     load = checkpoint.load
     checkpoint.load = lambda path, parameters, optimizer=None: load(path, parameters)
+if fault in ('torchtitan 1805', 'torchtitan 2416', 'torchtitan 4054'):
+    split_experts, parallel.split_experts = parallel.split_experts, split_experts_wrong
+if fault == 'torchtitan 1733':
+    run_pipeline, pipeline.Pipeline.forward_backward = pipeline.Pipeline.forward_backward, run_pipeline_wrong
+if fault == 'pytorch 160285':
+    experts.local_matrix = lambda matrix, ep: matrix.to_local()
