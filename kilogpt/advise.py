@@ -204,8 +204,8 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
                 'torch.no_grad in forward?']
     ranks = sorted({rank for each in gradients for rank in each.ranks})
     if all(each.ranks for each in gradients):
-        return [f'rank {", ".join(map(str, ranks))} alone is wrong: does the model, or a hook, go by the rank or '
-                'by what only that process has?']
+        return [f'gradients are wrong on rank {", ".join(map(str, ranks))} alone: does the model, or a hook, '
+                'go by the rank or by what only that process has?']
     if factors and ep > 1 and all('.experts.' in each.name for each in factors):
         return [f'{some(starred(each.name for each in factors))}: these are averaged over other ranks than '
                 f'the rest, since the tokens of ep={ep} ranks have met there already: see local_matrix in '
@@ -294,8 +294,8 @@ def advise_on_error(error, facts, unused=()):
         if modules:
             found.append(
                 f"name {some(modules)} in GPT.split_plan: a linear that reads a norm's output as colwise and "
-                'one that reads the features of a colwise one as rowwise; a norm before a linear as sequence, '
-                'one over a head, or behind attention or an MLP, as local')
+                'one that reads the features of a colwise one as rowwise; a norm before a linear as '
+                'sequence, one over a head, or behind attention or an MLP, as local')
         if facts.raw:
             found.append(
                 f'{some(facts.raw)} belongs to a block or the model itself, but split_plan names modules: '

@@ -220,7 +220,7 @@ FAULTY_LAYOUTS = {
         'transformer.h.*.ln_2.weight: gradient 2.00 times too small in all blocks',
         'is it in split_plan among those that each rank has whole']),
     'one rank alone': ('--layouts=dp2', [
-        'gradient 1.50 times too large in all blocks on rank 1', 'rank 1 alone is wrong']),
+        'gradient 1.50 times too large in all blocks on rank 1', 'gradients are wrong on rank 1 alone']),
     'padding counts': ('--layouts=dp3', ['the loss differs too', 'padding']),
     'same batch everywhere': ('--layouts=dp2', ['the output of transformer.wte is the first value']),
     'tied pair': ('--layouts=pp2', ['transformer.wte.weight: gradient differs']),
