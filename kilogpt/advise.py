@@ -202,6 +202,10 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
     if lost:
         return [f'{some(starred(lost))}: the gradient is lost on its way: is there a detach, a .data, or a '
                 'torch.no_grad in forward?']
+    ranks = sorted({rank for each in gradients for rank in each.ranks})
+    if all(each.ranks for each in gradients):
+        return [f'gradients are wrong on rank {", ".join(map(str, ranks))} alone: does the model, or a hook, '
+                'go by the rank or by what only that process has?']
     if factors and ep > 1 and all('.experts.' in each.name for each in factors):
         return [f'{some(starred(each.name for each in factors))}: these are averaged over other ranks than '
                 f'the rest, since the tokens of ep={ep} ranks have met there already: see local_matrix in '
@@ -225,9 +229,9 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
     if first_wrong:
         return [where_to_look(first_wrong, tp, cp)]
     if factors and tp > 1:
-        return [f'{some(starred(each.name for each in factors))}: is it in split_plan as replicated, but '
-                f'reads what is split (or the reverse)? Each of the tp={tp} ranks then adds a whole '
-                'gradient, or a part of one is not added']
+        return [f'{some(starred(each.name for each in factors))}: is it in split_plan among those that each '
+                'rank has whole (sequence, local, positions), but reads what is split, or the reverse? Each '
+                f'of the tp={tp} ranks then adds a whole gradient, or a part of one is not added']
     if tp > 1:
         return ['the outputs are right, but not the gradients: a tensor is whole on each tp rank while its '
                 f'gradient is a part of a sum. Look at {last_wrong(gradients, order)} and what reads its '
@@ -290,8 +294,8 @@ def advise_on_error(error, facts, unused=()):
         if modules:
             found.append(
                 f"name {some(modules)} in GPT.split_plan: a linear that reads a norm's output as colwise and "
-                'one that reads the features of a colwise one as rowwise; a norm before a linear as sequence, '
-                'one over a head, or behind attention or an MLP, as local')
+                'one that reads the features of a colwise one as rowwise; a norm before a linear as '
+                'sequence, one over a head, or behind attention or an MLP, as local')
         if facts.raw:
             found.append(
                 f'{some(facts.raw)} belongs to a block or the model itself, but split_plan names modules: '

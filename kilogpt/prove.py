@@ -18,8 +18,8 @@ Experts are compared in float64, since rounding may send a token to another expe
 
 A layout is words, as for bench.py: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN
 (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload, and key=value for any other
-key: compile=True compares a compiled layout with one process that is not compiled. Without --layouts there are
-about fifteen, among them the config's own with its degrees at most 2.
+key: compile=True compares a compiled layout with one process that is not compiled. Without --layouts there
+are about fifteen, among them the config's own with its degrees at most 2.
 """
 import argparse
 import dataclasses

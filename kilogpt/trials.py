@@ -45,7 +45,7 @@ class Trials:
         """Run train.py; returns the run, whose `error` is '' where it has succeeded.
 
         arguments, keys: train.py's, on top of the config. The run has its `out_dir`, and `lines` and `evals`,
-        {iteration: line of metrics.jsonl}; `uncompiled` is why it did not compile although it should, or None.
+        {iteration: line of metrics.jsonl}; `uncompiled` is why it was not compiled as it should be, or None.
         """
         self.number += 1
         folder = os.path.join(self.folder, str(self.number))

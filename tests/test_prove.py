@@ -215,11 +215,12 @@ FAULTY_LAYOUTS = {
     'last micro-step alone': (f'--layouts={ONE_MICRO_STEP}', ['gradient differs']),
     'keys counted twice': ('--layouts=tp2', [
         'transformer.h.*.attn.c_k.weight: gradient 2.00 times too large in all blocks',
-        'is it in split_plan as replicated']),
+        'is it in split_plan among those that each rank has whole']),
     'norm of a part': ('--layouts=tp2', [
         'transformer.h.*.ln_2.weight: gradient 2.00 times too small in all blocks',
-        'is it in split_plan as replicated']),
-    'one rank alone': ('--layouts=dp2', ['gradient 1.50 times too large in all blocks on rank 1']),
+        'is it in split_plan among those that each rank has whole']),
+    'one rank alone': ('--layouts=dp2', [
+        'gradient 1.50 times too large in all blocks on rank 1', 'gradients are wrong on rank 1 alone']),
     'padding counts': ('--layouts=dp3', ['the loss differs too', 'padding']),
     'same batch everywhere': ('--layouts=dp2', ['the output of transformer.wte is the first value']),
     'tied pair': ('--layouts=pp2', ['transformer.wte.weight: gradient differs']),

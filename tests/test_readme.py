@@ -305,9 +305,8 @@ def test_quick_start_prints_what_readme_shows_and_transformers_loads_its_model(c
     assert shown - {shape_of(line) for line in printed[0].splitlines()} == set()
 
     monkeypatch.chdir(checkout)
-    in_python, = [block for language, block in FENCE.findall((checkout / 'docs' / 'weights.md').read_text('utf-8'))
-                  if language == 'python']
-    exec(in_python, {})
+    page = (checkout / 'docs' / 'weights.md').read_text('utf-8')
+    exec(dict(FENCE.findall(page))['python'], {})
     text = capsys.readouterr().out
     assert text.startswith('ROMEO:') and 10 < len(text) <= 64 + 1
 
