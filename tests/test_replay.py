@@ -45,8 +45,13 @@ ONE_PROCESS = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --ep=1 --cp
                '--activation_checkpoint=none').split()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('layout', LAYOUTS)
+SLOW = ('--zero_stage=0', '--zero_stage=3', '--zero_stage=3 --dp_replicate=2', '--tp=2', '--cp=2', '--pp=2',
+        '--pp=2 --pp_schedule=zbv', '--optimizer=muon --zero_stage=1', '--mlp=moe --ep=2', '--dtype=bfloat16')
+
+
+@pytest.mark.parametrize('layout', [
+    pytest.param(layout, marks=pytest.mark.slow if layout in SLOW else pytest.mark.matrix)
+    for layout in LAYOUTS])
 def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds(train, layout):
     nproc = LAYOUTS[layout]
     run = train(*RUN, *layout.split(), nproc=nproc)
