@@ -27,12 +27,12 @@ def exchanges_of(run):
     return {line['exchange']: line | dict(wait_s=0) for line in lines if 'exchange' in line}
 
 
-def assert_same_run(run, other, count):
-    """Two runs with that many islands found the same, to the last bit."""
-    for one, two in zip(islands_of(run, count), islands_of(other, count)):
-        assert curve(one) == curve(two) and one.evals == two.evals and one.lines
-        assert exchanges_of(one) == exchanges_of(two)
-        assert_same_tensors(newest_tensors(one.out_dir), newest_tensors(two.out_dir))
+def assert_same_run(run, other, iterations):
+    """Two islands made the same iterations and exchanges and found the same, to the last bit."""
+    assert list(run.lines) == list(other.lines) == list(range(1, iterations + 1))
+    assert curve(run) == curve(other) and run.evals[iterations] == other.evals[iterations]
+    assert exchanges_of(run) == exchanges_of(other)
+    assert_same_tensors(newest_tensors(run.out_dir), newest_tensors(other.out_dir))
 
 
 # --- exact ----------------------------------------------------------------------------------------------
@@ -142,3 +142,206 @@ def test_islands_with_adamw_equal_a_plain_diloco_in_float64(train, dataset, isla
         assert found.keys() == shared.keys()
         for name, tensor in shared.items():
             torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-9)
+
+
+LAYOUTS = {'ddp': '', 'zero1': '--zero_stage=1', 'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2',
+           'zero2': '--zero_stage=2'}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', LAYOUTS)
+def test_islands_of_a_layout_equal_islands_of_one_process(train, layout):
+    """Also in int8 where all processes hold whole tensors, of which tied weights are two copies."""
+    options = ['--islands=2', '--outer_interval=4', '--outer_fragments=2', '--outer_delay=1',
+               '--learning_rate=2e-3', '--eval_interval=3']
+    if layout in ('ddp', 'pp2'):
+        options.append('--outer_compress=int8')
+    alone = train(*options, nproc=2)
+    run = train(*options, *LAYOUTS[layout].split(), nproc=4)
+    for one, other in zip(islands_of(alone, 2), islands_of(run, 2)):
+        assert_near(one, other)
+    expected = newest_weights(alone.out_dir)
+    for island in islands_of(run, 2):
+        for name, tensor in newest_weights(island.out_dir).items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_exchange_once(train):
+    """HSDP: an island of two replicas, each of two processes, equals one of one process."""
+    options = ['--outer_interval=4', '--outer_fragments=2', '--outer_compress=bf16', '--learning_rate=2e-3']
+    alone = train(*options)
+    run = train(*options, '--zero_stage=2', '--dp_replicate=2', nproc=4)
+    assert_near(alone, run)
+    sent = [line['bytes_sent'] for line in exchanges_of(run).values()]
+    assert sent == [line['bytes_sent'] for line in exchanges_of(alone).values()]
+
+
+# --- what is sent ---------------------------------------------------------------------------------------
+
+@pytest.mark.quick
+@pytest.mark.parametrize('compress, error', [('none', 0), ('bf16', 2 ** -8), ('int8', 1 / 127)])
+def test_encoding_is_close_and_repeats_to_the_bit(compress, error):
+    tensor = torch.randn(3, 201) * torch.tensor([[1e-6], [1.0], [100.0]])
+    payload = encode(tensor, compress)
+    decoded = decode(payload, tensor, compress)
+    assert (decoded - tensor).abs().max() <= error * tensor.abs().max()
+    assert torch.equal(encode(decoded, compress), payload) and payload.dtype == torch.uint8
+    assert not decode(encode(torch.zeros(5), compress), torch.ones(5), compress).any()
+
+
+def test_int8_sends_a_quarter_and_ends_at_the_same_loss(train_all):
+    options = ['--islands=2', '--outer_interval=3', '--max_iters=24', '--lr_decay_iters=24']
+    runs = train_all(dict(none=options, int8=[*options, '--outer_compress=int8']), nproc=2)
+    sent = {name: exchanges_of(run)[0]['bytes_sent'] for name, run in runs.items()}
+    assert sent['int8'] < 0.26 * sent['none'] and sent['none'] == 4 * 29_856
+    losses = {name: run.evals[24]['val_loss'] for name, run in runs.items()}
+    assert losses['none'] != losses['int8'] == pytest.approx(losses['none'], abs=0.03)
+
+
+# --- shares of the data ---------------------------------------------------------------------------------
+
+@pytest.mark.quick
+def test_every_sequence_is_trained_on_once_though_islands_come_and_go():
+    """Islands of 3 sequences in rounds of 4 iterations; who is missing in a round has lost it."""
+    shares, trained = Shares(3, 8, 4), []
+    rounds = [{0, 1, 2, 3}, {0, 2, 3}, {0, 2}, {0, 1, 2}, {0, 1, 2, 3}, {3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
+    for number, present in enumerate(rounds):
+        begin, end = 4 * number, 4 * number + 4
+        was_present = shares.parts[-1]['present']
+        trained.append(shares.given(begin, end, present))
+        assert len(trained[-1]) == 12 * len(present & set(was_present))
+        shares.change(end, sorted(present), begin)
+        assert shares.tokens_before(end) == 8 * sum(map(len, trained))
+    assert sorted(np.concatenate(trained).tolist()) == list(range(240))
+    continued = Shares(3, 8, 4, parts=json.loads(json.dumps(shares.parts)))
+    assert np.array_equal(continued.sequences(40, 2), shares.sequences(40, 2))
+
+
+# --- resuming -------------------------------------------------------------------------------------------
+
+@pytest.mark.quick
+def test_islands_continue_from_checkpoints_that_go_together():
+    """Of (exchanges finished, started), the newest first."""
+    assert newest_together([[(2, 2), (1, 1)], [(2, 2), (1, 1)]]) == [0, 0]
+    assert newest_together([[(2, 2), (1, 1)], [(1, 1), (0, 1)]]) == [1, 0]  # the second was killed in a save
+    assert newest_together([[(2, 2), (1, 1)], [(1, 2), (1, 1)]]) == [0, 0]  # the second had sent the third
+    assert newest_together([[(2, 3), (1, 2)], [(1, 2)]]) == [0, 0]
+    assert newest_together([[(3, 3)], [(1, 2)]]) is None
+    assert newest_together([[(3, 3)], []]) is None
+
+
+# An exchange is under way at iteration 7, in the middle of another fragment's round.
+STAGGERED = ('--outer_interval=6', '--outer_fragments=2', '--outer_delay=2', '--outer_compress=int8')
+
+
+@pytest.mark.parametrize('options', [
+    STAGGERED, pytest.param(('--outer_interval=4', '--outer_delay=3', '--outer_offload'),
+                            marks=pytest.mark.slow)])
+def test_resumed_islands_continue_to_the_bit(train, options):
+    options = ['--islands=2', *options, '--dropout=0.1', '--eval_interval=20']
+    unbroken = train(*options, nproc=2)
+    stopped = train(*options, '--max_iters=7', nproc=2)
+    state = newest_state(stopped.out_dir)['islands']
+    assert state['started'] == state['merged'] + 1
+    resumed = train(*options, '--init_from=resume', out_dir=stopped.out_dir, nproc=2)
+    assert 'resuming' in resumed.stdout
+    for one, other in zip(islands_of(unbroken, 2), islands_of(resumed, 2)):
+        assert_same_run(one, other, 12)
+
+
+@pytest.mark.parametrize('count', [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_checkpoint_goes_on_with_another_number_of_islands(train, count):
+    """With the parameters that the islands shared, and the moments of the first."""
+    options = '--outer_interval=4', '--max_iters=4', '--eval_interval=4'
+    first = train(*options, '--islands=2', nproc=2)
+    islands = ['--outer_interval=4', f'--islands={count}'] if count > 1 else []
+    more = train(*islands, '--init_from=resume', out_dir=first.out_dir, nproc=count)
+    assert f'resuming {first.out_dir}/ckpt/iter_00000004' in more.stdout
+    assert list(more.lines) == list(range(1, 13)) and more.lines[12]['tokens'] == 12 * 12 * 32
+    assert more.lines[5]['loss'] == pytest.approx(first.evals[4]['train_loss'], abs=0.15)
+    assert more.evals[12]['val_loss'] < first.evals[4]['val_loss'] - 0.1
+    if count > 1:  # and back to two: the second island's own checkpoints are of another run
+        again = train('--islands=2', '--outer_interval=4', '--max_iters=16', '--init_from=resume',
+                      out_dir=first.out_dir, nproc=2)
+        assert f'resuming {first.out_dir}/ckpt/iter_00000012' in again.stdout
+        assert list(islands_of(again, 2)[1].lines) == [13, 14, 15, 16]
+        assert list((first.out_dir / 'island_1').glob('earlier-*'))
+
+
+def test_damaged_checkpoint_takes_all_islands_back(train):
+    options = '--islands=2', '--outer_interval=2', '--save_interval=4'
+    run = train(*options, nproc=2)
+    damaged = run.out_dir / 'island_1' / 'ckpt' / 'iter_00000012' / '__0_0.distcp'
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    more = train(*options, '--init_from=resume', out_dir=run.out_dir, nproc=2)
+    assert 'resuming' in more.stdout and 'at iteration 8' in more.stdout
+    for island in islands_of(more, 2):
+        assert list(exchanges_of(island)) == [0, 1, 2, 3, 4, 5] and len(island.lines) == 12
+
+
+KILLED = ('--islands=2', '--outer_interval=6', '--outer_fragments=2', '--outer_delay=1',
+          '--outer_compress=int8', '--dropout=0.1', '--eval_interval=40', '--lr_decay_iters=100')
+
+
+def logged(out_dir):
+    return len(read_run(out_dir).lines) if (out_dir / 'metrics.jsonl').exists() else 0
+
+
+def wait_for_more(process, out_dir, count):
+    wanted = logged(out_dir) + count
+    wait_until(lambda: logged(out_dir) >= wanted, process)
+
+
+@pytest.mark.slow
+def test_islands_that_are_killed_continue_to_the_bit(train, dataset, tmp_path):
+    """Three kills of one process or the other. torchrun starts all again."""
+    out_dir, options = tmp_path / 'out', [*KILLED, '--max_iters=120', '--save_interval=4']
+    command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
+    restarting = '--standalone', '--nproc_per_node=2', '--max-restarts=3'
+    with torchrun(restarting, tmp_path, 'train.py', *command) as process:
+        for kill in range(3):
+            wait_for_more(process, out_dir, 10)
+            os.kill(worker_pids(process)[1 - kill % 2], signal.SIGKILL)
+            wait_until(lambda: process.output().count('resuming') == kill + 1, process)
+        assert process.wait(240) == 0, process.output()
+    unbroken = train(*options, nproc=2)
+    for one, other in zip(islands_of(unbroken, 2), islands_of(read_run(out_dir), 2)):
+        assert_same_run(one, other, 120)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('whom', ['torchrun', 'one process'])
+def test_islands_that_are_stopped_continue_to_the_bit(train, dataset, tmp_path, whom):
+    """At any moments. A signal that reaches one island alone stops the other at its next exchange."""
+    out_dir, options = tmp_path / 'out', [*KILLED, '--max_iters=60', '--outer_fragments=1', '--outer_interval=3']
+    command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
+    for stop in range(3):
+        with torchrun(('--standalone', '--nproc_per_node=2'), tmp_path, 'train.py', *command) as process:
+            wait_for_more(process, out_dir, 5 + stop)
+            pid = process.pid if whom == 'torchrun' else worker_pids(process)[stop % 2]
+            os.kill(pid, signal.SIGTERM)
+            process.wait(120)
+            assert 'stopped by SIGTERM' in process.output(), process.output()
+    resumed = train(*options, '--init_from=resume', out_dir=out_dir, nproc=2)
+    unbroken = train(*options, nproc=2)
+    for one, other in zip(islands_of(unbroken, 2), islands_of(resumed, 2)):
+        assert_same_run(one, other, 60)
+
+
+# --- bad input ------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize('arguments, sentence', [
+    ('--islands=2', 'islands=2 does not divide the 1 process(es): start a multiple of 2'),
+    ('--islands=0', 'islands is 0: it must be at least 1'),
+    ('--islands=5', 'islands=5 does not divide the 12 sequences of an iteration'),
+    ('--outer_interval=-1', 'outer_interval is -1: it cannot be negative'),
+    ('--outer_interval=4 --outer_compress=fp4', "outer_compress is 'fp4': choose one of none, bf16, int8"),
+    ('--outer_interval=4 --outer_fragments=4', 'outer_fragments is 4: it must be at most 3'),
+    ('--outer_interval=4 --outer_fragments=2 --outer_delay=2', 'outer_delay is 2: it must be below'),
+    ('--outer_interval=4 --outer_momentum=1', 'outer_momentum is 1.0: it must be at least 0 and below 1'),
+    ('--outer_interval=4 --on_spike=rollback', 'on_spike=rollback does not work with islands'),
+    ('--outer_interval=4 --replay=all', 'replay=all does not work with islands')])
+def test_bad_input_gets_a_sentence(train, arguments, sentence):
+    run = train(*arguments.split(), check=False)
+    assert run.returncode == 1 and f'error: {sentence}' in run.stderr and 'Traceback' not in run.stderr
