@@ -18,7 +18,7 @@ FLOORS = [
      'data.tokenizer'},
     {'kilogpt.advise', 'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compare', 'kilogpt.compiler',
      'kilogpt.cpu', 'kilogpt.cuda', 'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.forks',
-     'kilogpt.health', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline',
+     'kilogpt.health', 'kilogpt.islands', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline',
      'kilogpt.processes', 'kilogpt.recorder', 'kilogpt.replay', 'kilogpt.shards', 'kilogpt.trials',
      'kilogpt.weights', 'kilogpt.witness'},
     {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.plan', 'kilogpt.plot', 'kilogpt.prove',
