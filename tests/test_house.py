@@ -17,12 +17,12 @@ FLOORS = [
      'kilogpt.times', 'kilogpt.trace', 'kilogpt.updates', 'data.fetch', 'data.loader', 'data.prepare',
      'data.tokenizer'},
     {'kilogpt.advise', 'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compare', 'kilogpt.compiler',
-     'kilogpt.cpu', 'kilogpt.cuda', 'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.forks',
-     'kilogpt.health', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.parallel', 'kilogpt.pipeline',
-     'kilogpt.processes', 'kilogpt.recorder', 'kilogpt.replay', 'kilogpt.shards', 'kilogpt.trials',
-     'kilogpt.weights', 'kilogpt.witness'},
-    {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.plan', 'kilogpt.plot', 'kilogpt.prove',
-     'kilogpt.versus'},
+     'kilogpt.cpu', 'kilogpt.cuda', 'kilogpt.ddp', 'kilogpt.dry_run', 'kilogpt.experts',
+     'kilogpt.forks', 'kilogpt.health', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.meeting',
+     'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes', 'kilogpt.recorder', 'kilogpt.replay',
+     'kilogpt.shards', 'kilogpt.trials', 'kilogpt.weights', 'kilogpt.witness'},
+    {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.meet', 'kilogpt.plan', 'kilogpt.plot',
+     'kilogpt.prove', 'kilogpt.versus'},
 ]
 LONG_FILES = {  # {path: why it is longer than 500 lines}
     'model.py': 'the GPT and its experts, all of it, in one file that runs without the others',
