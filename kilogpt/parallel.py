@@ -264,6 +264,16 @@ class Parallel:
         if self._zero1:
             optimizer.register_step_post_hook(self._zero1.gather_parameters)
 
+    def parameters_changed(self):
+        """Bring what else holds parameters up to date, after `optimizer_parameters` were set."""
+        if self._zero1:
+            self._zero1.gather_parameters()
+        if self.layout.uses_fsdp:  # gathered parameters may have stayed since an evaluation
+            for stage in self.stages.values():
+                for module in stage.modules():
+                    if hasattr(module, 'reshard'):
+                        module.reshard()
+
     def apply_to_whole_matrices(self, function, parameter, parts):
         """Apply a function of whole matrices where each process holds parts; returns the results' parts.
 
