@@ -131,6 +131,9 @@ outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in
 outer_delay = 0  # iterations for which islands train on while an exchange is under way
 outer_mix = 0.0  # share of an island's own parameters in those with which it goes on after an exchange
 outer_offload = False  # keep the state of the outer optimizer in host memory
+outer_store = ''  # HOST:PORT of python -m kilogpt.meet, for islands that are jobs of their own; '' = one torchrun
+island = 0  # with outer_store: the number of this job's island
+outer_timeout = 60.0  # with outer_store: seconds for which the first island waits for others at an exchange
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
@@ -154,7 +157,7 @@ with exit_on_error():
     check_settings(config)
     if deterministic:
         make_deterministic()
-    processes = Processes(device, islands)
+    processes = Processes(device, 1 if outer_store else islands)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
     outer = Islands(processes, layout, config)
@@ -249,7 +252,8 @@ if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 first_iteration = iteration
-outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
+with exit_on_error():
+    outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()
@@ -511,6 +515,13 @@ while True:
             log.exchange(line)
             if outer.has_new_shares:
                 train_batches = batches_of(train_loader, starts_of_iteration, steps)
+        if outer.moved_to is not None:
+            iteration, outer.moved_to = outer.moved_to, None
+            saved_iteration = min(saved_iteration, iteration)
+            checkpoint.delete_after(out_dir, iteration, processes)
+            train_batches = batches_of(train_loader, starts_of_iteration, steps)
+            timed_from, timed_at = iteration, time.perf_counter() - paused
+            continue
     pause_began = time.perf_counter()
     clock = pause_began - paused
     if ending and ending.reason == 'spikes':
@@ -519,7 +530,7 @@ while True:
             timed_from, timed_at = iteration, clock
             paused += time.perf_counter() - pause_began
             continue
-    evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
+    evaluation_due = evaluation_due and not (ending or agreement.stop_signal or outer.problem)
     if replay and first_iteration < iteration and iteration in replay.paths:
         watchdog.beat(pause=STORAGE_LIMIT)
         state = replay.pass_checkpoint(iteration, parallel.named_parameters(), optimizer)
@@ -548,6 +559,8 @@ while True:
         resumes = '; --init_from=resume continues from here' if iteration else ''
         name = signal.Signals(agreement.stop_signal).name
         ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
+    elif outer.problem:
+        ending = Ending('failed', outer.problem, 1)
     elif replay and (replay.problem or iteration == replay.last):
         ending = Ending('failed', replay.problem, 1) if replay.problem else Ending('finished', '', 0)
     elif eval_only or iteration >= max_iters:
@@ -618,6 +631,7 @@ while True:
 # --- the end ------------------------------------------------------------------------------------------------
 if profiler:
     profiler.close()
+outer.leave()
 log.close()
 if saver.problem and ending.reason != 'failed':
     ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be '

@@ -11,18 +11,23 @@ islands. Between them is a wire:
     wire.start(number, payload)   send the payload (uint8, on the CPU) of exchange 0, 1, ...; returns at once
     wire.done()                   whether the payloads of the others have arrived
     wire.result()                 wait for them, and return an Exchanged
+
+Islands of one torchrun have the wire World, and those that are jobs of their own meeting.Meeting.
 """
 import contextlib
+import hashlib
+import math
 import os
 import signal
 import time
-from typing import NamedTuple
+import uuid
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from kilogpt import checkpoint
+from kilogpt.meeting import Exchanged, Meeting, parse_address, read_secret
 from kilogpt.optim import local_part
 from kilogpt.settings import OUTER_INTERVAL
 
@@ -30,12 +35,9 @@ BLOCK = 256  # elements that share a scale in int8
 # Keys that must be the same for a run to continue to the bit from a checkpoint with islands.
 FIXED_KEYS = ('islands', 'outer_interval', 'outer_fragments', 'outer_compress', 'batch_size',
               'gradient_accumulation_steps', 'block_size')
-
-
-class Exchanged(NamedTuple):
-    """What came of an exchange."""
-    payloads: dict  # {island: its payload} of the islands that took part
-    joining: list  # islands that take part from the next exchange on
+# Keys that must also be the same on islands that are jobs of their own.
+COMMON_KEYS = ('seed', 'outer_lr', 'outer_momentum', 'outer_delay', 'outer_mix', 'outer_timeout', 'zero_stage',
+               'dp_replicate', 'tp', 'cp', 'ep', 'pp')
 
 
 class World:
@@ -204,6 +206,25 @@ class OuterOptimizer:
             value = local_part(parameter.detach())
             (value if to_outer else outer).copy_(outer if to_outer else value)
 
+    def snapshot(self):
+        """The bytes of what an island takes over that joins: the outer parameters and the momentum."""
+        tensors = self._local['outer'] + self._local['momentum']
+        return torch.cat([tensor.flatten().cpu().view(torch.uint8) for tensor in tensors])
+
+    @torch.no_grad()
+    def restore(self, snapshot):
+        """Take over a snapshot."""
+        tensors = self._local['outer'] + self._local['momentum']
+        for tensor, part in zip(tensors, snapshot.split([t.numel() * t.element_size() for t in tensors])):
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def share(self, group, device):
+        """Take over the outer parameters and the momentum of the first process of a group of replicas."""
+        for tensor in self._local['outer'] + self._local['momentum']:
+            copy = tensor.to(device, copy=True)
+            dist.broadcast(copy, dist.get_global_rank(group, 0), group)
+            tensor.copy_(copy)
+
     @torch.no_grad()
     def swap(self):
         """Exchange the values of the outer parameters and the island's."""
@@ -263,15 +284,16 @@ class Shares:
                     numbers.append(self.sequences(i, island))
         return np.concatenate(numbers)
 
-    def change(self, iteration, present, since):
-        """From an iteration on, these islands are present. The others lose what they had from `since` on.
+    def change(self, iteration, present, since, members):
+        """From an iteration on, these islands are present.
 
+        Those that are not among the members of the last exchange lose what they were given from `since` on.
         Returns whether anything has changed.
         """
         part = self.parts[-1]
-        if present == part['present']:
+        lost = self.given(since, iteration, set(part['present']) - set(members))
+        if present == part['present'] and not len(lost):
             return False
-        lost = self.given(since, iteration, set(range(1 + max(part['present']))) - set(present))
         count, n_waiting = self._count(part, iteration), _length(part['backlog'])
         left = self._numbers(part, min(count, n_waiting), n_waiting)
         tokens = self.tokens_before(iteration) - len(lost) * self.block_size
@@ -321,7 +343,15 @@ class Islands:
         self.islands = config['islands']
         self.is_on = self.islands > 1 or config['outer_interval'] > 0
         self.interval, self.delay = config['outer_interval'] or OUTER_INTERVAL, config['outer_delay']
+        self.address = config['outer_store']
         self.island, self.main_dir = processes.island, config['out_dir']
+        if self.address:
+            self.island = config['island']
+            parse_address(self.address)  # here, since loading a model takes time
+            read_secret()
+        self.joins = False  # whether this island waits for the others' next exchange, to join after it
+        self.moved_to = None  # the iteration at which it continues since it has joined
+        self.problem = ''  # why it cannot continue
         self.out_dir = self.main_dir
         if self.island:
             self.out_dir = os.path.join(self.main_dir, f'island_{self.island}')
@@ -368,14 +398,14 @@ class Islands:
             chosen = newest_together(of_islands)
             if chosen is None:
                 return (None, {}) if of_islands[0] and any(are_unsaved) else None
-            path, state = options[chosen[self.island]]
+            path, state = options[chosen[self.processes.island]]
             problem = checkpoint.damage_on_any(path, self.processes)
             if not any(self.processes.tell_islands(problem)):
                 self.resend_from = min(of_islands[island][choice][0] for island, choice in enumerate(chosen))
                 return path, state
             if problem:
                 self.processes.say(f'{path} is damaged ({problem}): going back to the one before it')
-                del options[chosen[self.island]]
+                del options[chosen[self.processes.island]]
 
     def attach(self, parallel, model):
         """Make the outer parameters of a model that is laid out. model: the whole one."""
@@ -394,7 +424,7 @@ class Islands:
         self.optimizer = OuterOptimizer(
             trained + others, fragment_of, fragments, self.config['outer_lr'], self.config['outer_momentum'],
             self.config['outer_compress'], self.config['outer_mix'], self.config['outer_offload'])
-        self.wire = World(self.processes)
+        self.wire = None if self.address else World(self.processes)
         # Of replicas within the island one exchanges, and tells the others.
         self._replicas, self._sends = None, True
         if self.layout.zero_stage == 0 and self.processes.world_size > 1:
@@ -438,6 +468,8 @@ class Islands:
         if not self.continues:
             self.optimizer.reset(to_outer=has_loaded and self.islands > 1)
         self.parallel.parameters_changed()
+        if self.address and self._meet(state):
+            return
         for number in range(self.started if self.resend_from is None else self.resend_from, self.started):
             self._send(number)
             if number < self.merged:
@@ -452,7 +484,8 @@ class Islands:
         if not self.is_on:
             return {}
         return dict(islands=dict(keys=self._keys, base=self.base, started=self.started, merged=self.merged,
-                                 shares=self.shares.parts))
+                                 shares=self.shares.parts,
+                                 history=self._history()))
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -469,7 +502,8 @@ class Islands:
 
     def is_due(self, iteration):
         """Whether there is something to send or to receive before an iteration."""
-        return self.is_on and (self._count(iteration) > self.started or self._is_to_merge(iteration))
+        return self.is_on and (self.joins or self._count(iteration) > self.started
+                               or self._is_to_merge(iteration))
 
     def _count(self, iteration):
         """How many exchanges have started when an iteration begins."""
@@ -487,37 +521,49 @@ class Islands:
 
         A signal to stop ends the wait for other islands: what was sent waits in the checkpoint. beat(): says
         that this process has not hung.
+
+        An island that joins others takes over their state instead, and continues at `moved_to`.
         """
-        if self._count(iteration) > self.started:
+        if self._count(iteration) > self.started and not self.joins:
             self.optimizer.encode(self.started)
             self._send(self.started)
             self.started += 1
-        if not self._is_to_merge(iteration):
-            return None
-        began, passes = time.perf_counter(), 0
-        while not agreement.is_unanimous(not self._sends or self.wire.done()):
-            if agreement.stop_signal:
+        began, exchanged = time.perf_counter(), None
+        while exchanged is None:
+            if not self.joins and not self._is_to_merge(iteration):
                 return None
-            beat()
-            time.sleep(0.002)
-            passes += 1
-            if passes % 500 == 0 and self.processes.is_main and self.wire.is_abandoned(self.merged):
-                signal.raise_signal(signal.SIGTERM)
+            if not self._wait(agreement, beat):
+                return None
+            exchanged = self._receive()
+            is_none = self.processes.share(exchanged is None)
+            if self.joins:
+                self.joins = False
+                if not is_none:
+                    self._take_over(exchanged)
+                    return None
+                self._resend()
+            elif is_none:
+                self._join()
         waited, number = time.perf_counter() - began, self.merged
-        present, distance, size = self._merge(number)
+        members, joining = self.processes.share((sorted(exchanged.payloads), exchanged.joining))
+        distance, size = self._merge(number, exchanged)
         since, until = self._begin_of(number - 1), self._begin_of(number)
-        sequences = ranges(self.shares.given(since, until, present))
-        self.has_new_shares = self.shares.change(iteration, present, since)
+        sequences = ranges(self.shares.given(since, until, members))
+        self.has_new_shares = self.shares.change(iteration, sorted({*members, *joining}), since, members)
         self.merged += 1
+        if joining and self.island == members[0] and self._sends:
+            state = dict(iteration=iteration, base=self.base, merged=self.merged, shares=self.shares.parts)
+            self.wire.give(state, self.optimizer.snapshot())
         sums = [self.processes.sum(value) for value in (distance, size, self._bytes_sent)]
         return dict(iter=iteration, exchange=number, fragment=number % self.config['outer_fragments'],
-                    bytes_sent=int(sums[2]), wait_s=waited, islands=present,
+                    bytes_sent=int(sums[2]), wait_s=waited, islands=members,
                     distance=(sums[0] / sums[1]) ** 0.5, sequences=sequences)
 
     def _send(self, number):
         if self._sends:
             payload = self.optimizer.payload(number)
-            self._bytes_sent = len(payload) * (self.islands - 1)
+            # The server of islands that are jobs sends each payload on.
+            self._bytes_sent = len(payload) * (1 if self.address else self.islands - 1)
             self.wire.start(number, payload)
         else:
             self._bytes_sent = 0
@@ -525,17 +571,95 @@ class Islands:
     def _receive(self):
         return self.wire.result() if self._sends else Exchanged({}, [])
 
-    def _merge(self, number):
-        """Take the outer step; returns the islands that took part, and the two sums of `mean`."""
-        exchanged, distance, size = self._receive(), 0.0, 0.0
+    def _wait(self, agreement, beat):
+        """Wait until all processes have what the other islands send; False if something else ends the wait."""
+        passes = 0
+        while not self._has_arrived(agreement):
+            if agreement.stop_signal:
+                return False
+            if self.address:
+                seconds = self.processes.max(self.wire.seconds_silent() if self._sends else 0)
+                if seconds > self.config['comm_timeout']:
+                    self.problem = (f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
+                                    '(comm_timeout): start it again, then continue with --init_from=auto')
+                    return False
+            elif passes % 500 == 499 and self.processes.is_main and self.wire.is_abandoned(self.merged):
+                signal.raise_signal(signal.SIGTERM)
+            beat()
+            passes += 1
+            time.sleep(0.002 if passes < 500 or not self.address else 0.05)
+        return True
+
+    def _has_arrived(self, agreement):
+        mark = self.wire.done() if self._sends else None
+        if not agreement.is_unanimous(not self._sends or mark):
+            return False
+        if not self.address or self.processes.world_size == 1:
+            return True
+        # If the server was started again, processes may have the results of two exchanges of one number.
+        newest = self.processes.max(mark if self._sends else -math.inf)
+        return newest == -self.processes.max(-mark if self._sends else -math.inf)
+
+    def _merge(self, number, exchanged):
+        """Take the outer step; returns the two sums of `mean`."""
+        distance, size = 0.0, 0.0
         if self._sends:
             means, distance, size = self.optimizer.mean(number, exchanged.payloads)
-        present = self.processes.share(sorted({*exchanged.payloads, *exchanged.joining}))
         if self._replicas:
             means = self._tell_replicas(number, means if self._sends else {})
         self.optimizer.step(means)
         self.parallel.parameters_changed()
-        return present, distance, size
+        return distance, size
+
+    # --- islands that are jobs of their own -----------------------------------------------------------------
+
+    def _meet(self, state):
+        """Introduce this island to the server; returns whether it has to join the others."""
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.optimizer.parameters]
+        sending = self.processes.gather(self._sends)
+        job = self.processes.share(uuid.uuid4().hex)
+        if self._sends:
+            settings = self._keys | {key: self.config[key] for key in COMMON_KEYS}
+            settings['parameters'] = hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16]
+            self.wire = Meeting(self.address, self.island, int(sum(sending[:self.processes.rank])),
+                                int(sum(sending)), job, settings, self.merged,
+                                state.get('history') or (0, f'{self.base:09d}'), self.processes.say)
+        if self.processes.any(self._sends and not self.wire.hello()):
+            self._join()
+        return self.joins
+
+    def _join(self):
+        self.joins = True
+        if self._sends:
+            self.wire.join()
+        self.processes.say(f'island {self.island} is behind the others: it joins them after their next exchange')
+
+    def _take_over(self, joined):
+        """Continue from the state of an island that has given its own."""
+        state = self.processes.share(joined.state if self._sends else None)
+        if self._sends:
+            self.optimizer.restore(joined.payload)
+        if self._replicas:
+            self.optimizer.share(self._replicas, self.processes.device)
+        self.optimizer.reset(to_outer=True)
+        self.parallel.parameters_changed()
+        self.base, self.shares.parts, self.moved_to = state['base'], state['shares'], state['iteration']
+        self.started = self.merged = state['merged']
+        self.processes.say(f'island {self.island} joins the others at iteration {self.moved_to}')
+
+    def _resend(self):
+        """Send again what was sent before this island wanted to join, since nobody is ahead any more."""
+        if self.started > self.merged:
+            self._send(self.merged)
+
+    def _history(self):
+        """What the server needs to know of an island that resumes, or None."""
+        return self.processes.share(self.wire.history if self._sends else None) if self.address else None
+
+    def leave(self):
+        """Wait until islands that join have the state that they were promised."""
+        if self.address and self._sends:
+            self.wire.leave()
 
     def _tell_replicas(self, number, means):
         """The means, {index: tensor}, of the first replica, on all."""
@@ -552,7 +676,7 @@ class Islands:
 
     def end(self):
         """Tell the other islands that this one ends, so that they do not wait for it."""
-        if self.islands > 1 and self.processes.is_main:
+        if self.processes.islands > 1 and self.processes.is_main:
             self.wire.end(self.started)
 
     @contextlib.contextmanager

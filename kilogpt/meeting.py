@@ -163,6 +163,7 @@ class Meeting:
         self.is_silent = False  # whether that has been said
         self.task, self.mark = None, 0
         self.is_member = False  # whether others may count on this island
+        self.giving = None  # the thread of `give`
 
     @property
     def history(self):
@@ -237,7 +238,13 @@ class Meeting:
         state: plain values. payload: a uint8 CPU tensor, which must not change. After the next exchange the
         state is out of date, and no longer sent.
         """
-        threading.Thread(target=self._give, args=(self.position, state, payload), daemon=True).start()
+        self.giving = threading.Thread(target=self._give, args=(self.position, state, payload), daemon=True)
+        self.giving.start()
+
+    def leave(self):
+        """Wait until a state that is being given has arrived, for SILENCE seconds at most."""
+        if self.giving:
+            self.giving.join(SILENCE)
 
     def seconds_silent(self):
         """Seconds since the server took or sent a byte, while it is being asked."""
