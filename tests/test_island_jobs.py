@@ -35,12 +35,13 @@ def server(tmp_path):
 
 
 class Job:
-    """An island that is a job of its own, launched as a user does; its updates take 100 ms longer."""
+    """An island that is a job of its own, launched as a user does; its updates take long until `hurry`."""
 
     def __init__(self, folder, dataset, address, island, *arguments):
         self.out_dir = folder / f'island_{island}' if island else folder
         self.log = folder.with_suffix(f'.{island}.log')
-        self.command = [sys.executable, 'train.py', str(FAULTS / 'slow_updates.py'), *TINY, *JOBS, *arguments,
+        self.hurried = folder.with_suffix('.hurry')
+        self.command = [sys.executable, 'train.py', str(FAULTS / 'paced_updates.py'), *TINY, *JOBS, *arguments,
                         f'--dataset={dataset}', f'--out_dir={folder}', f'--outer_store={address}',
                         f'--island={island}', '--init_from=auto']
         self.start()
@@ -48,7 +49,8 @@ class Job:
     def start(self):
         with open(self.log, 'a') as file:
             self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=file, stderr=file,
-                                            env=dict(os.environ, OMP_NUM_THREADS='1'))
+                                            env=dict(os.environ, OMP_NUM_THREADS='1',
+                                                     HURRY=str(self.hurried)))
 
     def kill(self):
         self.process.kill()
@@ -75,8 +77,10 @@ class Job:
         wanted = self.newest() + count
         self.wait_for(lambda: self.newest() >= wanted)
 
-    def end(self):
+    def end(self, hurry=True):
         """Wait until the run is over; its exit code."""
+        if hurry:
+            self.hurried.touch()
         return self.process.wait(WAIT)
 
 
@@ -172,7 +176,7 @@ def run_with_kills(folder, dataset, server, kills, iterations, timeout=8.0, seed
 
 @pytest.mark.slow
 def test_killed_islands_return_and_no_sequence_is_trained_twice(dataset, server, tmp_path):
-    started, _ = run_with_kills(tmp_path / 'run', dataset, server, kills=2, iterations=700)
+    started, _ = run_with_kills(tmp_path / 'run', dataset, server, kills=2, iterations=600)
     found = all_exchanges(started)
     assert [] != [line for line in found.values() if len(line['islands']) == 2]
     assert found[max(found)]['islands'] == [0, 1, 2]
@@ -222,11 +226,11 @@ def test_signal_ends_the_wait_for_other_islands(train, dataset, server, tmp_path
     with jobs(tmp_path / 'run', dataset, server, islands=2) as started:
         started[1].wait_for(lambda: started[1].newest() >= 0)
         started[1].process.terminate()
-        assert started[1].end() == 143
+        assert started[1].end(hurry=False) == 143
         iteration = max(read_run(started[1].out_dir).lines)
         time.sleep(2)  # island 0 now waits at its next exchange
         started[0].process.terminate()
-        assert started[0].end() == 143
+        assert started[0].end(hurry=False) == 143
         for job in started:
             job.start()
         assert [job.end() for job in started] == [0, 0] and iteration < 12
@@ -240,7 +244,7 @@ def test_run_without_a_server_ends_with_a_checkpoint(dataset, server, tmp_path):
     with jobs(tmp_path / 'run', dataset, server, '--comm_timeout=10', '--max_iters=40', islands=2) as started:
         started[0].wait_for(lambda: started[0].newest() >= 1)
         server.kill()
-        assert [job.end() for job in started] == [1, 1]
+        assert [job.end(hurry=False) for job in started] == [1, 1]
         for job in started:
             text = job.log.read_text()
             assert text.count('does not answer') == 1 and 'has not answered for 1' in text
