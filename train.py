@@ -518,6 +518,8 @@ while True:
         if outer.moved_to is not None:
             iteration, outer.moved_to = outer.moved_to, None
             saved_iteration = min(saved_iteration, iteration)
+            watchdog.beat(pause=STORAGE_LIMIT)
+            saver.wait()
             checkpoint.delete_after(out_dir, iteration, processes)
             train_batches = batches_of(train_loader, starts_of_iteration, steps)
             timed_from, timed_at = iteration, time.perf_counter() - paused

@@ -205,6 +205,8 @@ class OuterOptimizer:
         for (_, parameter), outer in zip(self.parameters, self._local['outer']):
             value = local_part(parameter.detach())
             (value if to_outer else outer).copy_(outer if to_outer else value)
+        for residual in self._local.get('residual', ()):
+            residual.zero_()
 
     def snapshot(self):
         """The bytes of what an island takes over that joins: the outer parameters and the momentum."""

@@ -13,7 +13,8 @@ from functools import partial
 import pytest
 from test_meet import Server
 
-from helpers import FAULTS, ROOT, TINY, assert_same_tensors, newest_tensors, read_run, side_by_side
+from helpers import (FAULTS, ROOT, TINY, assert_same_tensors, kill_node, newest_tensors, read_run,
+                     side_by_side)
 
 SECRET = 'a secret of the tests'
 WAIT = 300  # seconds for whatever a loaded machine has to do
@@ -37,11 +38,12 @@ def server(tmp_path):
 class Job:
     """An island that is a job of its own, launched as a user does; its updates take long until `hurry`."""
 
-    def __init__(self, folder, dataset, address, island, *arguments):
+    def __init__(self, folder, dataset, address, island, *arguments, nproc=1):
         self.out_dir = folder / f'island_{island}' if island else folder
         self.log = folder.with_suffix(f'.{island}.log')
         self.hurried = folder.with_suffix('.hurry')
-        self.command = [sys.executable, 'train.py', str(FAULTS / 'paced_updates.py'), *TINY, *JOBS, *arguments,
+        launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
+        self.command = [sys.executable, *(launcher if nproc > 1 else ()), 'train.py', str(FAULTS / 'paced_updates.py'), *TINY, *JOBS, *arguments,
                         f'--dataset={dataset}', f'--out_dir={folder}', f'--outer_store={address}',
                         f'--island={island}', '--init_from=auto']
         self.start()
@@ -53,8 +55,7 @@ class Job:
                                                      HURRY=str(self.hurried)))
 
     def kill(self):
-        self.process.kill()
-        self.process.wait()
+        kill_node(self.process)
 
     def exchanges(self):
         """{number: line} of the exchanges that this island has taken part in, the last line of each."""
@@ -93,7 +94,7 @@ def jobs(folder, dataset, server, *arguments, islands=3):
         yield started
     finally:
         for job in started:
-            job.process.kill()
+            job.kill()
 
 
 def all_exchanges(started):
@@ -203,6 +204,29 @@ def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
     assert [0, 2] in [line['islands'] for line in found.values()]
     assert found[max(found)]['islands'] == [0, 1, 2] and count_sequences(found)[1:] == (0, 0)
     assert 'is behind the others' in started[1].log.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', ['--zero_stage=0', '--zero_stage=3'])
+def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path, layout):
+    """Also where replicas of an island do not exchange by themselves, and where each process has a part."""
+    arguments = ['--islands=2', layout, '--max_iters=160', '--outer_timeout=5', '--outer_fragments=2',
+                 '--outer_compress=bf16', f'--dataset={dataset}']
+    with contextlib.ExitStack() as stack:
+        first = Job(tmp_path / 'run', dataset, server.address, 0, *arguments, nproc=2)
+        stack.callback(first.kill)
+        first.wait_for(lambda: first.newest() >= 3)
+        second = Job(tmp_path / 'run', dataset, server.address, 1, *arguments, nproc=2)
+        stack.callback(second.kill)
+        second.wait_for(lambda: second.newest() >= 0)
+        assert [first.end(), second.end()] == [0, 0]
+    found = all_exchanges([first, second])
+    assert found[3]['islands'] == [0] and found[max(found)]['islands'] == [0, 1]
+    assert count_sequences(found)[1:] == (0, 0)
+    assert 'joins the others at iteration' in second.log.read_text()
+    shared = [{name: tensor for name, tensor in newest_tensors(job.out_dir).items()
+               if name.startswith('model.')} for job in (first, second)]
+    assert_same_tensors(*shared)
 
 
 @pytest.mark.slow

@@ -123,6 +123,24 @@ def test_lost_island_is_left_out_and_joins_when_it_returns(server):
         assert values_of(exchanged) == {0: [0], 1: [1], 2: [2]}
 
 
+def test_island_joins_at_the_next_exchange_if_it_gets_no_state(server):
+    """As when the island that should have given its state was killed."""
+    member = come(server, 0, islands=2, timeout=0.5)
+    upload(member, 1)
+    arrive(member)
+    comer = come(server, 1, islands=2, timeout=0.5)
+    comer.join()
+    joining = []
+    while len(joining) < 2:
+        upload(member, 1)
+        exchanged, = arrive(member)
+        joining += exchanged.joining
+    assert joining == [1, 1] and not comer.done()
+    member.give(dict(iteration=8), torch.zeros(0, dtype=torch.uint8))
+    joined, = arrive(comer)
+    assert joined.state == dict(iteration=8) and len(joined.payload) == 0
+
+
 def test_island_that_was_killed_in_an_exchange_gets_it_again(server):
     """Also its own payload as the others have it, since it may have computed another one meanwhile."""
     islands = [come(server, island) for island in range(3)]
