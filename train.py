@@ -29,6 +29,7 @@ from kilogpt import checkpoint, cpu, metrics, trace, weights
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.forecast import forecast
 from kilogpt.health import Agreement, Ending, StopRequest, Watchdog
+from kilogpt.island_jobs import IslandJob
 from kilogpt.islands import Islands
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
@@ -121,7 +122,7 @@ activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but ma
 cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
 comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
-# islands: groups of processes that train apart, and exchange parameters now and then (DiLoCo; docs/islands.md)
+# islands: groups of processes that train apart and now and then exchange parameters (DiLoCo)
 islands = 1  # groups; each has the layout above, and a share of each iteration's sequences
 outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, without them none
 outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
@@ -131,6 +132,9 @@ outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in
 outer_delay = 0  # iterations for which islands train on while an exchange is under way
 outer_mix = 0.0  # share of an island's own parameters in those with which it goes on after an exchange
 outer_offload = False  # keep the state of the outer optimizer in host memory
+outer_store = ''  # for islands that are jobs of their own: HOST:PORT of python -m kilogpt.meet
+island = 0  # with outer_store: the number of this job's island
+outer_timeout = 60.0  # with outer_store: seconds for which the first island waits for others at an exchange
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
@@ -154,10 +158,10 @@ with exit_on_error():
     check_settings(config)
     if deterministic:
         make_deterministic()
-    processes = Processes(device, islands)
+    processes = Processes(device, 1 if outer_store else islands)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
-    outer = Islands(processes, layout, config)
+    outer = (IslandJob if outer_store else Islands)(processes, layout, config)
     out_dir = outer.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     parallel = Parallel(processes, layout)
@@ -249,7 +253,8 @@ if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 first_iteration = iteration
-outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
+with exit_on_error():
+    outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()
@@ -511,6 +516,15 @@ while True:
             log.exchange(line)
             if outer.has_new_shares:
                 train_batches = batches_of(train_loader, starts_of_iteration, steps)
+        if outer.moved_to is not None:
+            iteration, outer.moved_to = outer.moved_to, None
+            saved_iteration = min(saved_iteration, iteration)
+            watchdog.beat(pause=STORAGE_LIMIT)
+            saver.wait()
+            checkpoint.delete_after(out_dir, iteration, processes)
+            train_batches = batches_of(train_loader, starts_of_iteration, steps)
+            timed_from, timed_at = iteration, time.perf_counter() - paused
+            continue
     pause_began = time.perf_counter()
     clock = pause_began - paused
     if ending and ending.reason == 'spikes':
@@ -519,7 +533,7 @@ while True:
             timed_from, timed_at = iteration, clock
             paused += time.perf_counter() - pause_began
             continue
-    evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
+    evaluation_due = evaluation_due and not (ending or agreement.stop_signal or outer.problem)
     if replay and first_iteration < iteration and iteration in replay.paths:
         watchdog.beat(pause=STORAGE_LIMIT)
         state = replay.pass_checkpoint(iteration, parallel.named_parameters(), optimizer)
@@ -548,6 +562,8 @@ while True:
         resumes = '; --init_from=resume continues from here' if iteration else ''
         name = signal.Signals(agreement.stop_signal).name
         ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
+    elif outer.problem:
+        ending = Ending('failed', outer.problem, 1)
     elif replay and (replay.problem or iteration == replay.last):
         ending = Ending('failed', replay.problem, 1) if replay.problem else Ending('finished', '', 0)
     elif eval_only or iteration >= max_iters:
@@ -618,6 +634,7 @@ while True:
 # --- the end ------------------------------------------------------------------------------------------------
 if profiler:
     profiler.close()
+outer.leave()
 log.close()
 if saver.problem and ending.reason != 'failed':
     ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be '

@@ -11,39 +11,35 @@ islands. Between them is a wire:
     wire.start(number, payload)   send the payload (uint8, on the CPU) of exchange 0, 1, ...; returns at once
     wire.done()                   whether the payloads of the others have arrived
     wire.result()                 wait for them, and return an Exchanged
+
+Islands of one torchrun have the wire World. island_jobs.py is about islands that are jobs of their own.
 """
 import contextlib
 import os
 import signal
 import time
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from kilogpt import checkpoint
-from kilogpt.optim import local_part
+from kilogpt.meeting import Exchanged
+from kilogpt.outer import OuterOptimizer
+from kilogpt.parallel import refresh
 from kilogpt.settings import OUTER_INTERVAL
+from kilogpt.stream import Shares, ranges
 
-BLOCK = 256  # elements that share a scale in int8
 # Keys that must be the same for a run to continue to the bit from a checkpoint with islands.
 FIXED_KEYS = ('islands', 'outer_interval', 'outer_fragments', 'outer_compress', 'batch_size',
               'gradient_accumulation_steps', 'block_size')
-
-
-class Exchanged(NamedTuple):
-    """What came of an exchange."""
-    payloads: dict  # {island: its payload} of the islands that took part
-    joining: list  # islands that take part from the next exchange on
 
 
 class World:
     """The wire between islands of one torchrun: an all-gather."""
 
     def __init__(self, processes):
-        self.processes, self.islands = processes, processes.islands
-        self.group = processes.connect_islands('exchange') if self.islands > 1 else None
+        self.islands, self.between = processes.islands, processes.between
+        self.group = self.between.connect('exchange') if self.between else None
 
     def start(self, number, payload):
         self._payloads, self._work = [payload], None
@@ -64,248 +60,11 @@ class World:
 
     def end(self, started):
         """Tell the other islands that this one ends, and how many exchanges it has started."""
-        self.processes.leave_note(str(started))
+        self.between.leave_note(str(started))
 
     def is_abandoned(self, number):
         """Whether an island has ended that has not started exchange `number`."""
-        return any(int(started) <= number for started in self.processes.read_notes())
-
-
-# --- payloads -----------------------------------------------------------------------------------------------
-
-def encode(tensor, compress):
-    """A tensor as bytes, uint8 on the CPU. compress: 'none', 'bf16' or 'int8'.
-
-    int8 has a scale for each BLOCK elements, in bfloat16: then a product of the two is exact in float32, and
-    encoding what `decode` returned gives the same bytes again.
-    """
-    flat = tensor.flatten()
-    if compress == 'none':
-        return flat.cpu().view(torch.uint8)
-    if compress == 'bf16':
-        return flat.to(torch.bfloat16).cpu().view(torch.uint8)
-    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = (blocks.abs().amax(1) / 127).to(torch.bfloat16)
-    divisors = torch.where(scales == 0, 1, scales).to(flat.dtype)
-    numbers = (blocks / divisors[:, None]).round().clamp(-127, 127).to(torch.int8).flatten()[:len(flat)]
-    return torch.cat([numbers.cpu().view(torch.uint8), scales.cpu().view(torch.uint8)])
-
-
-def encoded_size(tensor, compress):
-    """How many bytes `encode` makes of a tensor."""
-    count = tensor.numel()
-    return {'none': count * tensor.element_size(), 'bf16': 2 * count, 'int8': count + 2 * -(-count // BLOCK)
-            }[compress]
-
-
-def decode(payload, like, compress):
-    """The tensor of these bytes, with the shape, dtype and device of another."""
-    if compress == 'int8':
-        count = like.numel()
-        numbers = payload[:count].view(torch.int8).to(like.device, like.dtype)
-        scales = payload[count:].clone().view(torch.bfloat16).to(like.device, like.dtype)
-        return (numbers * scales.repeat_interleave(BLOCK)[:count]).view(like.shape)
-    dtype = torch.bfloat16 if compress == 'bf16' else like.dtype
-    return payload.clone().view(dtype).to(like.device, like.dtype).view(like.shape)
-
-
-# --- the outer optimizer ------------------------------------------------------------------------------------
-
-class OuterOptimizer:
-    """SGD with Nesterov momentum on what islands changed in the parameters, one fragment at a time.
-
-    parameters: [(name, parameter or DTensor)]. fragment_of(name): which of the fragments has a parameter.
-    compress: of the changes that are sent, with error feedback: what rounding leaves out is added to the next
-    change. mix: the share of an island's own parameters in those with which it goes on after an exchange.
-    offload: keep the state in host memory.
-
-    state: {kind: [a tensor for each parameter, laid out as it]}: 'outer' are the parameters that all islands
-    share, 'sent_0' and 'sent_1' what was sent last, which a run that resumes may have to send again.
-    """
-
-    def __init__(self, parameters, fragment_of, fragments, lr, momentum, compress, mix, offload):
-        self.parameters = parameters
-        self.lr, self.momentum, self.compress, self.mix = lr, momentum, compress, mix
-        self.fragments = [[] for _ in range(fragments)]
-        for index, (name, _) in enumerate(parameters):
-            self.fragments[fragment_of(name)].append(index)
-        kinds = ['outer', 'momentum', 'sent_0']
-        if fragments == 1:  # two exchanges of the same parameters follow each other
-            kinds.append('sent_1')
-        if compress != 'none':
-            kinds.append('residual')
-        self.state = {kind: [_zeros_like(parameter, offload) for _, parameter in parameters]
-                      for kind in kinds}
-        self._local = {kind: [local_part(tensor) for tensor in tensors]
-                       for kind, tensors in self.state.items()}
-
-    def _sent(self, number):
-        return self._local['sent_1' if len(self.fragments) == 1 and number % 2 else 'sent_0']
-
-    def of_fragment(self, number):
-        """{index: outer parameter} of those that exchange `number` is about."""
-        return {index: self._local['outer'][index] for index in self.fragments[number % len(self.fragments)]}
-
-    @torch.no_grad()
-    def encode(self, number):
-        """Note what this process sends in exchange `number`: the parameters, or their compressed change."""
-        for index in self.fragments[number % len(self.fragments)]:
-            value, sent = local_part(self.parameters[index][1].detach()), self._sent(number)[index]
-            if self.compress == 'none':
-                sent.copy_(value)
-                continue
-            change = self._local['outer'][index] - value.to(sent.device) + self._local['residual'][index]
-            sent.copy_(decode(encode(change, self.compress), change, self.compress))
-            self._local['residual'][index].copy_(change - sent)
-
-    def payload(self, number):
-        """The bytes to send in exchange `number`: all that `encode` has noted."""
-        indices = self.fragments[number % len(self.fragments)]
-        parts = [encode(self._sent(number)[index], self.compress) for index in indices]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
-
-    @torch.no_grad()
-    def mean(self, number, payloads):
-        """(the means of what islands sent, by index; squared distance of the islands from them, and size).
-
-        The islands compute equal bits, since they add in the same order. Distance and size are sums over the
-        elements: of the squared deviations from the mean, in the mean over islands, and of the squares.
-        """
-        means, distance, size, begin = {}, 0.0, 0.0, 0
-        for index in self.fragments[number % len(self.fragments)]:
-            outer = self._local['outer'][index]
-            end = begin + encoded_size(outer, self.compress)
-            sent = [decode(payloads[island][begin:end], outer, self.compress) for island in sorted(payloads)]
-            means[index] = torch.stack(sent).sum(0) / len(sent) if len(sent) > 1 else sent[0]
-            distance += sum((one - means[index]).square().sum().item() for one in sent) / len(sent)
-            size += outer.square().sum().item()
-            begin = end
-        return means, distance, size
-
-    @torch.no_grad()
-    def step(self, means):
-        """Move the outer parameters, and then the island's. means: {index: mean of what islands sent}."""
-        for index, mean in means.items():
-            outer, momentum = self._local['outer'][index], self._local['momentum'][index]
-            if self.compress != 'none':
-                mean = outer - mean
-            momentum.mul_(self.momentum).add_(outer - mean)
-            # That is outer - lr · (outer - mean + momentum factor · momentum), and at lr 1 and factor 0 the
-            # mean to the bit.
-            outer.lerp_(mean, self.lr).sub_(momentum, alpha=self.lr * self.momentum)
-            value = local_part(self.parameters[index][1].detach())
-            new = outer.to(value.device)
-            value.copy_(torch.lerp(new, value, self.mix) if self.mix else new)
-
-    @torch.no_grad()
-    def reset(self, to_outer=False):
-        """Make the outer parameters equal to the island's, or the island's to them."""
-        for (_, parameter), outer in zip(self.parameters, self._local['outer']):
-            value = local_part(parameter.detach())
-            (value if to_outer else outer).copy_(outer if to_outer else value)
-
-    @torch.no_grad()
-    def swap(self):
-        """Exchange the values of the outer parameters and the island's."""
-        for (_, parameter), outer in zip(self.parameters, self._local['outer']):
-            value = local_part(parameter.detach())
-            copy = value.to(outer.device, copy=True)
-            value.copy_(outer)
-            outer.copy_(copy)
-
-
-def _zeros_like(parameter, offload):
-    """Zeros laid out as a parameter is, in host memory if asked."""
-    local = local_part(parameter.detach())
-    zeros = torch.zeros_like(local, device='cpu' if offload else local.device)
-    if not hasattr(parameter, 'placements'):
-        return zeros
-    from torch.distributed.tensor import DTensor
-    return DTensor(zeros, parameter._spec, requires_grad=False)
-
-
-# --- shares of the data -------------------------------------------------------------------------------------
-
-class Shares:
-    """Which sequences of the stream each island trains on, and how many tokens that makes.
-
-    Each iteration, the islands that are present take `batch` sequences of block_size tokens each, in order.
-    What was given to an island that then misses an exchange is given out again, before the rest of the
-    stream. With all islands present an iteration has the sequences that it would have without islands.
-
-    iteration, tokens: where the run begins, or continues, and how many tokens it has used by then.
-    parts: those of the Shares that the run continues.
-    """
-
-    def __init__(self, batch, block_size, islands, iteration=0, tokens=0, parts=None):
-        self.batch, self.block_size = batch, block_size
-        # A new part begins when the islands that are present change.
-        self.parts = parts or [dict(iteration=iteration, tokens=tokens, position=-(-tokens // block_size),
-                                    backlog=[], present=list(range(islands)))]
-
-    def tokens_before(self, iteration):
-        """Tokens used before an iteration, without those that islands have lost."""
-        part = self._part_of(iteration)
-        return part['tokens'] + self._count(part, iteration) * self.block_size
-
-    def sequences(self, iteration, island):
-        """The numbers of the sequences that an island trains on in an iteration."""
-        part = self._part_of(iteration)
-        begin = self._count(part, iteration) + part['present'].index(island) * self.batch
-        return self._numbers(part, begin, begin + self.batch)
-
-    def given(self, since, iteration, islands):
-        """The numbers of the sequences that these islands were given from an iteration on, before another."""
-        numbers = [np.arange(0)]
-        for i in range(since, iteration):
-            for island in self._part_of(i)['present']:
-                if island in islands:
-                    numbers.append(self.sequences(i, island))
-        return np.concatenate(numbers)
-
-    def change(self, iteration, present, since):
-        """From an iteration on, these islands are present. The others lose what they had from `since` on.
-
-        Returns whether anything has changed.
-        """
-        part = self.parts[-1]
-        if present == part['present']:
-            return False
-        lost = self.given(since, iteration, set(range(1 + max(part['present']))) - set(present))
-        count, n_waiting = self._count(part, iteration), _length(part['backlog'])
-        left = self._numbers(part, min(count, n_waiting), n_waiting)
-        tokens = self.tokens_before(iteration) - len(lost) * self.block_size
-        first = self._part_of(since)['iteration']
-        self.parts = [part for part in self.parts if part['iteration'] >= first]
-        self.parts.append(dict(iteration=iteration, tokens=tokens, present=present,
-                               position=part['position'] + max(0, count - n_waiting),
-                               backlog=ranges(np.concatenate([left, lost]))))
-        return True
-
-    def _part_of(self, iteration):
-        return [part for part in self.parts if part['iteration'] <= iteration][-1]
-
-    def _count(self, part, iteration):
-        """How many sequences a part has given out before an iteration."""
-        return (iteration - part['iteration']) * len(part['present']) * self.batch
-
-    def _numbers(self, part, begin, end):
-        """The numbers `begin` to `end` of those that a part gives out: its backlog, then the stream."""
-        backlog = np.concatenate([np.arange(0), *(np.arange(*pair) for pair in part['backlog'])])
-        n_waiting = len(backlog)
-        rest = part['position'] + np.arange(max(0, begin - n_waiting), max(0, end - n_waiting))
-        return np.concatenate([backlog[begin:end], rest])
-
-
-def ranges(numbers):
-    """[[begin, end]] of the runs of neighbours among integers."""
-    numbers = np.sort(numbers)
-    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
-    return [[int(run[0]), int(run[-1]) + 1] for run in runs if len(run)]
-
-
-def _length(pairs):
-    return sum(end - begin for begin, end in pairs)
+        return any(int(started) <= number for started in self.between.read_notes())
 
 
 # --- the islands of a run -----------------------------------------------------------------------------------
@@ -313,20 +72,23 @@ def _length(pairs):
 class Islands:
     """What a run of train.py does with the other islands; nothing, where it has none and no outer optimizer.
 
-    config: the keys of train.py. out_dir: island 0's folder; `out_dir` is this island's.
+    config: the keys of train.py. `out_dir`: the folder of this island, where that of island 0 is `main_dir`.
     """
 
-    def __init__(self, processes, layout, config):
+    def __init__(self, processes, layout, config, island=None):
         self.processes, self.layout, self.config = processes, layout, config
         self.islands = config['islands']
         self.is_on = self.islands > 1 or config['outer_interval'] > 0
         self.interval, self.delay = config['outer_interval'] or OUTER_INTERVAL, config['outer_delay']
-        self.island, self.main_dir = processes.island, config['out_dir']
-        self.out_dir = self.main_dir
+        self.moved_to = None  # the iteration at which an island that is a job has joined others
+        self.problem = ''  # why an island that is a job cannot continue
+        self.island = processes.island if island is None else island
+        self.out_dir = self.main_dir = config['out_dir']
         if self.island:
             self.out_dir = os.path.join(self.main_dir, f'island_{self.island}')
         # This process among those of all islands.
         self.rank = self.island * processes.world_size + processes.rank
+        self.copies = self.islands - 1  # of what a process sends: one for each other island
         self.base = 0  # the iteration from which exchanges are counted
         self.started = self.merged = 0  # exchanges
         self.resend_from = None  # the first exchange that an island of the checkpoints had not finished
@@ -344,38 +106,11 @@ class Islands:
         on all islands. Then those that had finished exchange M - 1 send again what they sent. Without such
         checkpoints all islands begin with the parameters of the newest one of island 0.
         """
-        found = self._find_own() if self.is_on else None
-        self.continues = found is not None
+        found = None
+        if self.is_on:
+            found, self.resend_from = find_together(self.processes, self.out_dir, self._keys)
+        self.continues = bool(found and found[0])
         return found or checkpoint.find_undamaged(self.main_dir, self.processes)
-
-    def _find_own(self):
-        """(path, state) of this island's checkpoint that goes with those of the others, or None.
-
-        (None, {}) if the run ended within the first save: it then begins again.
-        """
-        is_unsaved = os.path.exists(os.path.join(self.out_dir, 'config.json')) and not checkpoint.find(self.out_dir)
-        options = []  # (path, state) of this island's checkpoints, the newest first
-        for path in checkpoint.find(self.out_dir) if self.processes.is_main else ():
-            with contextlib.suppress(OSError, ValueError):  # damaged
-                state = checkpoint.read_state(path)
-                if state.get('islands', {}).get('keys') != self._keys:
-                    break  # what is older is of another run
-                options.append((path, state))
-        options = self.processes.share(options)
-        while True:
-            counts = [(state['islands']['merged'], state['islands']['started']) for _, state in options]
-            of_islands, are_unsaved = zip(*self.processes.tell_islands([counts, is_unsaved]))
-            chosen = newest_together(of_islands)
-            if chosen is None:
-                return (None, {}) if of_islands[0] and any(are_unsaved) else None
-            path, state = options[chosen[self.island]]
-            problem = checkpoint.damage_on_any(path, self.processes)
-            if not any(self.processes.tell_islands(problem)):
-                self.resend_from = min(of_islands[island][choice][0] for island, choice in enumerate(chosen))
-                return path, state
-            if problem:
-                self.processes.say(f'{path} is damaged ({problem}): going back to the one before it')
-                del options[chosen[self.island]]
 
     def attach(self, parallel, model):
         """Make the outer parameters of a model that is laid out. model: the whole one."""
@@ -394,7 +129,6 @@ class Islands:
         self.optimizer = OuterOptimizer(
             trained + others, fragment_of, fragments, self.config['outer_lr'], self.config['outer_momentum'],
             self.config['outer_compress'], self.config['outer_mix'], self.config['outer_offload'])
-        self.wire = World(self.processes)
         # Of replicas within the island one exchanges, and tells the others.
         self._replicas, self._sends = None, True
         if self.layout.zero_stage == 0 and self.processes.world_size > 1:
@@ -437,7 +171,12 @@ class Islands:
         self.started, self.merged = state.get('started', 0), state.get('merged', 0)
         if not self.continues:
             self.optimizer.reset(to_outer=has_loaded and self.islands > 1)
-        self.parallel.parameters_changed()
+        refresh(self.parallel)
+        self._connect(state)
+
+    def _connect(self, state):
+        """Make the wire, and send again what may not have arrived. state: a checkpoint's, or {}."""
+        self.wire = World(self.processes)
         for number in range(self.started if self.resend_from is None else self.resend_from, self.started):
             self._send(number)
             if number < self.merged:
@@ -459,9 +198,9 @@ class Islands:
     def describe(self):
         """How the islands work together, in one line."""
         size = sum(outer.nbytes for outer in self.optimizer.of_fragment(0).values())
-        return (f'{self.islands} of {self.processes.world_size} process(es); every {self.interval} iterations '
-                f'an exchange of {self.config["outer_fragments"]} fragment(s), {size / 1e6:,.1f} MB on a rank '
-                f'in the first, sent as {self.config["outer_compress"]}')
+        return (f'{self.islands} of {self.processes.world_size} process(es); {size / 1e6:,.1f} MB on a rank '
+                f'in the first of {self.config["outer_fragments"]} fragment(s), each exchanged every '
+                f'{self.interval} iterations; outer_compress={self.config["outer_compress"]}')
 
     def sequences(self, iteration):
         """The numbers of the sequences on which this island trains in an iteration."""
@@ -494,30 +233,15 @@ class Islands:
             self.started += 1
         if not self._is_to_merge(iteration):
             return None
-        began, passes = time.perf_counter(), 0
-        while not agreement.is_unanimous(not self._sends or self.wire.done()):
-            if agreement.stop_signal:
-                return None
-            beat()
-            time.sleep(0.002)
-            passes += 1
-            if passes % 500 == 0 and self.processes.is_main and self.wire.is_abandoned(self.merged):
-                signal.raise_signal(signal.SIGTERM)
-        waited, number = time.perf_counter() - began, self.merged
-        present, distance, size = self._merge(number)
-        since, until = self._begin_of(number - 1), self._begin_of(number)
-        sequences = ranges(self.shares.given(since, until, present))
-        self.has_new_shares = self.shares.change(iteration, present, since)
-        self.merged += 1
-        sums = [self.processes.sum(value) for value in (distance, size, self._bytes_sent)]
-        return dict(iter=iteration, exchange=number, fragment=number % self.config['outer_fragments'],
-                    bytes_sent=int(sums[2]), wait_s=waited, islands=present,
-                    distance=(sums[0] / sums[1]) ** 0.5, sequences=sequences)
+        began = time.perf_counter()
+        if not self._wait(agreement, beat):
+            return None
+        return self._merge(iteration, self._receive(), time.perf_counter() - began)
 
     def _send(self, number):
         if self._sends:
             payload = self.optimizer.payload(number)
-            self._bytes_sent = len(payload) * (self.islands - 1)
+            self._bytes_sent = len(payload) * self.copies
             self.wire.start(number, payload)
         else:
             self._bytes_sent = 0
@@ -525,17 +249,37 @@ class Islands:
     def _receive(self):
         return self.wire.result() if self._sends else Exchanged({}, [])
 
-    def _merge(self, number):
-        """Take the outer step; returns the islands that took part, and the two sums of `mean`."""
-        exchanged, distance, size = self._receive(), 0.0, 0.0
+    def _wait(self, agreement, beat):
+        """Wait until all processes have what other islands send; False if something else ends the wait."""
+        passes = 0
+        while not agreement.is_unanimous(not self._sends or self.wire.done()):
+            if agreement.stop_signal:
+                return False
+            beat()
+            passes += 1
+            time.sleep(0.002)
+            if passes % 500 == 0 and self.processes.is_main and self.wire.is_abandoned(self.merged):
+                signal.raise_signal(signal.SIGTERM)  # an island that ends takes the others along
+        return True
+
+    def _merge(self, iteration, exchanged, waited):
+        """Take the outer step; returns the line for the log."""
+        number, distance, size = self.merged, 0.0, 0.0
+        members, joining = self.processes.share((sorted(exchanged.payloads), exchanged.joining))
         if self._sends:
             means, distance, size = self.optimizer.mean(number, exchanged.payloads)
-        present = self.processes.share(sorted({*exchanged.payloads, *exchanged.joining}))
         if self._replicas:
             means = self._tell_replicas(number, means if self._sends else {})
         self.optimizer.step(means)
-        self.parallel.parameters_changed()
-        return present, distance, size
+        refresh(self.parallel)
+        since, until = self._begin_of(number - 1), self._begin_of(number)
+        sequences = ranges(self.shares.given(since, until, members))
+        self.has_new_shares = self.shares.change(iteration, sorted({*members, *joining}), since, members)
+        self.merged += 1
+        sums = [self.processes.sum(value) for value in (distance, size, self._bytes_sent)]
+        return dict(iter=iteration, exchange=number, fragment=number % self.config['outer_fragments'],
+                    bytes_sent=int(sums[2]), wait_s=waited, islands=members,
+                    distance=(sums[0] / sums[1]) ** 0.5, sequences=sequences)
 
     def _tell_replicas(self, number, means):
         """The means, {index: tensor}, of the first replica, on all."""
@@ -555,16 +299,19 @@ class Islands:
         if self.islands > 1 and self.processes.is_main:
             self.wire.end(self.started)
 
+    def leave(self):
+        """Wait until others have what they expect of this island, at the end of the run."""
+
     @contextlib.contextmanager
     def outer_parameters(self):
         """A context in which the model has the parameters that all islands share."""
         if self.islands > 1:
             self.optimizer.swap()
-            self.parallel.parameters_changed()
+            refresh(self.parallel)
         yield
         if self.islands > 1:
             self.optimizer.swap()
-            self.parallel.parameters_changed()
+            refresh(self.parallel)
 
 
 def newest_together(counts):
@@ -582,3 +329,36 @@ def newest_together(counts):
         if len(chosen) == len(counts):
             return chosen
     return None
+
+
+def find_together(processes, out_dir, keys):
+    """((path, state) of this island's checkpoint that goes with those of the others, or None; an exchange).
+
+    The exchange is the first that one of the islands had not finished. (None, {}) instead of a checkpoint if
+    the run ended within its first save, so that it begins again. keys: those that the state must have.
+    """
+    has_begun = os.path.exists(os.path.join(out_dir, 'config.json'))
+    is_unsaved = has_begun and not checkpoint.find(out_dir)
+    options = []  # (path, state) of this island's checkpoints, the newest first
+    for path in checkpoint.find(out_dir) if processes.is_main else ():
+        with contextlib.suppress(OSError, ValueError):  # damaged
+            state = checkpoint.read_state(path)
+            if state.get('islands', {}).get('keys') != keys:
+                break  # what is older is of another run
+            options.append((path, state))
+    options = processes.share(options)
+    while True:
+        counts = [(state['islands']['merged'], state['islands']['started']) for _, state in options]
+        of_islands, are_unsaved = zip(*processes.tell_islands([counts, is_unsaved]))
+        chosen = newest_together(of_islands)
+        if chosen is None and of_islands[0] and any(are_unsaved):
+            return (None, {}), None
+        if chosen is None:
+            return None, None
+        path, state = options[chosen[processes.island]]
+        problem = checkpoint.damage_on_any(path, processes)
+        if not any(processes.tell_islands(problem)):
+            return (path, state), min(island[choice][0] for island, choice in zip(of_islands, chosen))
+        if problem:
+            processes.say(f'{path} is damaged ({problem}): going back to the one before it')
+            del options[chosen[processes.island]]

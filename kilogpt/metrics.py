@@ -118,7 +118,7 @@ class Metrics:
             f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, val loss {line["val_loss"]:.4f}'))
 
     def exchange(self, line):
-        """Write the line of an exchange between islands: iter exchange bytes_sent wait_s islands distance ..."""
+        """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""
         self._write(line, (
             f'exchange {line["exchange"]} at iteration {line["iter"]}: {len(line["islands"])} island(s), '
             f'{line["bytes_sent"] / 1e6:,.3f} MB sent, waited {line["wait_s"]:.3f}s, '

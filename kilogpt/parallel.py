@@ -264,16 +264,6 @@ class Parallel:
         if self._zero1:
             optimizer.register_step_post_hook(self._zero1.gather_parameters)
 
-    def parameters_changed(self):
-        """Bring what else holds parameters up to date, after `optimizer_parameters` were set."""
-        if self._zero1:
-            self._zero1.gather_parameters()
-        if self.layout.uses_fsdp:  # gathered parameters may have stayed since an evaluation
-            for stage in self.stages.values():
-                for module in stage.modules():
-                    if hasattr(module, 'reshard'):
-                        module.reshard()
-
     def apply_to_whole_matrices(self, function, parameter, parts):
         """Apply a function of whole matrices where each process holds parts; returns the results' parts.
 
@@ -292,6 +282,16 @@ class Parallel:
             dimensions.append((torch.distributed.group.WORLD, None))
         # With cpu_offload the parts are in host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+def refresh(parallel):
+    """Bring what else holds parameters up to date, after a Parallel's `optimizer_parameters` were set."""
+    if parallel._zero1:
+        parallel._zero1.gather_parameters()
+    for stage in parallel.stages.values():
+        for module in stage.modules():
+            if hasattr(module, 'reshard'):  # FSDP2 may have kept gathered parameters since an evaluation
+                module.reshard()
 
 
 def name_parameters(stage, processes):

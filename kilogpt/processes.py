@@ -42,8 +42,7 @@ class Processes:
         self.is_main = self.rank == 0
         self.is_first = rank == 0  # the main process of island 0
         self.device = find_device(device, self.local_rank, count)
-        self._between = None  # connects this process with those of its rank in the other islands
-        self._n_told = 0  # calls of tell_islands
+        self.between = None  # the Between of this process
         self.mesh = None  # for the parameters: pp × dp_replicate × dp_shard_cp × tp
         self.cp_mesh = None  # for the ranks that share sequences
         self.expert_mesh = None  # for the parameters of experts
@@ -78,8 +77,7 @@ class Processes:
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
         store = dist.HashStore() if self.world_size * self.islands == 1 else _fresh_store()
         if self.islands > 1:
-            self._store = store
-            self._between = self.connect_islands('barrier')
+            self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)
         sys.excepthook = _report_lost_connection
         if is_alone:
@@ -195,8 +193,15 @@ class Processes:
     def barrier(self):
         """Wait until every process of every island has called this."""
         self.any(False)
-        if self._between:
-            self._between.barrier().wait()
+        if self.between:
+            self.between.barrier()
+
+    def tell_islands(self, value):
+        """What the islands' main processes pass, values of JSON, by island, on all processes."""
+        values = [value]
+        if self.between:
+            values = self.between.tell(value) if self.is_main else None
+        return self.share(values)
 
     def leave(self, exit_code):
         """End this process once every process has called this."""
@@ -207,40 +212,6 @@ class Processes:
         sys.stdout.flush()
         # Shutting down the interpreter takes a second, and would abort in threads of gloo that still need it.
         os._exit(exit_code)
-
-    # --- islands --------------------------------------------------------------------------------------------
-
-    def connect_islands(self, purpose):
-        """A gloo group of the processes that have this process's rank in their islands, by island.
-
-        Made by hand, since torch.distributed knows the processes of one island alone.
-        """
-        store = dist.PrefixStore(f'{purpose} of {self.rank}', self._store)
-        return dist.ProcessGroupGloo(store, self.island, self.islands, datetime.timedelta(days=30))
-
-    def tell_islands(self, value):
-        """The values that the main processes of the islands pass, in order of islands, on every process.
-
-        value: what JSON can hold.
-        """
-        if self.islands == 1:
-            return [self.share(value)]
-        self._n_told += 1
-        values = None
-        if self.is_main:
-            keys = [f'told {self._n_told} by {island}' for island in range(self.islands)]
-            self._store.set(keys[self.island], json.dumps(value))
-            values = [json.loads(self._store.get(key)) for key in keys]
-        return self.share(values)
-
-    def leave_note(self, text):
-        """Leave a note that `read_notes` of the other islands finds, at the end of this one."""
-        self._store.set(f'note of {self.island}', text)
-
-    def read_notes(self):
-        """The notes of the islands that have left one."""
-        keys = [f'note of {island}' for island in range(self.islands)]
-        return [self._store.get(key).decode() for key in keys if self._store.check([key])]
 
     # --- waiting for other processes ------------------------------------------------------------------------
 
@@ -277,6 +248,44 @@ class Processes:
             seconds += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
         self._waits.clear()
         return seconds
+
+
+class Between:
+    """Connects a process with those that have the same rank in the other islands.
+
+    torch.distributed knows the processes of one island alone, hence groups that are made by hand.
+    """
+
+    def __init__(self, store, rank, island, islands):
+        """store: of all processes of all islands."""
+        self.store, self.rank, self.island, self.islands = store, rank, island, islands
+        self._group = self.connect('barrier')
+        self._n_told = 0
+
+    def connect(self, purpose):
+        """A gloo group, in which the island is the rank."""
+        store = dist.PrefixStore(f'{purpose} of {self.rank}', self.store)
+        return dist.ProcessGroupGloo(store, self.island, self.islands, datetime.timedelta(days=30))
+
+    def barrier(self):
+        """Wait until the processes of all islands have called this."""
+        self._group.barrier().wait()
+
+    def tell(self, value):
+        """The values that the islands pass, what JSON can hold, by island. One process of each calls this."""
+        self._n_told += 1
+        keys = [f'value {self._n_told} of {island}' for island in range(self.islands)]
+        self.store.set(keys[self.island], json.dumps(value))
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def leave_note(self, text):
+        """Leave a note that `read_notes` of the other islands finds."""
+        self.store.set(f'note of {self.island}', text)
+
+    def read_notes(self):
+        """The notes of the islands that have left one."""
+        keys = [f'note of {island}' for island in range(self.islands)]
+        return [self.store.get(key).decode() for key in keys if self.store.check([key])]
 
 
 # --- device and dtype ---------------------------------------------------------------------------------------

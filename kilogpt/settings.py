@@ -15,10 +15,11 @@ def check_settings(config):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
-                             outer_compress=('none', 'bf16', 'int8'), on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback')).items():
+                             on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback'),
+                             outer_compress=('none', 'bf16', 'int8')).items():
         if config[key] not in allowed:
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
-    if config['islands'] > 1 or config['outer_interval']:
+    if config['islands'] > 1 or config['outer_interval'] or config['outer_store'] or config['island']:
         _check_islands(config)
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
@@ -35,6 +36,12 @@ def _check_islands(config):
     if global_batch % islands:
         raise ValueError(f'islands={islands} does not divide the {global_batch} sequences of an iteration '
                          '(batch_size * gradient_accumulation_steps): set these to a multiple of islands')
+    if not 0 <= config['island'] < islands:
+        raise ValueError(f'island is {config["island"]}: it must be at least 0 and below islands={islands}')
+    if config['island'] and not config['outer_store']:
+        raise ValueError('island says which island a job is: set outer_store too, or leave island out')
+    if config['outer_timeout'] <= 0:
+        raise ValueError(f'outer_timeout is {config["outer_timeout"]}: it must be above 0')
     interval, fragments = config['outer_interval'] or OUTER_INTERVAL, config['outer_fragments']
     most = min(interval, config['n_layer'] + 1)
     if fragments > most:

@@ -1,6 +1,7 @@
 """Islands compute what DiLoCo is, in any layout, and go on exactly after kills and stops."""
 import json
 import os
+import shutil
 import signal
 
 import numpy as np
@@ -10,7 +11,9 @@ import torch
 from data.loader import TokenLoader, read_meta
 from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, newest_state, newest_tensors,
                      newest_weights, read_run, torchrun, wait_until, worker_pids)
-from kilogpt.islands import Shares, decode, encode, newest_together
+from kilogpt.islands import newest_together
+from kilogpt.outer import decode, encode
+from kilogpt.stream import Shares
 from model import GPT, GPTConfig
 
 PLAIN_OUTER = '--outer_lr=1', '--outer_momentum=0'  # the mean of the islands' parameters
@@ -211,7 +214,7 @@ def test_every_sequence_is_trained_on_once_though_islands_come_and_go():
         was_present = shares.parts[-1]['present']
         trained.append(shares.given(begin, end, present))
         assert len(trained[-1]) == 12 * len(present & set(was_present))
-        shares.change(end, sorted(present), begin)
+        shares.change(end, sorted(present), begin, members=present)
         assert shares.tokens_before(end) == 8 * sum(map(len, trained))
     assert sorted(np.concatenate(trained).tolist()) == list(range(240))
     continued = Shares(3, 8, 4, parts=json.loads(json.dumps(shares.parts)))
@@ -280,6 +283,16 @@ def test_damaged_checkpoint_takes_all_islands_back(train):
         assert list(exchanges_of(island)) == [0, 1, 2, 3, 4, 5] and len(island.lines) == 12
 
 
+def test_run_that_ended_in_its_first_save_begins_again(train):
+    """One island had saved, the other not."""
+    options = '--islands=2', '--outer_interval=2', '--dropout=0.1'
+    run = train(*options, '--max_iters=6', nproc=2)
+    shutil.rmtree(run.out_dir / 'island_1' / 'ckpt')
+    again = train(*options, '--init_from=auto', out_dir=run.out_dir, nproc=2)
+    assert 'resuming' not in again.stdout and list(again.lines) == list(range(1, 13))
+    assert curve(again)[5] == curve(run)[5]  # after two exchanges
+
+
 KILLED = ('--islands=2', '--outer_interval=6', '--outer_fragments=2', '--outer_delay=1',
           '--outer_compress=int8', '--dropout=0.1', '--eval_interval=40', '--lr_decay_iters=100')
 
@@ -314,7 +327,8 @@ def test_islands_that_are_killed_continue_to_the_bit(train, dataset, tmp_path):
 @pytest.mark.parametrize('whom', ['torchrun', 'one process'])
 def test_islands_that_are_stopped_continue_to_the_bit(train, dataset, tmp_path, whom):
     """At any moments. A signal that reaches one island alone stops the other at its next exchange."""
-    out_dir, options = tmp_path / 'out', [*KILLED, '--max_iters=60', '--outer_fragments=1', '--outer_interval=3']
+    out_dir = tmp_path / 'out'
+    options = [*KILLED, '--max_iters=60', '--outer_fragments=1', '--outer_interval=3']
     command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
     for stop in range(3):
         with torchrun(('--standalone', '--nproc_per_node=2'), tmp_path, 'train.py', *command) as process:
