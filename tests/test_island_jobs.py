@@ -165,10 +165,12 @@ def run_with_kills(folder, dataset, server, kills, iterations, timeout=8.0, seed
             time.sleep(generator.uniform(0, 1.5))
             lost = generator.choice(started)
             others = [job for job in started if job is not lost]
+            number = min(job.newest() for job in others)
             lost.kill()
             for job in others:
                 job.pass_exchanges(2)
-            stalls.append(max(line['wait_s'] for job in others for line in list(job.exchanges().values())[-2:]))
+            stalls.append(max(line['wait_s'] for job in others for other, line in job.exchanges().items()
+                              if other > number))
             lost.start()
             since = max(job.newest() for job in others)
             lost.wait_for(lambda: lost.newest() > since and len(lost.exchanges()[lost.newest()]['islands']) == 3)
