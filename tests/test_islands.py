@@ -1,6 +1,7 @@
 """Islands compute what DiLoCo is, in any layout, and go on exactly after kills and stops."""
 import json
 import os
+import re
 import shutil
 import signal
 
@@ -9,10 +10,12 @@ import pytest
 import torch
 
 from data.loader import TokenLoader, read_meta
-from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, newest_state, newest_tensors,
-                     newest_weights, read_run, torchrun, wait_until, worker_pids)
+from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
+                     newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
+from kilogpt.configurator import config_of
 from kilogpt.islands import newest_together
 from kilogpt.outer import decode, encode
+from kilogpt.settings import check_settings
 from kilogpt.stream import Shares
 from model import GPT, GPTConfig
 
@@ -193,6 +196,7 @@ def test_encoding_is_close_and_repeats_to_the_bit(compress, error):
     assert not decode(encode(torch.zeros(5), compress), torch.ones(5), compress).any()
 
 
+@pytest.mark.slow
 def test_int8_sends_a_quarter_and_ends_at_the_same_loss(train_all):
     options = ['--islands=2', '--outer_interval=3', '--max_iters=24', '--lr_decay_iters=24']
     runs = train_all(dict(none=options, int8=[*options, '--outer_compress=int8']), nproc=2)
@@ -253,7 +257,8 @@ def test_resumed_islands_continue_to_the_bit(train, options):
         assert_same_run(one, other, 12)
 
 
-@pytest.mark.parametrize('count', [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('count', [1, 3])
 def test_checkpoint_goes_on_with_another_number_of_islands(train, count):
     """With the parameters that the islands shared, and the moments of the first."""
     options = '--outer_interval=4', '--max_iters=4', '--eval_interval=4'
@@ -272,6 +277,7 @@ def test_checkpoint_goes_on_with_another_number_of_islands(train, count):
         assert list((first.out_dir / 'island_1').glob('earlier-*'))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoint_takes_all_islands_back(train):
     options = '--islands=2', '--outer_interval=2', '--save_interval=4'
     run = train(*options, nproc=2)
@@ -283,6 +289,7 @@ def test_damaged_checkpoint_takes_all_islands_back(train):
         assert list(exchanges_of(island)) == [0, 1, 2, 3, 4, 5] and len(island.lines) == 12
 
 
+@pytest.mark.slow
 def test_run_that_ended_in_its_first_save_begins_again(train):
     """One island had saved, the other not."""
     options = '--islands=2', '--outer_interval=2', '--dropout=0.1'
@@ -345,17 +352,27 @@ def test_islands_that_are_stopped_continue_to_the_bit(train, dataset, tmp_path, 
 
 # --- bad input ------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('arguments, sentence', [
-    ('--islands=2', 'islands=2 does not divide the 1 process(es): start a multiple of 2'),
-    ('--islands=0', 'islands is 0: it must be at least 1'),
-    ('--islands=5', 'islands=5 does not divide the 12 sequences of an iteration'),
-    ('--outer_interval=-1', 'outer_interval is -1: it cannot be negative'),
-    ('--outer_interval=4 --outer_compress=fp4', "outer_compress is 'fp4': choose one of none, bf16, int8"),
-    ('--outer_interval=4 --outer_fragments=4', 'outer_fragments is 4: it must be at most 3'),
-    ('--outer_interval=4 --outer_fragments=2 --outer_delay=2', 'outer_delay is 2: it must be below'),
-    ('--outer_interval=4 --outer_momentum=1', 'outer_momentum is 1.0: it must be at least 0 and below 1'),
-    ('--outer_interval=4 --on_spike=rollback', 'on_spike=rollback does not work with islands'),
-    ('--outer_interval=4 --replay=all', 'replay=all does not work with islands')])
-def test_bad_input_gets_a_sentence(train, arguments, sentence):
-    run = train(*arguments.split(), check=False)
-    assert run.returncode == 1 and f'error: {sentence}' in run.stderr and 'Traceback' not in run.stderr
+BAD = {
+    '--islands=0': 'islands is 0: it must be at least 1',
+    '--islands=5': 'islands=5 does not divide the 12 sequences of an iteration',
+    '--outer_interval=-1': 'outer_interval is -1: it cannot be negative',
+    '--outer_interval=4 --outer_compress=fp4': "outer_compress is 'fp4': choose one of none, bf16, int8",
+    '--outer_interval=4 --outer_fragments=4': 'outer_fragments is 4: it must be at most 3',
+    '--outer_interval=4 --outer_fragments=2 --outer_delay=2': 'outer_delay is 2: it must be below',
+    '--outer_interval=4 --outer_momentum=1': 'outer_momentum is 1.0: it must be at least 0 and below 1',
+    '--outer_interval=4 --on_spike=rollback': 'on_spike=rollback does not work with islands',
+    '--outer_interval=4 --replay=all': 'replay=all does not work with islands'}
+
+
+@pytest.mark.quick
+def test_bad_keys_get_a_sentence():
+    for arguments, sentence in BAD.items():
+        config = config_of(os.path.join(ROOT, 'train.py'), [*TINY, *arguments.split()])
+        with pytest.raises(ValueError, match=re.escape(sentence)):
+            check_settings(config)
+
+
+def test_islands_that_do_not_divide_the_processes_get_a_sentence(train):
+    run = train('--islands=2', check=False)
+    sentence = 'error: islands=2 does not divide the 1 process(es): start a multiple of 2'
+    assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr

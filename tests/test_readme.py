@@ -122,6 +122,8 @@ SLOW_SESSIONS = dict(
              '--zero_stage=3', MANY, nproc=4),
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --pp=4 '
              '--pp_schedule=zbv', MANY + ' --n_layer=6', nproc=4),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=4 '
+             '--outer_interval=100', MANY + ' --outer_interval=1', nproc=4),
         step('torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/train_gpt2.py '
              '--init_from=auto --save_minutes=10', MANY, nproc=2),
     ],
@@ -192,6 +194,12 @@ NEEDS = {
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
         'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
+    'export KILOGPT_SECRET': 'a server and islands: test_island_jobs.py has them',
+    'python -m kilogpt.meet': 'a server and islands: test_island_jobs.py has them',
+    'torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=3':
+        'a server and islands: test_island_jobs.py has them',
+    'torchrun ...': 'a tunnel between two machines',
+    'ssh -N': 'a tunnel between two machines',
     'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',
 }
 
