@@ -376,3 +376,14 @@ def test_islands_that_do_not_divide_the_processes_get_a_sentence(train):
     run = train('--islands=2', check=False)
     sentence = 'error: islands=2 does not divide the 1 process(es): start a multiple of 2'
     assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr
+
+
+@pytest.mark.slow
+def test_island_that_fails_ends_the_others_with_a_checkpoint(train):
+    """A NaN on one island: the other one stops at its next exchange and saves."""
+    run = train('--islands=2', '--outer_interval=4', '--max_iters=40', nproc=2, check=False,
+                faults=[FAULTS / 'nan_on_island.py'])
+    assert run.codes == [143, 1] and 'stopped by SIGTERM at iteration 8' in run.stdout
+    assert 'gradient norm of iteration 6 is nan' in run.stderr
+    saved = [newest_state(island.out_dir)['iteration'] for island in islands_of(run, 2)]
+    assert saved == [8, 5]
