@@ -154,7 +154,7 @@ def test_jobs_of_other_layouts_equal_islands_of_one_world(train, server, tmp_pat
 
 # --- kills, stops, restarts -------------------------------------------------------------------------------
 
-def run_with_kills(folder, dataset, server, kills, iterations, timeout=8.0, seed=0):
+def run_with_kills(folder, dataset, server, kills, iterations, timeout=10.0, seed=0):
     """Kill and restart islands at random moments; (jobs, seconds between lines of those that lived)."""
     generator, stalls = random.Random(seed), []
     with jobs(folder, dataset, server, f'--max_iters={iterations}', f'--lr_decay_iters={iterations}',
@@ -196,7 +196,7 @@ def test_killed_islands_return_and_no_sequence_is_trained_twice(dataset, server,
 
 @pytest.mark.slow
 def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
-    with jobs(tmp_path / 'run', dataset, server, '--max_iters=200', '--outer_timeout=5') as started:
+    with jobs(tmp_path / 'run', dataset, server, '--max_iters=200', '--outer_timeout=10') as started:
         for job in started:
             job.wait_for(lambda: job.newest() >= 0)
         started[1].process.send_signal(signal.SIGSTOP)
@@ -214,7 +214,7 @@ def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
 @pytest.mark.parametrize('layout, nproc', [('--zero_stage=0', 1), ('--zero_stage=3', 2)])
 def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path, layout, nproc):
     """Replicas of the parameters, which an island of nproc=1 process does not have, and parts of them."""
-    arguments = ['--islands=2', layout, '--max_iters=160', '--outer_timeout=5', '--outer_fragments=2',
+    arguments = ['--islands=2', layout, '--max_iters=160', '--outer_timeout=10', '--outer_fragments=2',
                  '--outer_compress=bf16', f'--dataset={dataset}']
     with contextlib.ExitStack() as stack:
         first = Job(tmp_path / 'run', dataset, server.address, 0, *arguments, nproc=nproc)

@@ -96,7 +96,7 @@ def test_islands_get_the_payloads_of_the_same_place_of_all(server):
 
 
 def test_lost_island_is_left_out_and_joins_when_it_returns(server):
-    islands = [come(server, island, timeout=0.5) for island in range(3)]
+    islands = [come(server, island, timeout=2.0) for island in range(3)]
     for number in range(2):  # exchange 1 waits for island 2, exchange 2 does not expect it any more
         upload(islands[0], 1)
         upload(islands[1], 2)
@@ -105,7 +105,7 @@ def test_lost_island_is_left_out_and_joins_when_it_returns(server):
     assert server.log.read_text().count('without islands [2]') == 1
     upload(islands[2], 3)  # as an island that was stopped and has been continued
     assert arrive(islands[2]) == [None]
-    returned = come(server, 2, timeout=0.5, job='a new one')
+    returned = come(server, 2, timeout=2.0, job='a new one')
     assert not returned.continues
     returned.join()
     while 'join' not in server.log.read_text():
@@ -156,7 +156,7 @@ def test_island_that_was_killed_in_an_exchange_gets_it_again(server):
 
 @pytest.mark.slow
 def test_when_all_islands_return_from_checkpoints_the_furthest_leads(server):
-    ranks = [come(server, island, timeout=0.5) for island in range(3)]
+    ranks = [come(server, island, timeout=5.0) for island in range(3)]
     positions = [ranks[0].position]  # the last but one exchange is not kept
     for number in range(4):
         for rank in ranks:
@@ -165,7 +165,7 @@ def test_when_all_islands_return_from_checkpoints_the_furthest_leads(server):
         positions.append(ranks[0].position)
     for rank in ranks:
         rank.is_member = False  # as if their processes had ended
-    returned = [come(server, island, timeout=0.5, job='new', number=positions[saved][0],
+    returned = [come(server, island, timeout=5.0, job='new', number=positions[saved][0],
                      history=positions[saved][1]) for island, saved in enumerate((1, 2, 1))]
     assert [rank.continues for rank in returned] == [False] * 3
     for rank in returned:
@@ -223,7 +223,7 @@ def test_island_that_missed_an_exchange_by_a_restart_takes_over_the_state(server
 @pytest.mark.slow
 def test_ranks_of_an_island_agree_after_a_restart(server):
     """One rank has the result when the server is killed; both take the one that is decided afterwards."""
-    islands = [[come(server, island, place, places=2, islands=2, timeout=1.0) for place in range(2)]
+    islands = [[come(server, island, place, places=2, islands=2, timeout=20.0) for place in range(2)]
                for island in range(2)]
     upload(islands[0][0], 1)
     upload(islands[1][0], 2)
