@@ -14,7 +14,7 @@ import time
 from typing import NamedTuple
 
 MAGIC = b'kiloGPT islands 1\n'
-HANDSHAKE = 10  # seconds that the other end may be silent while it proves that it knows the secret
+HANDSHAKE = 10  # seconds in which the other end must prove that it knows the secret
 SILENCE = 60  # seconds without a byte after which a connection counts as lost
 PERIOD = 2  # seconds after which the server answers at the latest, and in which an island shows that it lives
 HEADER_LIMIT = 2 ** 24  # bytes of JSON in a message
@@ -53,10 +53,16 @@ def prove(peer, secret, is_server):
     no answer can be used twice or sent back. The client answers first: a stranger learns nothing from the
     server. Refused if the other end does not know the secret, OSError if it is silent or no island.
     """
+    deadline = time.monotonic() + HANDSHAKE
+
+    def check_time():  # a byte now and then must not keep the connection open
+        if time.monotonic() > deadline:
+            raise TimeoutError('the other end is too slow')
+
     peer.settimeout(HANDSHAKE)
     mine = os.urandom(32)
     peer.sendall(MAGIC + mine)
-    hello = receive_bytes(peer, len(MAGIC) + 32)
+    hello = receive_bytes(peer, len(MAGIC) + 32, check_time)
     if not hello.startswith(MAGIC):
         raise OSError('the other end is not a kiloGPT of this version')
     theirs = bytes(hello[len(MAGIC):])
@@ -68,7 +74,7 @@ def prove(peer, secret, is_server):
     if not is_server:
         peer.sendall(answer(b'client'))
     expected = answer(b'client' if is_server else b'server')
-    if not hmac.compare_digest(receive_bytes(peer, len(expected)), expected):
+    if not hmac.compare_digest(receive_bytes(peer, len(expected), check_time), expected):
         if is_server:
             peer.sendall(bytes(len(expected)))
         raise Refused('it has another KILOGPT_SECRET')

@@ -173,7 +173,8 @@ def run_with_kills(folder, dataset, server, kills, iterations, timeout=8.0, seed
                               if other > number))
             lost.start()
             since = max(job.newest() for job in others)
-            lost.wait_for(lambda: lost.newest() > since and len(lost.exchanges()[lost.newest()]['islands']) == 3)
+            lost.wait_for(lambda: lost.newest() > since
+                          and len(lost.exchanges()[lost.newest()]['islands']) == 3)
         assert [job.end() for job in started] == [0, 0, 0]
     return started, stalls
 
@@ -210,13 +211,13 @@ def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('layout', ['--zero_stage=0', '--zero_stage=3'])
-def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path, layout):
-    """Also where replicas of an island do not exchange by themselves, and where each process has a part."""
+@pytest.mark.parametrize('layout, nproc', [('--zero_stage=0', 1), ('--zero_stage=3', 2)])
+def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path, layout, nproc):
+    """Replicas of the parameters, which an island of nproc=1 process does not have, and parts of them."""
     arguments = ['--islands=2', layout, '--max_iters=160', '--outer_timeout=5', '--outer_fragments=2',
                  '--outer_compress=bf16', f'--dataset={dataset}']
     with contextlib.ExitStack() as stack:
-        first = Job(tmp_path / 'run', dataset, server.address, 0, *arguments, nproc=2)
+        first = Job(tmp_path / 'run', dataset, server.address, 0, *arguments, nproc=nproc)
         stack.callback(first.kill)
         first.wait_for(lambda: first.newest() >= 3)
         second = Job(tmp_path / 'run', dataset, server.address, 1, *arguments, nproc=2)
@@ -289,7 +290,8 @@ def test_run_without_a_server_ends_with_a_checkpoint(dataset, server, tmp_path):
 
 @pytest.mark.parametrize('arguments, message', [
     ('--outer_store=nowhere --islands=2', "outer_store is 'nowhere': use HOST:PORT"),
-    ('--outer_store=127.0.0.1:1 --islands=2 --island=2', 'island is 2: it must be at least 0 and below islands=2'),
+    ('--outer_store=127.0.0.1:1 --islands=2 --island=2',
+     'island is 2: it must be at least 0 and below islands=2'),
     ('--island=1 --islands=2', 'island says which island a job is: set outer_store too'),
     ('--outer_store=127.0.0.1:1 --islands=2 --outer_timeout=0', 'outer_timeout is 0.0: it must be above 0')])
 def test_bad_settings_of_jobs_are_one_sentence(train, arguments, message):
