@@ -27,6 +27,8 @@ class IslandJob(Islands):
         read_secret()
         super().__init__(processes, layout, config, config['island'])
         self.is_on = True
+        # Others do not start from island 0's folder, where it may be at work and delete checkpoints.
+        self.main_dir = self.out_dir
         self.copies = 1  # which the server sends on
         self.joins = False  # whether this island waits for the others' next exchange, to join after it
 

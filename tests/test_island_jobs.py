@@ -211,6 +211,16 @@ def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
 
 
 @pytest.mark.slow
+def test_island_without_a_checkpoint_does_not_take_that_of_another(train, server, tmp_path):
+    """Island 0 might delete it meanwhile; the island joins others instead, or begins if nobody is there."""
+    arguments = [*JOBS, '--islands=2', f'--outer_store={server.address}', '--outer_timeout=0.5']
+    train(*arguments, '--init_from=auto', out_dir=tmp_path / 'run')
+    second = train(*arguments, '--island=1', '--init_from=auto', out_dir=tmp_path / 'run')
+    assert 'resuming' not in second.stdout and 'is behind the others' in second.stdout
+    assert list(read_run(tmp_path / 'run' / 'island_1').lines) == list(range(1, 13))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('layout, nproc', [('--zero_stage=0', 1), ('--zero_stage=3', 2)])
 def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path, layout, nproc):
     """Replicas of the parameters, which an island of nproc=1 process does not have, and parts of them."""
