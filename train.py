@@ -29,6 +29,8 @@ from kilogpt import checkpoint, cpu, metrics, trace, weights
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.forecast import forecast
 from kilogpt.health import Agreement, Ending, StopRequest, Watchdog
+from kilogpt.island_jobs import IslandJob
+from kilogpt.islands import Islands
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
 from kilogpt.parallel import Parallel, bytes_held, fill
@@ -120,6 +122,19 @@ activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but ma
 cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
 comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
+# islands: groups of processes that train apart and now and then exchange parameters (DiLoCo)
+islands = 1  # groups; each has the layout above, and a share of each iteration's sequences
+outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, without them none
+outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
+outer_momentum = 0.9  # its Nesterov momentum
+outer_fragments = 1  # parts of the parameters, exchanged at different times within an interval
+outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in 'bf16' or 'int8'
+outer_delay = 0  # iterations for which islands train on while an exchange is under way
+outer_mix = 0.0  # share of an island's own parameters in those with which it goes on after an exchange
+outer_offload = False  # keep the state of the outer optimizer in host memory
+outer_store = ''  # for islands that are jobs of their own: HOST:PORT of python -m kilogpt.meet
+island = 0  # with outer_store: the number of this job's island
+outer_timeout = 60.0  # with outer_store: seconds for which the first island waits for others at an exchange
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
@@ -143,18 +158,20 @@ with exit_on_error():
     check_settings(config)
     if deterministic:
         make_deterministic()
-    processes = Processes(device)
+    processes = Processes(device, 1 if outer_store else islands)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
+    outer = (IslandJob if outer_store else Islands)(processes, layout, config)
+    out_dir = outer.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
 say = processes.say
 
 # --- set-up: data -------------------------------------------------------------------------------------------
-# The main process prepares while the others wait. Then the first process of each node does, since nodes may
-# not share their files.
-for is_preparer in (processes.is_main, processes.local_rank == 0):
+# The first process of all prepares while the others wait. Then the first process of each node does, since
+# nodes may not share their files.
+for is_preparer in (processes.is_first, processes.local_rank == 0):
     with exit_on_error():
         if is_preparer:
             prepare_small_dataset(dataset)
@@ -178,7 +195,7 @@ with exit_on_error():
         replay, log_interval = Replay(replay, out_dir, processes, config, dtype), 1
         source, saved = replay.start()
     elif init_from in ('resume', 'auto'):
-        source, saved = checkpoint.find_undamaged(out_dir, processes)
+        source, saved = outer.find_checkpoint()
     if init_from == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
@@ -199,7 +216,7 @@ with exit_on_error():
 watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
-global_batch = batch_size * gradient_accumulation_steps  # sequences in an iteration
+global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
 tokens_per_iter = global_batch * block_size
 micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
 
@@ -222,8 +239,9 @@ with exit_on_error():
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
     parallel.attach(optimizer)
+    outer.attach(parallel, model)
     if source:
-        checkpoint.load(source, parallel.named_parameters(), optimizer if saved else None)
+        checkpoint.load(source, outer.parameters(), optimizer if saved else None, outer.tensors(saved))
     elif tensors:
         fill(parallel.named_parameters(),
              lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
@@ -234,7 +252,9 @@ scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
 if saved:
     scaler.load_state_dict(saved['scaler'])
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
-first_iteration, first_token = iteration, saved.get('tokens', 0)
+first_iteration = iteration
+with exit_on_error():
+    outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
 saver = checkpoint.Saver(out_dir, keep_checkpoints)
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()
@@ -242,11 +262,6 @@ watchdog.beat()
 # --- set-up: batches ----------------------------------------------------------------------------------------
 # A pipeline takes all micro-batches of an iteration in one step.
 rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batch, micro_steps)
-
-
-def tokens_before(iteration):
-    """Training tokens before an iteration. An earlier part of the run may have had another batch size."""
-    return first_token + (iteration - first_iteration) * tokens_per_iter
 
 
 def batches_of(loader, starts, steps):
@@ -257,8 +272,7 @@ def batches_of(loader, starts, steps):
 
 def starts_of_iteration(iteration):
     """Where the sequences of an iteration begin in the stream of tokens."""
-    first = -(-tokens_before(iteration) // block_size)
-    return train_loader.train_starts(first + np.arange(global_batch))
+    return train_loader.train_starts(outer.sequences(iteration))
 
 
 train_batches = batches_of(train_loader, starts_of_iteration, steps)
@@ -280,12 +294,15 @@ say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, '
 say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
 available = metrics.available_memory(processes.device)
-foretold, warning = forecast(model, layout, config | dict(dtype=dtype), processes.device.type, available)
+work = config | dict(dtype=dtype, gradient_accumulation_steps=-(-global_batch // batch_size))
+foretold, warning = forecast(model, layout, work, processes.device.type, available)
 say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')
 if warning:
     say(f'  warning     {warning}')
 say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
+if outer.is_on:
+    say(f'  islands     {outer.describe()}')
 for note in layout.notes + layout.split_notes(global_batch, batch_size) + parallel.notes:
     say(f'  note        {note}')
 if spans_nodes():
@@ -305,16 +322,17 @@ with exit_on_error():
         say(f'the batch of iteration {replay.last} is in {profile_dir}')
     if processes.is_main and is_training:
         lock = lock or checkpoint.lock_folder(out_dir)
-        earlier = None if saved else checkpoint.set_aside(out_dir)
+        resumes_here = saved and source.startswith(os.path.join(out_dir, 'ckpt'))
+        earlier = None if resumes_here else checkpoint.set_aside(out_dir)
         if earlier:
             say(f'{out_dir} held an earlier run: moved to {earlier}')
         with open(os.path.join(out_dir, 'config.json'), 'w', encoding='utf-8') as file:
             json.dump(config | dict(profile=False), file, indent=1)  # what repeats the run is not traced too
     wandb = None
-    if wandb_log:
+    if wandb_log and outer.island == 0:
         wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
     log = metrics.Metrics(out_dir, processes.is_main and not replay, wandb, tensorboard and is_training,
-                          iteration)
+                          iteration, prints=processes.is_first)
 peak_flops = metrics.peak_flops(processes.device, dtype)
 profiler = trace.Profiler(profile_dir, **profiled) if profile and processes.is_main else None
 
@@ -384,13 +402,13 @@ def evaluate():
 
 def save(val_loss, in_background):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
-    state = dict(iteration=iteration, tokens=tokens_before(iteration), val_loss=val_loss,
+    state = dict(iteration=iteration, tokens=outer.shares.tokens_before(iteration), val_loss=val_loss,
                  best_val_loss=best_val_loss, skipped=[nonfinite.skipped, nonfinite.skipped_in_a_row],
                  spikes=spikes.state(), wandb_id=log.wandb_id, scaler=scaler.state_dict(),
                  model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
-                 machine=processes.machine())
+                 machine=processes.machine(), **outer.state())
     began = time.perf_counter()
-    path = saver.save(iteration, parallel.named_parameters(), optimizer, state, background=in_background)
+    path = saver.save(iteration, outer.parameters(), optimizer, state, in_background, outer.tensors())
     log.save_started(path, iteration, time.perf_counter() - began, clock)
     if not in_background:
         log.save_written(iteration, clock)
@@ -398,11 +416,11 @@ def save(val_loss, in_background):
 
 def take_over(state, tokens):
     """Continue from a checkpoint whose tensors are loaded, where `tokens` of the data have been used."""
-    global iteration, first_iteration, first_token, best_val_loss, train_batches, saved_iteration
-    first_token = tokens
+    global iteration, first_iteration, best_val_loss, train_batches, saved_iteration
     iteration = first_iteration = saved_iteration = state['iteration']
     best_val_loss = state['best_val_loss']
     scaler.load_state_dict(state['scaler'])
+    outer.share_out(global_batch, iteration, tokens)
     train_batches = batches_of(train_loader, starts_of_iteration, steps)
 
 
@@ -422,7 +440,7 @@ def go_back():
     checkpoint.load(path, parallel.named_parameters(), optimizer)
     parallel.zero_grad()
     parallel.balance.forget()
-    take_over(state, tokens_before(iteration))
+    take_over(state, outer.shares.tokens_before(iteration))
     problem = spikes.go_back(state)
     if problem:
         return Ending('failed', problem, 1)
@@ -456,7 +474,7 @@ def line_of(update, iterations, seconds):
         iter=iteration, loss_sum=update.loss_sum.item(), grad_norm=update.grad_norm.item(), lr=update.lr,
         dt_ms=1000 * seconds, tokens_per_sec=tokens_per_iter / seconds,
         mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
-        mem_gb=metrics.peak_memory_gb(processes.device), tokens=tokens_before(iteration),
+        mem_gb=metrics.peak_memory_gb(processes.device), tokens=outer.shares.tokens_before(iteration),
         seconds=time.perf_counter() - _started, iterations=iterations, **parallel.balance.load_max(),
         **(dict(spikes=spikes.skipped) if on_spike != 'none' else {}))
 
@@ -484,13 +502,29 @@ timed_from, timed_at = iteration, time.perf_counter()  # iteration and clock of 
 while True:
     # evaluate
     evaluation_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
+    exchange_due = outer.is_due(iteration)
     save_due = agreement.save_requested or (save_interval and iteration % save_interval == 0)
     if replay:
         evaluation_due, save_due = False, iteration in replay.paths or iteration == replay.last
-    if ending or agreement.stop_signal or evaluation_due or save_due:
+    if ending or agreement.stop_signal or evaluation_due or save_due or exchange_due:
         log_training(agreement.finish())
         metrics.synchronize(processes.device)  # work still under way counts as training time
         ending, pending_update = ending or check_update(pending_update), None
+    if exchange_due and not (ending or agreement.stop_signal):
+        line = outer.exchange(iteration, agreement, watchdog.beat)
+        if line:
+            log.exchange(line)
+            if outer.has_new_shares:
+                train_batches = batches_of(train_loader, starts_of_iteration, steps)
+        if outer.moved_to is not None:
+            iteration, outer.moved_to = outer.moved_to, None
+            saved_iteration = min(saved_iteration, iteration)
+            watchdog.beat(pause=STORAGE_LIMIT)
+            saver.wait()
+            checkpoint.delete_after(out_dir, iteration, processes)
+            train_batches = batches_of(train_loader, starts_of_iteration, steps)
+            timed_from, timed_at = iteration, time.perf_counter() - paused
+            continue
     pause_began = time.perf_counter()
     clock = pause_began - paused
     if ending and ending.reason == 'spikes':
@@ -499,7 +533,7 @@ while True:
             timed_from, timed_at = iteration, clock
             paused += time.perf_counter() - pause_began
             continue
-    evaluation_due = evaluation_due and not (ending or agreement.stop_signal)
+    evaluation_due = evaluation_due and not (ending or agreement.stop_signal or outer.problem)
     if replay and first_iteration < iteration and iteration in replay.paths:
         watchdog.beat(pause=STORAGE_LIMIT)
         state = replay.pass_checkpoint(iteration, parallel.named_parameters(), optimizer)
@@ -507,7 +541,10 @@ while True:
         spikes.load(state.get('spikes', {}))
     if profiler:
         profiler.step()
-    losses = evaluate() if evaluation_due and eval_iters else None
+    losses = None
+    if evaluation_due and eval_iters:
+        with outer.outer_parameters():
+            losses = evaluate()
     val_loss, improved = None, False
     if losses:
         val_loss = losses['val']
@@ -525,12 +562,15 @@ while True:
         resumes = '; --init_from=resume continues from here' if iteration else ''
         name = signal.Signals(agreement.stop_signal).name
         ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
+    elif outer.problem:
+        ending = Ending('failed', outer.problem, 1)
     elif replay and (replay.problem or iteration == replay.last):
         ending = Ending('failed', replay.problem, 1) if replay.problem else Ending('finished', '', 0)
     elif eval_only or iteration >= max_iters:
         ending = Ending('finished', '', 0)
     watchdog.beat(pause=STORAGE_LIMIT)
     if ending:
+        outer.end()
         saver.wait()
     if not saver.under_way:
         log.save_written(iteration, clock)
@@ -550,7 +590,7 @@ while True:
 
     # update
     with processes.waits_counted():
-        generator_seed = np.random.SeedSequence([seed, iteration, processes.rank]).generate_state(1)
+        generator_seed = np.random.SeedSequence([seed, iteration, outer.rank]).generate_state(1)
         torch.manual_seed(int(generator_seed[0]))  # for dropout
         lr = learning_rate
         if decay_lr:
@@ -577,7 +617,7 @@ while True:
     iteration += 1
     watchdog.first_iteration_done()
     if async_checkpoint and saves_checkpoints and not cpu_offload:
-        saver.allocate(parallel.named_parameters(), optimizer)
+        saver.allocate(outer.parameters(), optimizer, outer.tensors())
 
     # log
     line = None
@@ -594,6 +634,7 @@ while True:
 # --- the end ------------------------------------------------------------------------------------------------
 if profiler:
     profiler.close()
+outer.leave()
 log.close()
 if saver.problem and ending.reason != 'failed':
     ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be '

@@ -99,16 +99,17 @@ class Saver:
         self.pending = None
         self.host_copies = {}
 
-    def save(self, iteration, parameters, optimizer, state, background=False):
+    def save(self, iteration, parameters, optimizer, state, background=False, more=()):
         """Save a checkpoint, then delete all but the newest and the best; returns its path.
 
         parameters: [(name, parameter)]; parameters of one name are copies of each other.
         optimizer: was given its parameters with their names. None saves the weights alone.
+        more: [(key, (tensor, the parameter that the tensor is laid out as))] of other tensors.
         state: JSON-serialisable; its `val_loss` (a float or None) decides which checkpoint is the best.
         """
         self.wait()
         path = os.path.join(self.folder, f'iter_{iteration:08d}')
-        parts = self.shards.prepare(_named_tensors(parameters, optimizer))
+        parts = self.shards.prepare([*_named_tensors(parameters, optimizer), *more])
         if background:
             # The thread gets copies alone: it does not know the stream in which training writes to a GPU.
             copies = self._copy_to_host(parts)
@@ -118,10 +119,10 @@ class Saver:
             self._write(path, parts, state)
         return path
 
-    def allocate(self, parameters, optimizer):
+    def allocate(self, parameters, optimizer, more=()):
         """Allocate the host memory for saves in the background, so that the first of them does not wait."""
         if not self.host_copies and self.pending is None:
-            parts = self.shards.parts_to_write(_named_tensors(parameters, optimizer))
+            parts = self.shards.parts_to_write([*_named_tensors(parameters, optimizer), *more])
             self.pending = self.thread.submit(self._allocate, parts)
 
     def wait(self):
@@ -301,10 +302,11 @@ def _all_gather(value):
     return values
 
 
-def load(path, parameters, optimizer=None):
+def load(path, parameters, optimizer=None, more=()):
     """Fill parameters and the optimizer's state from a checkpoint. ValueError if the model is another.
 
     parameters: [(name, parameter)], sharded or not; parameters of one name are copies of each other.
+    more: as in Saver.save; the checkpoint must have these tensors.
     """
     import torch.distributed.checkpoint as dcp
     stored = stored_tensors(path)
@@ -317,7 +319,7 @@ def load(path, parameters, optimizer=None):
         _allocate_state(optimizer, stored)
     tensors = {}
     copies = []
-    for key, (tensor, _) in _named_tensors(parameters, optimizer):
+    for key, (tensor, _) in [*_named_tensors(parameters, optimizer), *more]:
         if key in tensors:
             copies.append((tensor, tensors[key]))
         else:

@@ -103,15 +103,24 @@ class Agreement:
         arrived, self._sent = self._sent, None
         return self._take_over(arrived)
 
+    def is_unanimous(self, flag):
+        """Whether a flag is set on all processes. Waits for them, and learns of signals on the way."""
+        *votes, unset = self.processes.sum_later([*self.stop_request.votes(), float(not flag)])()
+        self._count(votes)
+        return not unset
+
+    def _count(self, votes):
+        for name, number in zip(StopRequest.SIGNALS, votes):
+            if number:
+                self.stop_signal = self.stop_signal or int(getattr(signal, name))
+
     def _take_over(self, arrived):
         if arrived is None:
             return None
         wait, line = arrived
         sums, n_signals = wait(), len(StopRequest.SIGNALS)
         save_requests, seconds_per_step, loss_sum, *waits = sums[n_signals:]
-        for name, votes in zip(StopRequest.SIGNALS, sums):
-            if votes:
-                self.stop_signal = self.stop_signal or int(getattr(signal, name))
+        self._count(sums[:n_signals])
         self.save_requested = self.save_requested or save_requests > 0
         self._interval = max(1, int(self.PERIOD / max(seconds_per_step, 1e-6)))
         if line is not None:

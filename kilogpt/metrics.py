@@ -47,14 +47,16 @@ class Metrics:
     """Writes a run's lines to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
 
     Only the main process writes.
+    prints: whether to write to the console too.
     wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError if wandb is not
     installed, ValueError if it cannot start.
     tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
     iteration: the one at which the run starts or resumes.
     """
 
-    def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0):
+    def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0, prints=True):
         self.file = self.wandb = self.tensorboard = None
+        self.prints = prints
         self.wandb_step = 0
         self.save = None  # the arguments of save_started, until that save is written
         self.seconds_per_iteration = None  # those of the last training line
@@ -115,6 +117,13 @@ class Metrics:
         self._write(line, (
             f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, val loss {line["val_loss"]:.4f}'))
 
+    def exchange(self, line):
+        """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""
+        self._write(line, (
+            f'exchange {line["exchange"]} at iteration {line["iter"]}: {len(line["islands"])} island(s), '
+            f'{line["bytes_sent"] / 1e6:,.3f} MB sent, waited {line["wait_s"]:.3f}s, '
+            f'distance {line["distance"]:.2e}'))
+
     def save_started(self, path, iteration, seconds, clock):
         """Note that a checkpoint is being written. seconds: that training waited in the call.
 
@@ -150,7 +159,8 @@ class Metrics:
     def _write(self, line, text):
         if self.file is None:
             return
-        print(text, flush=True)
+        if self.prints:
+            print(text, flush=True)
         # JSON has no NaN and no infinity: any reader takes null
         values = {key: None if _is_not_finite(value) else value for key, value in line.items()}
         self.file.write(json.dumps(values) + '\n')

@@ -287,6 +287,16 @@ class Parallel:
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
 
 
+def refresh(parallel):
+    """Bring what else holds parameters up to date, after a Parallel's `optimizer_parameters` were set."""
+    if parallel._zero1:
+        parallel._zero1.gather_parameters()
+    for stage in parallel.stages.values():
+        for module in stage.modules():
+            if hasattr(module, 'reshard'):  # FSDP2 may have kept gathered parameters since an evaluation
+                module.reshard()
+
+
 def name_parameters(stage, processes):
     """[(name, parameter)] of a pipeline stage. What is not trained is no DTensor, but all ranks have it."""
     named = []

@@ -5,6 +5,7 @@ Knows no model. `Processes(device)` is enough for a script of one process; `join
 import contextlib
 import datetime
 import ipaddress
+import json
 import os
 import platform
 import re
@@ -25,14 +26,23 @@ class Processes:
 
     device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
     CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
+    islands: groups of processes that train apart (islands.py). `rank`, `world_size`, `is_main` and all that
+    the processes do together, but for `barrier` and `tell_islands`, are those of this process's island.
+    Raises ValueError where islands do not divide the processes.
     """
 
-    def __init__(self, device='auto'):
-        self.rank = int(os.environ.get('RANK', 0))
+    def __init__(self, device='auto', islands=1):
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
-        self.world_size = int(os.environ.get('WORLD_SIZE', 1))
+        rank, count = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
+        if count % islands:
+            raise ValueError(f'islands={islands} does not divide the {count} process(es): '
+                             f'start a multiple of {islands}, or set islands to a divisor of {count}')
+        self.world_size, self.islands = count // islands, islands
+        self.island, self.rank = divmod(rank, self.world_size)
         self.is_main = self.rank == 0
-        self.device = find_device(device, self.local_rank, self.world_size)
+        self.is_first = rank == 0  # the main process of island 0
+        self.device = find_device(device, self.local_rank, count)
+        self.between = None  # the Between of this process
         self.mesh = None  # for the parameters: pp × dp_replicate × dp_shard_cp × tp
         self.cp_mesh = None  # for the ranks that share sequences
         self.expert_mesh = None  # for the parameters of experts
@@ -45,7 +55,8 @@ class Processes:
         backend: 'auto' is NCCL for CUDA tensors and gloo for CPU tensors. comm_timeout: in seconds.
         """
         raise_file_limit()
-        if self.world_size == 1 and not layout.uses_fsdp:
+        is_alone = self.world_size == 1 and not layout.uses_fsdp
+        if is_alone and self.islands == 1:
             return
         choose_gloo_interface()
         if backend == 'nccl' and self.device.type != 'cuda':
@@ -64,12 +75,17 @@ class Processes:
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
         # An event before each collective tells the watchdog which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
-        store = dist.HashStore() if self.world_size == 1 else _fresh_store()
+        store = dist.HashStore() if self.world_size * self.islands == 1 else _fresh_store()
+        if self.islands > 1:
+            self.between = Between(store, self.rank, self.island, self.islands)
+            store = dist.PrefixStore(f'island {self.island}', store)
+        sys.excepthook = _report_lost_connection
+        if is_alone:
+            return
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
                                 timeout=timeout)
         # The groups of meshes would otherwise have NCCL's own timeout, which comm_timeout may exceed.
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
-        sys.excepthook = _report_lost_connection
         self.build_meshes(layout)
 
     def machine(self):
@@ -110,8 +126,8 @@ class Processes:
         return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * 3, run_check=False)
 
     def say(self, text):
-        """Print on the main process only."""
-        if self.is_main:
+        """Print on the main process only, of island 0 where there are several."""
+        if self.is_first:
             print(text, flush=True)
 
     # --- numbers over all processes -------------------------------------------------------------------------
@@ -175,14 +191,23 @@ class Processes:
         return rank, self.share(problem, rank)
 
     def barrier(self):
-        """Wait until every process has called this."""
+        """Wait until every process of every island has called this."""
         self.any(False)
+        if self.between:
+            self.between.barrier()
+
+    def tell_islands(self, value):
+        """What the islands' main processes pass, values of JSON, by island, on all processes."""
+        values = [value]
+        if self.between:
+            values = self.between.tell(value) if self.is_main else None
+        return self.share(values)
 
     def leave(self, exit_code):
         """End this process once every process has called this."""
+        # No process leaves while the main one still writes: torchrun ends all others when one has failed.
+        self.barrier()
         if self.world_size > 1:
-            # No process leaves while the main one still writes: torchrun ends all others when one has failed.
-            self.barrier()
             dist.destroy_process_group()
         sys.stdout.flush()
         # Shutting down the interpreter takes a second, and would abort in threads of gloo that still need it.
@@ -223,6 +248,44 @@ class Processes:
             seconds += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
         self._waits.clear()
         return seconds
+
+
+class Between:
+    """Connects a process with those that have the same rank in the other islands.
+
+    torch.distributed knows the processes of one island alone, hence groups that are made by hand.
+    """
+
+    def __init__(self, store, rank, island, islands):
+        """store: of all processes of all islands."""
+        self.store, self.rank, self.island, self.islands = store, rank, island, islands
+        self._group = self.connect('barrier')
+        self._n_told = 0
+
+    def connect(self, purpose):
+        """A gloo group, in which the island is the rank."""
+        store = dist.PrefixStore(f'{purpose} of {self.rank}', self.store)
+        return dist.ProcessGroupGloo(store, self.island, self.islands, datetime.timedelta(days=30))
+
+    def barrier(self):
+        """Wait until the processes of all islands have called this."""
+        self._group.barrier().wait()
+
+    def tell(self, value):
+        """The values that the islands pass, what JSON can hold, by island. One process of each calls this."""
+        self._n_told += 1
+        keys = [f'value {self._n_told} of {island}' for island in range(self.islands)]
+        self.store.set(keys[self.island], json.dumps(value))
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def leave_note(self, text):
+        """Leave a note that `read_notes` of the other islands finds."""
+        self.store.set(f'note of {self.island}', text)
+
+    def read_notes(self):
+        """The notes of the islands that have left one."""
+        keys = [f'note of {island}' for island in range(self.islands)]
+        return [self.store.get(key).decode() for key in keys if self.store.check([key])]
 
 
 # --- device and dtype ---------------------------------------------------------------------------------------

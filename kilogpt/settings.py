@@ -1,19 +1,26 @@
 """Which values the keys of train.py may have, and which of them a resumed run may change."""
 
 
+OUTER_INTERVAL = 100  # iterations from one exchange between islands to the next, unless outer_interval says
+
+
 def check_settings(config):
     """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
     for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size',
-                'max_iters', 'comm_timeout'):
+                'max_iters', 'comm_timeout', 'islands', 'outer_fragments'):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
-    for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters', 'seed'):
+    for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters', 'seed',
+                'outer_interval', 'outer_delay'):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
-                             on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback')).items():
+                             on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback'),
+                             outer_compress=('none', 'bf16', 'int8')).items():
         if config[key] not in allowed:
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
+    if config['islands'] > 1 or config['outer_interval'] or config['outer_store'] or config['island']:
+        _check_islands(config)
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
     if config['replay'] == 'all' and config['profile']:
@@ -21,6 +28,35 @@ def check_settings(config):
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:
         raise ValueError('on_spike=rollback goes back to a checkpoint, but keep_checkpoints is 0: '
                          'set keep_checkpoints to at least 1')
+
+
+def _check_islands(config):
+    """What islands, or an outer optimizer on one, ask of the other keys."""
+    islands, global_batch = config['islands'], config['batch_size'] * config['gradient_accumulation_steps']
+    if global_batch % islands:
+        raise ValueError(f'islands={islands} does not divide the {global_batch} sequences of an iteration '
+                         '(batch_size * gradient_accumulation_steps): set these to a multiple of islands')
+    if not 0 <= config['island'] < islands:
+        raise ValueError(f'island is {config["island"]}: it must be at least 0 and below islands={islands}')
+    if config['island'] and not config['outer_store']:
+        raise ValueError('island says which island a job is: set outer_store too, or leave island out')
+    if config['outer_timeout'] <= 0:
+        raise ValueError(f'outer_timeout is {config["outer_timeout"]}: it must be above 0')
+    interval, fragments = config['outer_interval'] or OUTER_INTERVAL, config['outer_fragments']
+    most = min(interval, config['n_layer'] + 1)
+    if fragments > most:
+        raise ValueError(f'outer_fragments is {fragments}: it must be at most {most}, since an interval has '
+                         f'{interval} iterations and the model {config["n_layer"]} blocks')
+    if config['outer_delay'] >= interval // fragments:
+        raise ValueError(f'outer_delay is {config["outer_delay"]}: it must be below '
+                         f'outer_interval / outer_fragments, {interval // fragments}')
+    for key, low, high in (('outer_lr', 0, 10), ('outer_momentum', 0, 1), ('outer_mix', 0, 1)):
+        if not low <= config[key] < high:
+            raise ValueError(f'{key} is {config[key]}: it must be at least {low} and below {high}')
+    for key, value in dict(on_spike='rollback', replay=config['replay']).items():
+        if value and config[key] == value:
+            raise ValueError(f'{key}={value} does not work with islands or outer_interval, since other '
+                             f'islands cannot go back: set another {key}')
 
 
 def compare_settings(config, saved, source, say):

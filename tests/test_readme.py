@@ -124,6 +124,13 @@ SLOW_SESSIONS = dict(
              '--zero_stage=3', MANY, nproc=4),
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --pp=4 '
              '--pp_schedule=zbv', MANY + ' --n_layer=6', nproc=4),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=4 '
+             '--outer_interval=100', MANY + ' --outer_interval=1', nproc=4),
+        step('torchrun --standalone --nproc_per_node=4 train.py --dataset=shakespeare_char --device=cpu '
+             '--compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=48 --block_size=64 '
+             '--batch_size=4 --gradient_accumulation_steps=4 --max_iters=800 --lr_decay_iters=800 '
+             '--warmup_iters=50 --learning_rate=3e-3 --min_lr=3e-4 --beta2=0.99 --eval_interval=800 '
+             '--eval_iters=100 --islands=4 --outer_interval=20', MANY, nproc=4),
         step('torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/train_gpt2.py '
              '--init_from=auto --save_minutes=10', MANY, nproc=2),
     ],
@@ -194,6 +201,12 @@ NEEDS = {
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
         'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
+    'export KILOGPT_SECRET': 'a server and islands: test_island_jobs.py has them',
+    'python -m kilogpt.meet': 'a server and islands: test_island_jobs.py has them',
+    'torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=3':
+        'a server and islands: test_island_jobs.py has them',
+    'torchrun ...': 'a tunnel between two machines',
+    'ssh -N': 'a tunnel between two machines',
     'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',
 }
 

@@ -1,0 +1,16 @@
+"""Each update takes 300 ms longer until the file exists that HURRY names. Also a config file."""
+import os
+import time
+
+from kilogpt.health import Agreement
+
+_exchange = Agreement.exchange
+
+
+def _paced_exchange(*args, **options):  # train.py calls it once an iteration
+    if not os.path.exists(os.environ['HURRY']):
+        time.sleep(0.3)
+    return _exchange(*args, **options)
+
+
+Agreement.exchange = _paced_exchange
