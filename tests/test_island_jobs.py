@@ -139,6 +139,7 @@ def assert_jobs_equal_world(train, server, folder, *arguments, islands=2, nproc=
     return exchanges
 
 
+@pytest.mark.slow  # three scripts that import torch
 def test_jobs_equal_islands_of_one_world_to_the_bit(train, server, tmp_path):
     exchanges = assert_jobs_equal_world(train, server, tmp_path)
     assert list(exchanges) == [0, 1, 2] and count_sequences(exchanges) == (12 * 12, 0, 0)
