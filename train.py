@@ -255,7 +255,7 @@ iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 first_iteration = iteration
 with exit_on_error():
     outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
-saver = checkpoint.Saver(out_dir, keep_checkpoints)
+saver = checkpoint.Saver(out_dir, keep_checkpoints, outer.needed_checkpoint)
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()
 

@@ -80,11 +80,14 @@ class Saver:
     checkpoints, prints a warning, and sets `problem` to the reason until a later save succeeds.
     """
 
-    def __init__(self, out_dir, keep):
-        """keep: complete checkpoints besides the best. In a process group: called by every process."""
+    def __init__(self, out_dir, keep, needed=lambda: None):
+        """In a process group: called by every process.
+
+        keep: complete checkpoints besides the best. needed(): another one to keep, asked after each save.
+        """
         self.out_dir = out_dir
         self.folder = os.path.join(out_dir, 'ckpt')
-        self.keep = keep
+        self.keep, self.needed = keep, needed
         self.problem = None
         self.under_way = False  # whether a save in the background is being written
         self.rank = 0
@@ -195,8 +198,8 @@ class Saver:
         self._prune()
 
     def _prune(self):
-        """Delete all checkpoints but the newest `keep` and the best."""
-        for path in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir)}:
+        """Delete all checkpoints but the newest `keep`, the best and the needed one."""
+        for path in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir), self.needed()}:
             _delete(path)
 
 

@@ -60,11 +60,11 @@ class World:
 
     def end(self, started):
         """Tell the other islands that this one ends, and how many exchanges it has started."""
-        self.between.leave_note(str(started))
+        self.between.leave_note('end', str(started))
 
     def is_abandoned(self, number):
         """Whether an island has ended that has not started exchange `number`."""
-        return any(int(started) <= number for started in self.between.read_notes())
+        return any(int(started) <= number for started in self.between.read_notes('end').values())
 
 
 # --- the islands of a run -----------------------------------------------------------------------------------
@@ -176,7 +176,9 @@ class Islands:
 
     def _connect(self, state):
         """Make the wire, and send again what may not have arrived. state: a checkpoint's, or {}."""
-        self.wire = World(self.processes)
+        if self.processes.between and self.processes.is_main:
+            self._tell_saved(self.started)
+        self.wire = World(self.processes)  # waits for all islands
         for number in range(self.started if self.resend_from is None else self.resend_from, self.started):
             self._send(number)
             if number < self.merged:
@@ -192,6 +194,23 @@ class Islands:
             return {}
         return dict(islands=dict(keys=self._keys, base=self.base, started=self.started, merged=self.merged,
                                  shares=self.shares.parts))
+
+    def needed_checkpoint(self):
+        """A checkpoint of this island that must not be deleted yet, or None. To be called after each save.
+
+        An island may be some saves ahead of others, and keeps the newest that goes with what all have saved.
+        """
+        if not self.processes.between:
+            return None
+        states = {path: checkpoint.read_state(path).get('islands') for path in checkpoint.find(self.out_dir)}
+        states = {path: state for path, state in states.items() if state}
+        self._tell_saved(next(iter(states.values()))['started'])
+        least = min(map(int, self.processes.between.read_notes('saved').values()))
+        return next((path for path, state in states.items() if state['merged'] <= least), None)
+
+    def _tell_saved(self, started):
+        """Tell the other islands how many exchanges had started at this island's newest checkpoint."""
+        self.processes.between.leave_note('saved', str(started))
 
     # --- running --------------------------------------------------------------------------------------------
 

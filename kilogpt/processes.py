@@ -278,14 +278,15 @@ class Between:
         self.store.set(keys[self.island], json.dumps(value))
         return [json.loads(self.store.get(key)) for key in keys]
 
-    def leave_note(self, text):
-        """Leave a note that `read_notes` of the other islands finds."""
-        self.store.set(f'note of {self.island}', text)
+    def leave_note(self, subject, text):
+        """Leave a note that `read_notes` of the other islands finds, in the place of an earlier one."""
+        self.store.set(f'{subject} {self.island}', text)
 
-    def read_notes(self):
-        """The notes of the islands that have left one."""
-        keys = [f'note of {island}' for island in range(self.islands)]
-        return [self.store.get(key).decode() for key in keys if self.store.check([key])]
+    def read_notes(self, subject):
+        """{island: note} of the islands that have left one."""
+        keys = {island: f'{subject} {island}' for island in range(self.islands)}
+        return {island: self.store.get(key).decode() for island, key in keys.items()
+                if self.store.check([key])}
 
 
 # --- device and dtype ---------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from data.loader import TokenLoader, read_meta
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
 from kilogpt.configurator import config_of
-from kilogpt.islands import newest_together
+from kilogpt.islands import Islands, newest_together
 from kilogpt.outer import decode, encode
 from kilogpt.settings import check_settings
 from kilogpt.stream import Shares
@@ -236,6 +237,23 @@ def test_islands_continue_from_checkpoints_that_go_together():
     assert newest_together([[(2, 3), (1, 2)], [(1, 2)]]) == [0, 0]
     assert newest_together([[(3, 3)], [(1, 2)]]) is None
     assert newest_together([[(3, 3)], []]) is None
+
+
+@pytest.mark.parametrize('started_elsewhere, needed', [(2, 8), (4, 13), (1, None)])
+def test_checkpoint_that_goes_with_another_islands_newest_is_kept(tmp_path, started_elsewhere, needed):
+    """Island 1 was killed before it had saved iteration 12, when island 0 had also saved iteration 13."""
+    for iteration, merged, started in ((8, 2, 2), (12, 3, 4), (13, 3, 4)):
+        folder = tmp_path / 'ckpt' / f'iter_{iteration:08d}'
+        folder.mkdir(parents=True)
+        (folder / '.metadata').touch()
+        (folder / 'state.json').write_text(json.dumps(dict(islands=dict(merged=merged, started=started))))
+    notes = {1: str(started_elsewhere)}
+    between = SimpleNamespace(leave_note=lambda subject, text: notes.update({0: text}),
+                              read_notes=lambda subject: notes)
+    island = object.__new__(Islands)
+    island.out_dir, island.processes = str(tmp_path), SimpleNamespace(between=between)
+    path = island.needed_checkpoint()
+    assert (path and int(path[-8:])) == needed and notes[0] == '4'
 
 
 # An exchange is under way at iteration 7, in the middle of another fragment's round.
