@@ -30,7 +30,7 @@ from kilogpt.configurator import configure, exit_on_error
 from kilogpt.forecast import forecast
 from kilogpt.health import Agreement, Ending, StopRequest, Watchdog
 from kilogpt.island_jobs import IslandJob
-from kilogpt.islands import Islands
+from kilogpt.islands import Islands, needed_checkpoint
 from kilogpt.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
 from kilogpt.parallel import Parallel, bytes_held, fill
@@ -255,7 +255,7 @@ iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 first_iteration = iteration
 with exit_on_error():
     outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
-saver = checkpoint.Saver(out_dir, keep_checkpoints, outer.needed_checkpoint)
+saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()
 

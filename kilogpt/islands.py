@@ -177,7 +177,7 @@ class Islands:
     def _connect(self, state):
         """Make the wire, and send again what may not have arrived. state: a checkpoint's, or {}."""
         if self.processes.between and self.processes.is_main:
-            self._tell_saved(self.started)
+            self.processes.between.leave_note('saved', str(self.started))
         self.wire = World(self.processes)  # waits for all islands
         for number in range(self.started if self.resend_from is None else self.resend_from, self.started):
             self._send(number)
@@ -194,23 +194,6 @@ class Islands:
             return {}
         return dict(islands=dict(keys=self._keys, base=self.base, started=self.started, merged=self.merged,
                                  shares=self.shares.parts))
-
-    def needed_checkpoint(self):
-        """A checkpoint of this island that must not be deleted yet, or None. To be called after each save.
-
-        An island may be some saves ahead of others, and keeps the newest that goes with what all have saved.
-        """
-        if not self.processes.between:
-            return None
-        states = {path: checkpoint.read_state(path).get('islands') for path in checkpoint.find(self.out_dir)}
-        states = {path: state for path, state in states.items() if state}
-        self._tell_saved(next(iter(states.values()))['started'])
-        least = min(map(int, self.processes.between.read_notes('saved').values()))
-        return next((path for path, state in states.items() if state['merged'] <= least), None)
-
-    def _tell_saved(self, started):
-        """Tell the other islands how many exchanges had started at this island's newest checkpoint."""
-        self.processes.between.leave_note('saved', str(started))
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -381,3 +364,18 @@ def find_together(processes, out_dir, keys):
         if problem:
             processes.say(f'{path} is damaged ({problem}): going back to the one before it')
             del options[chosen[processes.island]]
+
+
+def needed_checkpoint(out_dir, between):
+    """A checkpoint of this island that must not be deleted yet, or None. To be called after each save.
+
+    An island may be some saves ahead of others, and keeps the newest that goes with what all have saved.
+    between: None, or what connects the islands.
+    """
+    if not between:
+        return None
+    states = {path: checkpoint.read_state(path).get('islands') for path in checkpoint.find(out_dir)}
+    states = {path: state for path, state in states.items() if state}
+    between.leave_note('saved', str(next(iter(states.values()))['started']))
+    least = min(map(int, between.read_notes('saved').values()))
+    return next((path for path, state in states.items() if state['merged'] <= least), None)

@@ -79,11 +79,12 @@ class Processes:
         if self.islands > 1:
             self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)
-        sys.excepthook = _report_lost_connection
         if is_alone:
+            sys.excepthook = _report_lost_connection
             return
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
                                 timeout=timeout)
+        sys.excepthook = _report_lost_connection  # in the place of one that init_process_group has set
         # The groups of meshes would otherwise have NCCL's own timeout, which comm_timeout may exceed.
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
         self.build_meshes(layout)

@@ -28,7 +28,8 @@ def wait_for(condition, explain, seconds=WAIT):
 
 def copy_checkout(folder):
     """A copy of what a run needs of the repository, in which jobs leave their logs; returns its path."""
-    unwanted = shutil.ignore_patterns('.*', 'out*', '__pycache__', 'wandb', '*.bin', '*.log', 'tests', 'docs')
+    unwanted = shutil.ignore_patterns('.*', 'out', 'out-*', '__pycache__', 'wandb', '*.bin', '*.log', 'tests',
+                                      'docs')
     return pathlib.Path(shutil.copytree(ROOT, folder, ignore=unwanted))
 
 

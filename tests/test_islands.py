@@ -14,7 +14,7 @@ from data.loader import TokenLoader, read_meta
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
 from kilogpt.configurator import config_of
-from kilogpt.islands import Islands, newest_together
+from kilogpt.islands import needed_checkpoint, newest_together
 from kilogpt.outer import decode, encode
 from kilogpt.settings import check_settings
 from kilogpt.stream import Shares
@@ -250,9 +250,7 @@ def test_checkpoint_that_goes_with_another_islands_newest_is_kept(tmp_path, star
     notes = {1: str(started_elsewhere)}
     between = SimpleNamespace(leave_note=lambda subject, text: notes.update({0: text}),
                               read_notes=lambda subject: notes)
-    island = object.__new__(Islands)
-    island.out_dir, island.processes = str(tmp_path), SimpleNamespace(between=between)
-    path = island.needed_checkpoint()
+    path = needed_checkpoint(str(tmp_path), between)
     assert (path and int(path[-8:])) == needed and notes[0] == '4'
 
 

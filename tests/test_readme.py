@@ -104,8 +104,8 @@ SLOW_SESSIONS = dict(
     prove=[
         step('python -m kilogpt.prove config/train_gpt2.py --quick', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py', ONE_LAYOUT),
-        step('python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" --json',
-             ONE_LAYOUT),
+        step('python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" '
+             '--json', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py --layouts="tp2; cp2" --keep=n_head,n_embd',
              ONE_LAYOUT + ' --n_head=4 --n_embd=32'),
         step('python -m kilogpt.prove config/train_gpt2.py --layouts="dp1 compile=True; tp2 compile=True"',
@@ -248,7 +248,8 @@ runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 def checkout(tmp_path):
     """A copy of the repository, with small random datasets of a hundred characters, a book and documents."""
     folder = tmp_path / 'kiloGPT'
-    unwanted = shutil.ignore_patterns('.*', 'out*', '__pycache__', 'wandb', '*.bin', 'meta.json', 'input.txt')
+    unwanted = shutil.ignore_patterns('.*', 'out', 'out-*', '__pycache__', 'wandb', '*.bin', 'meta.json',
+                                      'input.txt')
     shutil.copytree(ROOT, folder, ignore=unwanted)
     for name in ('shakespeare_char', 'shakespeare', 'openwebtext'):
         write_random_tokens(folder / 'data' / name, len(string.printable), count=2 ** 13)
