@@ -294,6 +294,8 @@ say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, '
 say(f'  layout      {layout.describe()}')
 say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
 available = metrics.available_memory(processes.device)
+if outer.is_on:
+    available -= outer.optimizer.bytes_on(processes.device)
 work = config | dict(dtype=dtype, gradient_accumulation_steps=-(-global_batch // batch_size))
 foretold, warning = forecast(model, layout, work, processes.device.type, available)
 say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')

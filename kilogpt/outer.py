@@ -72,6 +72,11 @@ class OuterOptimizer:
         self._local = {kind: [local_part(tensor) for tensor in tensors]
                        for kind, tensors in self.state.items()}
 
+    def bytes_on(self, device):
+        """Bytes of the state in a device's memory."""
+        return sum(local.nbytes for tensors in self._local.values() for local in tensors
+                   if local.device.type == device.type)
+
     def _sent(self, number):
         return self._local['sent_1' if len(self.fragments) == 1 and number % 2 else 'sent_0']
 
