@@ -259,7 +259,7 @@ STAGGERED = ('--outer_interval=6', '--outer_fragments=2', '--outer_delay=2', '--
 
 
 @pytest.mark.parametrize('options', [
-    STAGGERED, pytest.param(('--outer_interval=4', '--outer_delay=3', '--outer_offload'),
+    STAGGERED, pytest.param(('--outer_interval=5', '--outer_delay=3', '--outer_offload'),
                             marks=pytest.mark.slow)])
 def test_resumed_islands_continue_to_the_bit(train, options):
     options = ['--islands=2', *options, '--dropout=0.1', '--eval_interval=20']
