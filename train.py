@@ -305,7 +305,7 @@ say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} s
     f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
 if outer.is_on:
     say(f'  islands     {outer.describe()}')
-for note in layout.notes + layout.split_notes(global_batch, batch_size) + parallel.notes:
+for note in layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes:
     say(f'  note        {note}')
 if spans_nodes():
     say(f'  nodes       all share {os.path.abspath(out_dir)}; each has the whole dataset in {data_dir}')

@@ -109,12 +109,15 @@ class Layout:
         micro_steps = min(possible, key=lambda n: n * (-(-share // n) + batch_size / 8))
         return -(-share // micro_steps), micro_steps
 
-    def split_notes(self, global_batch, batch_size):
-        """A sentence for each way in which `split_batch` differs from micro-batches of batch_size."""
+    def split_notes(self, global_batch, batch_size, islands=1):
+        """A sentence for each way in which `split_batch` differs from micro-batches of batch_size.
+
+        global_batch: sequences of one of the islands.
+        """
         notes, (micro_batch, micro_steps) = [], self.split_batch(global_batch, batch_size)
         steps_that_fit = -(-global_batch // (self.dp * batch_size))
         steps_that_fit = next(n for n in itertools.count(steps_that_fit) if self._pipeline_runs(n))
-        advice = f'gradient_accumulation_steps={self.dp * steps_that_fit} would fit'
+        advice = f'gradient_accumulation_steps={islands * self.dp * steps_that_fit} would fit'
         if micro_batch != batch_size:
             reason = f'{self.dp} data-parallel rank(s) divide {global_batch} sequences'
             if self.pp > 1:
@@ -125,7 +128,7 @@ class Layout:
         n_idle = self.dp - min(self.dp, -(-global_batch // micro_batch))
         n_padding = n_computed - global_batch
         if n_idle:
-            least = -(-self.dp // batch_size)
+            least = islands * -(-self.dp // batch_size)
             notes.append(f'{n_idle} of {self.dp} data-parallel ranks are without any of {global_batch} '
                          'sequences: start fewer processes, or set gradient_accumulation_steps to '
                          f'{least} or more')

@@ -195,6 +195,7 @@ NEEDS = {
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
+    'python tests/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',
     'bash tests/gpu': 'a GPU',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
