@@ -618,7 +618,8 @@ while True:
     update = pending_update = Update(iteration, lr, loss_sum, grad_norm, limit)
     iteration += 1
     watchdog.first_iteration_done()
-    if async_checkpoint and saves_checkpoints and not cpu_offload:
+    allocates = async_checkpoint and saves_checkpoints and not cpu_offload
+    if allocates and not saver.host_copies:
         saver.allocate(outer.parameters(), optimizer, outer.tensors())
 
     # log

@@ -187,7 +187,8 @@ def main():
     machine = Machine(
         name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network=node_link,
         per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, dtensor_launch=dtensor_launch,
-        redistribute=redistribute, overlap=0.0 if on_cpu else 1.0, cores=processes.world_size if on_cpu else 0)
+        redistribute=redistribute, overlap=0.0 if on_cpu else 1.0,
+        cores=processes.world_size if on_cpu else 0)
     write_machine(machine, sys.argv[1])
 
 

@@ -77,21 +77,13 @@ class IslandJob(Islands):
             if not self.joins:
                 return line and line | dict(wait_s=line['wait_s'] + waited)
 
-    def _wait(self, agreement, beat):
-        """Wait until all processes have what other islands send; False if something else ends the wait."""
-        passes = 0
-        while not self._has_arrived(agreement):
-            if agreement.stop_signal:
-                return False
-            seconds = self.processes.max(self.wire.seconds_silent() if self._sends else 0)
-            if seconds > self.config['comm_timeout']:
-                self.problem = (f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
-                                '(comm_timeout): start it again, then continue with --init_from=auto')
-                return False
-            beat()
-            passes += 1
-            time.sleep(0.002 if passes < 500 else 0.05)
-        return True
+    def _is_hopeless(self, passes):
+        """Whether to give up waiting, since the server has not answered for too long."""
+        seconds = self.processes.max(self.wire.seconds_silent() if self._sends else 0)
+        if seconds > self.config['comm_timeout']:
+            self.problem = (f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
+                            '(comm_timeout): start it again, then continue with --init_from=auto')
+        return bool(self.problem)
 
     def _has_arrived(self, agreement):
         mark = self.wire.done() if self._sends else None

@@ -254,24 +254,32 @@ class Islands:
     def _wait(self, agreement, beat):
         """Wait until all processes have what other islands send; False if something else ends the wait."""
         passes = 0
-        while not agreement.is_unanimous(not self._sends or self.wire.done()):
-            if agreement.stop_signal:
+        while not self._has_arrived(agreement):
+            if agreement.stop_signal or self._is_hopeless(passes):
                 return False
             beat()
             passes += 1
-            time.sleep(0.002)
-            if passes % 500 == 0 and self.processes.is_main and self.wire.is_abandoned(self.merged):
-                signal.raise_signal(signal.SIGTERM)  # an island that ends takes the others along
+            time.sleep(0.002 if passes < 500 else 0.05)
         return True
+
+    def _has_arrived(self, agreement):
+        return agreement.is_unanimous(not self._sends or self.wire.done())
+
+    def _is_hopeless(self, passes):
+        """Whether to give up waiting after so many passes of `_wait`."""
+        is_time_to_look = passes >= 500 and passes % 20 == 0  # once a second
+        if is_time_to_look and self.processes.is_main and self.wire.is_abandoned(self.merged):
+            signal.raise_signal(signal.SIGTERM)  # an island that ends takes the others along
+        return False
 
     def _merge(self, iteration, exchanged, waited):
         """Take the outer step; returns the line for the log."""
-        number, distance, size = self.merged, 0.0, 0.0
+        number, means, distance, size = self.merged, {}, 0.0, 0.0
         members, joining = self.processes.share((sorted(exchanged.payloads), exchanged.joining))
         if self._sends:
             means, distance, size = self.optimizer.mean(number, exchanged.payloads)
         if self._replicas:
-            means = self._tell_replicas(number, means if self._sends else {})
+            means = self.optimizer.share_means(number, means, self._replicas, self.processes.device)
         self.optimizer.step(means)
         refresh(self.parallel)
         since, until = self._begin_of(number - 1), self._begin_of(number)
@@ -282,19 +290,6 @@ class Islands:
         return dict(iter=iteration, exchange=number, fragment=number % self.config['outer_fragments'],
                     bytes_sent=int(sums[2]), wait_s=waited, islands=members,
                     distance=(sums[0] / sums[1]) ** 0.5, sequences=sequences)
-
-    def _tell_replicas(self, number, means):
-        """The means, {index: tensor}, of the first replica, on all."""
-        like = self.optimizer.of_fragment(number)
-        sizes = [tensor.numel() for tensor in like.values()]
-        device = self.processes.device
-        flat = torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype, device=device)
-        if self._sends:
-            flat = torch.cat([mean.flatten() for mean in means.values()]).to(device)
-        dist.broadcast(flat, dist.get_global_rank(self._replicas, 0), self._replicas)
-        parts = flat.split(sizes)
-        return {index: part.view(tensor.shape).to(tensor.device)
-                for part, (index, tensor) in zip(parts, like.items())}
 
     def end(self):
         """Tell the other islands that this one ends, so that they do not wait for it."""

@@ -6,6 +6,7 @@ from kilogpt.optim import local_part
 
 BLOCK = 256  # elements that share a scale in int8
 
+
 def encode(tensor, compress):
     """A tensor as bytes, uint8 on the CPU. compress: 'none', 'bf16' or 'int8'.
 
@@ -155,6 +156,18 @@ class OuterOptimizer:
         tensors = self._local['outer'] + self._local['momentum']
         for tensor, part in zip(tensors, snapshot.split([t.numel() * t.element_size() for t in tensors])):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+    def share_means(self, number, means, group, device):
+        """The means for exchange `number` on all of a group of replicas, of which the first has them."""
+        like = self.of_fragment(number)
+        sizes = [tensor.numel() for tensor in like.values()]
+        flat = torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype, device=device)
+        if means:
+            flat = torch.cat([mean.flatten() for mean in means.values()]).to(device)
+        dist.broadcast(flat, dist.get_global_rank(group, 0), group)
+        parts = flat.split(sizes)
+        return {index: part.view(tensor.shape).to(tensor.device)
+                for part, (index, tensor) in zip(parts, like.items())}
 
     def share(self, group, device):
         """Take over the outer parameters and the momentum of the first process of a group of replicas."""

@@ -53,9 +53,9 @@ def _check_islands(config):
     for key, low, high in (('outer_lr', 0, 10), ('outer_momentum', 0, 1), ('outer_mix', 0, 1)):
         if not low <= config[key] < high:
             raise ValueError(f'{key} is {config[key]}: it must be at least {low} and below {high}')
-    for key, value in dict(on_spike='rollback', replay=config['replay']).items():
-        if value and config[key] == value:
-            raise ValueError(f'{key}={value} does not work with islands or outer_interval, since other '
+    for key, goes_back in dict(on_spike=config['on_spike'] == 'rollback', replay=config['replay']).items():
+        if goes_back:
+            raise ValueError(f'{key}={config[key]} does not work with islands or outer_interval, since other '
                              f'islands cannot go back: set another {key}')
 
 

@@ -94,7 +94,7 @@ if fault == 'no decay of shards':
         parameters, lr, 0.0 if hasattr(list(parameters)[0][1], 'placements') else decay, betas)
 if fault == 'moments forgotten':
     load = checkpoint.load
-    checkpoint.load = lambda path, parameters, optimizer=None: load(path, parameters)
+    checkpoint.load = lambda path, parameters, optimizer=None, more=(): load(path, parameters, None, more)
 if fault in ('torchtitan 1805', 'torchtitan 2416', 'torchtitan 4054'):
     split_experts, parallel.split_experts = parallel.split_experts, split_experts_wrong
 if fault == 'torchtitan 1733':
