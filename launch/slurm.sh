@@ -61,12 +61,16 @@ requeue=no
 trap save_and_requeue USR1
 trap : TERM # scancel and preemption signal the run too: this shell waits until it has saved
 
+# How many checkpoints the nodes' logs tell of, with the one of a run that was told to stop.
+count_saves() {
+    cat slurm-"$SLURM_JOB_ID"-node*.log 2> /dev/null | grep -cE '^(checkpoint|stopped by) '
+}
+
 echo "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, rendezvous at $endpoint: ${program[*]}"
-nodes_can_run=no
+saves_before=$(count_saves)
 # shellcheck disable=SC2016  # $SLURM_... is for the shell on each node
 on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
         --nodes="$SLURM_NNODES" "$@"' check --endpoint="$endpoint" --processes="$processes" "${program[@]}" &&
-    nodes_can_run=yes &&
     on_each_node torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts=3 \
         --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_id="$SLURM_JOB_ID" "${program[@]}"
 status=$?
@@ -74,9 +78,9 @@ echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")
 # Within the grace period of a preemption Slurm has signalled the run, and leaves it to the job to go.
 [[ $description = *PreemptTime=None* ]] || requeue=yes
-# Only a signal ends torchrun with such a code: Slurm may be late in ending an earlier start of this job. What
-# kills each start, such as too little memory, must not go on for ever.
-if [[ $nodes_can_run = yes && $status -gt 128 && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
+# What ended a run that has saved since this start need not end the next one. Slurm may also be late in killing an
+# earlier start of this job; but what kills each start, such as too little memory, must not go on for ever.
+if [[ $(count_saves) -gt $saves_before || $status -eq 137 && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
     requeue=yes
 fi
 # A job that is cancelled, or that Slurm itself puts back into the queue, is not RUNNING any more.

@@ -49,6 +49,13 @@ def environments():
     return found
 
 
+def end_of(path, n_lines=40):
+    """The last lines of a log, without those of stack traces and of single iterations."""
+    lines = path.read_text(errors='replace').splitlines()
+    dull = re.compile(r'\s|frame #|iter \d|\{"|$')
+    return '\n'.join([line[:300] for line in lines if not dull.match(line)][-n_lines:])
+
+
 def kill(pids, number=signal.SIGKILL):
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -205,9 +212,9 @@ class Cluster:
 
     def logs(self):
         """The end of everything that was said, for the message of a failed test."""
-        paths = [*self.checkout.glob('slurm-*.log'), *self.folder.glob('*.log'),
-                 *self.folder.glob('*.stderr')]
-        return '\n'.join(f'--- {path}\n{path.read_text(errors="replace")[-3000:]}' for path in paths)
+        paths = [*self.folder.glob('*.stderr'), *self.folder.glob('*.log'),
+                 *sorted(self.checkout.glob('slurm-*.log'))]
+        return '\n'.join(f'--- {path}\n{end_of(path)}' for path in paths)
 
     def wait_for_state(self, job, wanted):
         def is_wanted():

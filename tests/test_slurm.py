@@ -145,3 +145,12 @@ def test_job_that_cannot_run_fails_in_one_sentence_and_is_not_started_again(clus
     sentences = [line for line in cluster.log(job).splitlines() if line.startswith('error: ')]
     assert [line.partition(' GPUs')[0] for line in sentences] == ['error: n1 has 0', 'error: n2 has 0']
     assert cluster.field(job, 'Restarts') == '0' and 'torchrun' not in cluster.log(job)
+
+
+def test_run_that_fails_again_in_the_same_place_is_not_started_a_third_time(cluster, dataset, tmp_path):
+    job = cluster.submit(FAULTS / 'fail_at_15.py', *TINY, *ENDLESS, f'--dataset={dataset}',
+                         f'--out_dir={tmp_path}')
+    cluster.wait_for_state(job, 'FAILED')
+    assert cluster.field(job, 'Restarts') == '1', cluster.logs()
+    assert saved_iterations(tmp_path) == [10]
+    assert cluster.log(job).count('AssertionError: planted') >= 8  # twice the four starts by torchrun
