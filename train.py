@@ -128,7 +128,7 @@ outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with isl
 outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
 outer_momentum = 0.9  # its Nesterov momentum
 outer_fragments = 1  # parts of the parameters, exchanged at different times within an interval
-outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in 'bf16' or 'int8'
+outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in 'bf16', 'int8' or 'int4'
 outer_delay = 0  # iterations for which islands train on while an exchange is under way
 outer_mix = 0.0  # share of an island's own parameters in those with which it goes on after an exchange
 outer_offload = False  # keep the state of the outer optimizer in host memory

@@ -1,7 +1,8 @@
 """Measures this machine for the planner: matrix products by size, attention, memory, operators and links.
 
 `python -m kilogpt.plan --calibrate` starts one process for each GPU, or without GPUs for each core, under
-torchrun, and all measure at the same time, as they compute in training.
+torchrun, and all measure at the same time, as they compute in training. Without GPUs it then measures links
+again, with two processes on each core.
 """
 import json
 import os
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from kilogpt import metrics
 from kilogpt.launch import ROOT, last_error
 from kilogpt.layout import Layout
-from kilogpt.machines import Machine, write_machine
+from kilogpt.machines import Machine, read_machine, write_machine
 from kilogpt.matrices import all_gather
 from kilogpt.processes import Processes, resolve_dtype
 
@@ -27,13 +28,11 @@ SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # of products, of which a GPU also 
 def measure_into(path):
     """Measure this machine into a JSON file that find_machine reads, and print what was found."""
     devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={devices}',
-               '-m', 'kilogpt.calibrate', os.path.abspath(path)]
     print(f'measuring {devices} process(es), about half a minute ...', flush=True)
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True,
-                          text=True)
-    if done.returncode:
-        raise ValueError(f'the measurement failed: {last_error(done.stderr)}')
+    _run(devices, path)
+    if not torch.cuda.is_available():
+        print(f'measuring links between {2 * devices} processes ...', flush=True)
+        _run(2 * devices, path, '--shared')
     with open(path, encoding='utf-8') as file:
         found = json.load(file)
     for dtype, points in found['products'].items():
@@ -41,6 +40,15 @@ def measure_into(path):
               + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in points))
     print(f'memory {found["bandwidth"] / 1e9:.1f} GB/s, links {found["node_link"] / 1e9:.2f} GB/s and '
           f'{found["latency"] * 1e6:.0f} µs\nwritten to {path}: give it as --gpu={path}')
+
+
+def _run(n_processes, path, *options):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+               f'--nproc_per_node={n_processes}', '-m', 'kilogpt.calibrate', os.path.abspath(path), *options]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True,
+                          text=True)
+    if done.returncode:
+        raise ValueError(f'the measurement failed: {last_error(done.stderr)}')
 
 
 def seconds_of(function, device, budget=0.1):
@@ -159,6 +167,14 @@ def main():
     processes = Processes()
     processes.join(Layout(processes.world_size, zero_stage=2))
     device = processes.device
+    latency, node_link = link(device, processes.world_size)
+    dtensor_launch, redistribute = dtensor_seconds(processes.mesh['dp_shard_cp'], latency)
+    if '--shared' in sys.argv:
+        if processes.is_main:
+            machine = read_machine(sys.argv[1])
+            machine.shared = dict(node_link=node_link, latency=latency, redistribute=redistribute)
+            write_machine(machine, sys.argv[1])
+        return
     dtype = resolve_dtype('auto', device)
     products, attention = dict(float32={}, bfloat16={}), {}
     for _ in range(ROUNDS):
@@ -168,8 +184,6 @@ def main():
                 products[name][size] = max(rate, products[name].get(size, 0))
             attention[name] = max(attention_rate(device, getattr(torch, name)), attention.get(name, 0))
     bandwidth, launch = memory_rate(device), operator_seconds(device)
-    latency, node_link = link(device, processes.world_size)
-    dtensor_launch, redistribute = dtensor_seconds(processes.mesh['dp_shard_cp'], latency)
     if not processes.is_main:
         return
     products = {name: sorted(rates.items()) for name, rates in products.items()}

@@ -66,6 +66,8 @@ class Machine:
     redistribute: float = 200e-6  # of a DTensor's change of placements, on the host beside its collective
     overlap: float = 1.0  # the share of computation beside which communication runs
     cores: int = 0  # processes beyond this number share cores; 0: no limit
+    # node_link, latency and redistribute with two processes on each core, which gloo's threads need too
+    shared: dict = dataclasses.field(default_factory=dict)
 
     def rate(self, dtype, size):
         """FLOP/s of a matrix product whose least size is `size`."""
@@ -76,6 +78,22 @@ class Machine:
             if size <= large:
                 return slow + (fast - slow) * (size - small) / (large - small)
         return points[-1][1]
+
+    def with_processes(self, count):
+        """The machine as each of so many processes sees it, where they have to share cores."""
+        sharing = count / self.cores if self.cores else 1
+        if sharing <= 1:
+            return self
+        links = self.shared or dict(
+            node_link=self.node_link, latency=self.latency, redistribute=self.redistribute)
+        more = sharing / 2 if self.shared else sharing
+        return dataclasses.replace(
+            self, bandwidth=self.bandwidth / sharing, node_link=links['node_link'] / more,
+            latency=links['latency'] * more, redistribute=links['redistribute'] * more,
+            launch=self.launch * sharing, dtensor_launch=self.dtensor_launch * sharing,
+            products={dtype: [(size, rate / sharing) for size, rate in points]
+                      for dtype, points in self.products.items()},
+            attention={dtype: rate / sharing for dtype, rate in self.attention.items()})
 
     def bandwidth_of(self, stride, ranks):
         """Bytes/s that each of a group's ranks sends, where its ranks are `stride` processes apart.

@@ -4,40 +4,55 @@ import torch.distributed as dist
 
 from kilogpt.optim import local_part
 
-BLOCK = 256  # elements that share a scale in int8
+BLOCK = 256  # elements that share a scale in int8 and int4
+LARGEST = dict(int8=127, int4=7)
 
 
 def encode(tensor, compress):
-    """A tensor as bytes, uint8 on the CPU. compress: 'none', 'bf16' or 'int8'.
+    """A tensor as bytes, uint8 on the CPU. compress: 'none', 'bf16', 'int8' or 'int4'.
 
-    int8 has a scale for each BLOCK elements, in bfloat16: then a product of the two is exact in float32, and
-    encoding what `decode` returned gives the same bytes again.
+    int8 and int4 have a scale for each BLOCK elements, in bfloat16: then a product of the two is exact in
+    float32, and encoding what `decode` returned gives the same bytes again.
     """
     flat = tensor.flatten()
     if compress == 'none':
         return flat.cpu().view(torch.uint8)
     if compress == 'bf16':
         return flat.to(torch.bfloat16).cpu().view(torch.uint8)
+    largest = LARGEST[compress]
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
-    scales = (blocks.abs().amax(1) / 127).to(torch.bfloat16)
+    scales = (blocks.abs().amax(1) / largest).to(torch.bfloat16)
     divisors = torch.where(scales == 0, 1, scales).to(flat.dtype)
-    numbers = (blocks / divisors[:, None]).round().clamp(-127, 127).to(torch.int8).flatten()[:len(flat)]
+    numbers = (blocks / divisors[:, None]).round().clamp(-largest, largest).to(torch.int8).flatten()
+    if compress == 'int4':  # two to a byte
+        numbers = (numbers[0::2] & 15) | (numbers[1::2] << 4)
+    numbers = numbers[:_numbers_size(len(flat), compress)]
     return torch.cat([numbers.cpu().view(torch.uint8), scales.cpu().view(torch.uint8)])
+
+
+def _numbers_size(count, compress):
+    """How many bytes int8 or int4 have for so many elements, without their scales."""
+    return -(-count // 2) if compress == 'int4' else count
 
 
 def encoded_size(tensor, compress):
     """How many bytes `encode` makes of a tensor."""
     count = tensor.numel()
-    return {'none': count * tensor.element_size(), 'bf16': 2 * count, 'int8': count + 2 * -(-count // BLOCK)
-            }[compress]
+    if compress in LARGEST:
+        return _numbers_size(count, compress) + 2 * -(-count // BLOCK)
+    return count * (2 if compress == 'bf16' else tensor.element_size())
 
 
 def decode(payload, like, compress):
     """The tensor of these bytes, with the shape, dtype and device of another."""
-    if compress == 'int8':
+    if compress in LARGEST:
         count = like.numel()
-        numbers = payload[:count].view(torch.int8).to(like.device, like.dtype)
-        scales = payload[count:].clone().view(torch.bfloat16).to(like.device, like.dtype)
+        size = _numbers_size(count, compress)
+        numbers = payload[:size].view(torch.int8)
+        if compress == 'int4':  # >> keeps the sign
+            numbers = torch.stack([numbers << 4 >> 4, numbers >> 4], dim=1).flatten()[:count]
+        numbers = numbers.to(like.device, like.dtype)
+        scales = payload[size:].clone().view(torch.bfloat16).to(like.device, like.dtype)
         return (numbers * scales.repeat_interleave(BLOCK)[:count]).view(like.shape)
     dtype = torch.bfloat16 if compress == 'bf16' else like.dtype
     return payload.clone().view(dtype).to(like.device, like.dtype).view(like.shape)

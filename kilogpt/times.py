@@ -4,7 +4,6 @@ What `costs.py` is for memory; `machines.py` has the speeds. Sources: pipelines 
 et al. 2021 and Qi et al. 2024.
 """
 import math
-from dataclasses import replace
 
 from kilogpt.costs import FLOAT32, Stage, block_activations, state, tokens_of
 
@@ -29,11 +28,8 @@ def seconds(shape, layout, work, machine):
     The communication is what does not run beside computation: that of tensor, context and expert parallelism
     in full (async_tp: half), gathers and reductions of data parallelism where they take longer.
     """
-    m, sharing = work.micro_steps, 1.0
-    if machine.cores and layout.world_size > machine.cores:
-        # Processes that share cores take longer to compute, and compute while others communicate.
-        sharing = layout.world_size / machine.cores
-        machine = replace(machine, overlap=1 - 1 / sharing)
+    m = work.micro_steps
+    machine = machine.with_processes(layout.world_size)
     # Ranks in the middle of a pipeline have stages of one of two lengths.
     ranks = {Stage(*map(sum, zip(*stages))) for stages in shape.stages(layout, work.block_size)}
     steps = [_step_seconds(shape, layout, work, machine, stage) for stage in ranks]
@@ -50,8 +46,6 @@ def seconds(shape, layout, work, machine):
     idle = bubble(layout.pp, m, layout.pp_schedule)
     parts['bubble'] = m * slowest['total'] * idle / (1 - idle)
     parts['optimizer'] = _optimizer_seconds(shape, layout, work, machine)
-    for part in ('compute', 'bubble', 'optimizer'):
-        parts[part] *= sharing
     return parts
 
 

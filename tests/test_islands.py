@@ -187,7 +187,7 @@ def test_replicas_of_shards_exchange_once(train):
 # --- what is sent ---------------------------------------------------------------------------------------
 
 @pytest.mark.quick
-@pytest.mark.parametrize('compress, error', [('none', 0), ('bf16', 2 ** -8), ('int8', 1 / 127)])
+@pytest.mark.parametrize('compress, error', [('none', 0), ('bf16', 2 ** -8), ('int8', 1 / 127), ('int4', 1 / 7)])
 def test_encoding_is_close_and_repeats_to_the_bit(compress, error):
     tensor = torch.randn(3, 201) * torch.tensor([[1e-6], [1.0], [100.0]])
     payload = encode(tensor, compress)
@@ -198,13 +198,15 @@ def test_encoding_is_close_and_repeats_to_the_bit(compress, error):
 
 
 @pytest.mark.slow
-def test_int8_sends_a_quarter_and_ends_at_the_same_loss(train_all):
+def test_compression_sends_less_and_ends_at_the_same_loss(train_all):
     options = ['--islands=2', '--outer_interval=3', '--max_iters=24', '--lr_decay_iters=24']
-    runs = train_all(dict(none=options, int8=[*options, '--outer_compress=int8']), nproc=2)
-    sent = {name: exchanges_of(run)[0]['bytes_sent'] for name, run in runs.items()}
-    assert sent['int8'] < 0.26 * sent['none'] and sent['none'] == 4 * 29_856
-    losses = {name: run.evals[24]['val_loss'] for name, run in runs.items()}
+    kinds = 'none', 'int8', 'int4'
+    runs = train_all({kind: [*options, f'--outer_compress={kind}'] for kind in kinds}, nproc=2)
+    sent = {kind: exchanges_of(run)[0]['bytes_sent'] for kind, run in runs.items()}
+    assert sent['int8'] < 0.26 * sent['none'] and sent['int4'] < 0.13 * sent['none'] == 0.13 * 4 * 29_856
+    losses = {kind: run.evals[24]['val_loss'] for kind, run in runs.items()}
     assert losses['none'] != losses['int8'] == pytest.approx(losses['none'], abs=0.03)
+    assert losses['none'] != losses['int4'] == pytest.approx(losses['none'], abs=0.1)
 
 
 # --- shares of the data ---------------------------------------------------------------------------------
@@ -372,7 +374,7 @@ BAD = {
     '--islands=0': 'islands is 0: it must be at least 1',
     '--islands=5': 'islands=5 does not divide the 12 sequences of an iteration',
     '--outer_interval=-1': 'outer_interval is -1: it cannot be negative',
-    '--outer_interval=4 --outer_compress=fp4': "outer_compress is 'fp4': choose one of none, bf16, int8",
+    '--outer_interval=4 --outer_compress=fp4': "outer_compress is 'fp4': choose one of none, bf16, int8, int4",
     '--outer_interval=4 --outer_fragments=4': 'outer_fragments is 4: it must be at most 3',
     '--outer_interval=4 --outer_fragments=2 --outer_delay=2': 'outer_delay is 2: it must be below',
     '--outer_interval=4 --outer_momentum=1': 'outer_momentum is 1.0: it must be at least 0 and below 1',

@@ -1,4 +1,5 @@
 """kilogpt.plan as a user runs it: what it proposes runs, what it refuses it says in a sentence."""
+import dataclasses
 import json
 import os
 import re
@@ -51,6 +52,16 @@ def test_plan_has_the_fastest_layouts_their_command_and_what_falls_out(run_plan)
     assert f'{command} \\\n    train.py config/gpt2_xl_fsdp.py --n_layer=12' in printed
     tried = printed.partition('what is often tried:\n')[2]
     assert 'tp=8 ' in tried and 'n_head=25 cannot be split over tp=8' in tried
+
+
+def test_processes_that_share_cores_have_links_as_measured_with_two_on_each():
+    machine = dataclasses.replace(MACHINE, shared=dict(node_link=2e8, latency=5e-3, redistribute=1e-3))
+    assert machine.with_processes(2) is machine
+    four, eight = machine.with_processes(4), machine.with_processes(8)
+    assert four.rate('float32', 64) == 1e10 and four.bandwidth == 5e9 and four.launch == 2 * machine.launch
+    assert (four.node_link, four.latency, four.redistribute) == (2e8, 5e-3, 1e-3)
+    assert (eight.node_link, eight.latency, eight.redistribute) == (1e8, 1e-2, 2e-3)
+    assert MACHINE.with_processes(4).node_link == 5e8  # not measured: cores are what links need most
 
 
 def test_json_has_a_row_for_each_layout_that_fits(run_plan):
