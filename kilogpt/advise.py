@@ -187,6 +187,10 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     if 'update' in kinds:
         return ['the gradients are right, but not what the optimizer makes of them, or of which a process '
                 'learns: see optim.py, and in ddp.py for zero_stage=1']
+    if kinds == {'loss'}:
+        return ['training is right, but not the loss that is shown: the log adds up what forward_backward in '
+                'parallel.py returns on all processes, each of which counts the targets of its own sequences '
+                'and positions']
     if kinds <= {'train_loss', 'val_loss'}:
         return ['training is right, but not evaluation: what does the model do otherwise where self.training '
                 'is False, or without gradients?']
