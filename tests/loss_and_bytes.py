@@ -20,7 +20,7 @@ from matplotlib import pyplot
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PARAMETERS = 64_752
 
-ISLANDS, ITERATIONS = 4, 2400
+ISLANDS, ITERATIONS = 4, 2600
 SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=48 --block_size=64 '
          '--batch_size=4 --gradient_accumulation_steps=4 --warmup_iters=50 --learning_rate=3e-3 --min_lr=3e-4 '
          f'--beta2=0.99 --eval_interval={ITERATIONS} --eval_iters=100 --lr_decay_iters={ITERATIONS} '
@@ -29,9 +29,9 @@ SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --
 SUM = '--outer_lr=1 --outer_momentum=0'
 MODES = {
     ('20', '0.7, 0.9', 'int8'): '--outer_interval=20 --outer_compress=int8',
-    ('30', '0.7, 0.9', 'int4'): '--outer_interval=30 --outer_compress=int4',
-    ('30, 2 fragments, delay 2', '0.7, 0.9', 'int4'):
-        '--outer_interval=30 --outer_compress=int4 --outer_fragments=2 --outer_delay=2',
+    ('26', '0.7, 0.9', 'int4'): '--outer_interval=26 --outer_compress=int4',
+    ('26, 2 fragments, delay 2', '0.7, 0.9', 'int4'):
+        '--outer_interval=26 --outer_compress=int4 --outer_fragments=2 --outer_delay=2',
     ('100', '0.7, 0.9', 'int8'): '--outer_interval=100 --outer_compress=int8',
     ('5', '1, 0', 'float32'): f'--outer_interval=5 {SUM}',
     ('1', '1, 0', 'float32'): f'--outer_interval=1 {SUM}',

@@ -23,6 +23,7 @@ def rows_of(*arguments, **options):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
+@pytest.mark.slow
 def test_sweep_measures_every_combination_and_profiles_it(dataset, tmp_path):
     rows = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=8', '--warmup=2',
                    '--sweep=batch_size=2,4 n_layer=1', '--profile', cwd=tmp_path)
@@ -77,6 +78,7 @@ def model_bytes():
             for part in (gpt, gpt.transformer.h, gpt.transformer.wte)]
 
 
+@pytest.mark.slow
 def test_layouts_communicate_the_bytes_that_theory_says(dataset, tmp_path):
     """12 sequences in an iteration: on two processes 2 micro-steps of 3, in the pipeline 3 of 4."""
     ddp, pipeline = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--nproc_per_node=2',

@@ -33,7 +33,7 @@ def assert_same_run(run, other, iterations):
 
 # --- killed ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kills, iterations', [(8, 120), pytest.param(50, 300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kills, iterations', [(4, 60), pytest.param(50, 300, marks=pytest.mark.slow)])
 def test_kills_change_nothing(train, dataset, tmp_path, kills, iterations):
     """At any moment and within saves. The last attempt ends by itself, on the curve of a run never killed."""
     out_dir, log = tmp_path / 'out', tmp_path / 'log'

@@ -91,8 +91,9 @@ def test_incomplete_folders_are_refused(tmp_path, missing, present):
         read_weights(str(tmp_path))
 
 
-@pytest.mark.parametrize('env', [dict(HF_HUB_OFFLINE='1'), dict(HF_ENDPOINT='http://127.0.0.1:9')],
-                         ids=['offline', 'unreachable'])
+@pytest.mark.parametrize('env', [
+    pytest.param(dict(HF_HUB_OFFLINE='1'), id='offline'),
+    pytest.param(dict(HF_ENDPOINT='http://127.0.0.1:9'), id='unreachable', marks=pytest.mark.slow)])
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path, env):
     code = ('from kilogpt import configurator, weights\n'
             'with configurator.exit_on_error(): weights.read_weights("gpt2")')

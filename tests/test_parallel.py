@@ -47,8 +47,7 @@ LAYOUTS = {
         'moe ep2': '--ep=2', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
-    4: {'muon hsdp': '--zero_stage=2 --dp_replicate=2',
-        'modern cp4': '--cp=4',  # more ranks than key/value heads
+    4: {'modern cp4': '--cp=4',  # more ranks than key/value heads
         'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
         'deep pp4 interleavedzb': '--pp=4 --pp_schedule=interleavedzb',
         'modern pp2 dp2': '--pp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
@@ -67,7 +66,8 @@ SLOW_LAYOUTS = {
         'pp3 gpipe zero2': '--pp=3 --pp_schedule=gpipe --zero_stage=2',
         'deep pp3 interleavedzb': '--pp=3 --pp_schedule=interleavedzb'},
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
-        'hsdp': '--zero_stage=2 --dp_replicate=2', 'tp4': '--tp=4', 'cp2 dp2': '--cp=2',
+        'hsdp': '--zero_stage=2 --dp_replicate=2', 'muon hsdp': '--zero_stage=2 --dp_replicate=2',
+        'tp4': '--tp=4', 'cp2 dp2': '--cp=2',
         **{f'deep pp4 {schedule}': f'--pp=4 --pp_schedule={schedule}' for schedule in SCHEDULES
            if schedule != 'interleavedzb'},
         'tp2 dp2': '--tp=2 --zero_stage=3', 'modern tp2 cp2': '--tp=2 --cp=2',
@@ -273,7 +273,8 @@ def counted_bytes(run, rank=0):
     return dict(json.loads(line) for line in open(f'{run.out_dir}.bytes.{rank}'))
 
 
-@pytest.mark.parametrize('nproc', [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc', [2, 4])
 def test_memory_falls_as_zero_says(train_all, nproc):
     """Bytes of a rank's tensors against 4 Ψ + 4 Ψ + 8 Ψ, divided by N for what a stage shards (float32)."""
     shape = '--n_layer=4 --n_embd=256 --max_iters=2 --eval_iters=0 --keep_checkpoints=0'.split()
@@ -356,7 +357,8 @@ MOE_LAYOUTS = (4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, 'm
 
 
 @pytest.mark.parametrize('model, pairs', [
-    ('gpt2', in_a_circle(*GPT2_LAYOUTS)), ('muon', in_a_circle(*MUON_LAYOUTS)),
+    ('gpt2', in_a_circle(*GPT2_LAYOUTS)),
+    pytest.param('muon', in_a_circle(*MUON_LAYOUTS), marks=pytest.mark.slow),
     pytest.param('gpt2', list(itertools.product(MORE_GPT2_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
     pytest.param('muon', list(itertools.product(MUON_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
     pytest.param('moe', in_a_circle(*MOE_LAYOUTS), marks=pytest.mark.slow),

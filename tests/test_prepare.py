@@ -252,6 +252,7 @@ def test_openwebtext_from_files(run_prepare, tmp_path, gpt2):
     assert sorted(train[a:b] for a, b in zip([0, *ends], ends)) == sorted(x for x in ids if x != val)
 
 
+@pytest.mark.slow
 def test_fineweb_from_files(run_prepare, tmp_path, gpt2):
     import pyarrow.parquet
     documents, ids = documents_and_ids(gpt2)
@@ -299,6 +300,7 @@ def test_errors_offline(run_failing_prepare, tmp_path):
     assert 'cl100k_base' in sentence and cache in sentence
 
 
+@pytest.mark.slow
 def test_errors_of_documents(run_failing_prepare, tmp_path):
     (tmp_path / 'a.jsonl').write_text('{"content": "no text"}\n')
     (tmp_path / 'a.csv').write_text('text\n')

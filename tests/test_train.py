@@ -227,7 +227,8 @@ def test_compiled_run_equals_an_eager_one(train, variants):
     assert_near(compiled, eager)
 
 
-@pytest.mark.parametrize('nproc', [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc', [1, 2])
 def test_run_without_a_compiler_says_so_and_trains_on(train, variants, tmp_path, nproc):
     env = dict(CXX='/nonexistent', PATH=str(tmp_path), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / 'cache'))
     fallback = train('--compile=True', env=env, nproc=nproc)
@@ -346,6 +347,7 @@ def test_signals_save_and_the_run_continues_as_if_there_had_been_none(train, dat
     assert found.evals.items() <= unbroken.evals.items()
 
 
+@pytest.mark.slow
 def test_torchrun_stopped_by_sigterm_saves_and_resumes(train, dataset, tmp_path):
     """Processes of a torchrun: their curve is that of two forked processes, and one of them prints."""
     code, stdout = interrupt(dataset, tmp_path, signal.SIGTERM, nproc=2)
@@ -358,6 +360,7 @@ def test_torchrun_stopped_by_sigterm_saves_and_resumes(train, dataset, tmp_path)
 
 # --- logging elsewhere ----------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_resumed_run_continues_its_wandb_run(train):
     pytest.importorskip('wandb')
     arguments = ['--wandb_log=True', '--wandb_project=p', '--wandb_run_name=r']

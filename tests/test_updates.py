@@ -57,6 +57,7 @@ def test_skipped_spikes_leave_the_run_that_never_made_these_updates(train, datas
     assert_same_tensors(tensors_of(run), tensors_of(without))
 
 
+@pytest.mark.slow
 def test_spikes_are_the_same_after_a_resume(train, dataset, tmp_path):
     options = [*LONG, f'--dataset={plant(dataset, tmp_path / "data", [22, 25, 26])}', '--on_spike=skip',
                '--dropout=0.1']

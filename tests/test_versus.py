@@ -78,6 +78,7 @@ def test_train_compares_medians_and_memory_on_the_same_data(dataset, tmp_path):
     assert broken.returncode == 1 and 'not today' in broken.stdout
 
 
+@pytest.mark.slow
 def test_loader_executes_one_function_of_their_script(tmp_path):
     (tmp_path / 'train.py').write_text(GET_BATCH)
     printed, row = versus(tmp_path, '--part=loader', '--rounds=1', '--json').stdout.splitlines()
@@ -103,6 +104,7 @@ def test_wrong_arguments_are_a_sentence(tmp_path, monkeypatch, arguments, messag
         kilogpt.versus.main()
 
 
+@pytest.mark.slow
 def test_tokenize_compares_commands_that_write_the_same_tokens(tmp_path, vocabulary):
     (tmp_path / 'data/shakespeare').mkdir(parents=True)
     script = tmp_path / 'data/shakespeare/prepare.py'
