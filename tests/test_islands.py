@@ -187,7 +187,8 @@ def test_replicas_of_shards_exchange_once(train):
 # --- what is sent ---------------------------------------------------------------------------------------
 
 @pytest.mark.quick
-@pytest.mark.parametrize('compress, error', [('none', 0), ('bf16', 2 ** -8), ('int8', 1 / 127), ('int4', 1 / 7)])
+@pytest.mark.parametrize('compress, error', [
+    ('none', 0), ('bf16', 2 ** -8), ('int8', 1 / 127), ('int4', 1 / 7)])
 def test_encoding_is_close_and_repeats_to_the_bit(compress, error):
     tensor = torch.randn(3, 201) * torch.tensor([[1e-6], [1.0], [100.0]])
     payload = encode(tensor, compress)
@@ -374,7 +375,8 @@ BAD = {
     '--islands=0': 'islands is 0: it must be at least 1',
     '--islands=5': 'islands=5 does not divide the 12 sequences of an iteration',
     '--outer_interval=-1': 'outer_interval is -1: it cannot be negative',
-    '--outer_interval=4 --outer_compress=fp4': "outer_compress is 'fp4': choose one of none, bf16, int8, int4",
+    '--outer_interval=4 --outer_compress=fp4':
+        "outer_compress is 'fp4': choose one of none, bf16, int8, int4",
     '--outer_interval=4 --outer_fragments=4': 'outer_fragments is 4: it must be at most 3',
     '--outer_interval=4 --outer_fragments=2 --outer_delay=2': 'outer_delay is 2: it must be below',
     '--outer_interval=4 --outer_momentum=1': 'outer_momentum is 1.0: it must be at least 0 and below 1',

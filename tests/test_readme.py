@@ -128,9 +128,10 @@ SLOW_SESSIONS = dict(
              '--outer_interval=100', MANY + ' --outer_interval=1', nproc=4),
         step('torchrun --standalone --nproc_per_node=4 train.py --dataset=shakespeare_char --device=cpu '
              '--compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=48 --block_size=64 '
-             '--batch_size=4 --gradient_accumulation_steps=4 --max_iters=800 --lr_decay_iters=800 '
-             '--warmup_iters=50 --learning_rate=3e-3 --min_lr=3e-4 --beta2=0.99 --eval_interval=800 '
-             '--eval_iters=100 --islands=4 --outer_interval=20', MANY, nproc=4),
+             '--batch_size=4 --gradient_accumulation_steps=4 --max_iters=2600 --lr_decay_iters=2600 '
+             '--warmup_iters=50 --learning_rate=3e-3 --min_lr=3e-4 --beta2=0.99 --eval_interval=2600 '
+             '--eval_iters=100 --islands=4 --outer_interval=26 --outer_compress=int4',
+             MANY + ' --outer_interval=1', nproc=4),
         step('torchrun --standalone --nproc_per_node=8 --max-restarts=3 train.py config/train_gpt2.py '
              '--init_from=auto --save_minutes=10', MANY, nproc=2),
     ],
@@ -195,6 +196,7 @@ NEEDS = {
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
+    'python tests/loss_and_bytes.py': 'an hour: LOG.md has its figures',
     'python tests/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',
     'bash tests/gpu': 'a GPU',
     'sbatch': 'Slurm: test_slurm.py starts one',
