@@ -254,7 +254,8 @@ if saved:
 iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
 first_iteration = iteration
 with exit_on_error():
-    outer.begin(global_batch, iteration, saved, has_loaded=bool(source))
+    outer.begin(global_batch, iteration, saved, has_loaded=bool(source),
+                training_tokens=train_loader.n_tokens)
 saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
 watchdog.beat()

@@ -39,6 +39,7 @@ class IslandJob(Islands):
         job = self.processes.share(uuid.uuid4().hex)
         if self._sends:
             settings = self._keys | {key: self.config[key] for key in COMMON_KEYS}
+            settings['training_tokens'] = self.training_tokens
             settings['parameters'] = hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16]
             self.wire = Meeting(self.address, self.island, int(sum(sending[:self.processes.rank])),
                                 int(sum(sending)), job, settings, self.merged,

@@ -158,11 +158,13 @@ class Islands:
             found += [(f'outer.{name}.{kind}', (tensor, parameter)) for kind, tensor in kinds.items()]
         return found
 
-    def begin(self, batch, iteration, saved, has_loaded):
+    def begin(self, batch, iteration, saved, has_loaded, training_tokens):
         """Begin or continue. batch: sequences of an island in an iteration.
 
         has_loaded: whether a checkpoint was loaded, which sets the outer parameters; else the island's are.
+        training_tokens: the dataset's, which islands share.
         """
+        self.training_tokens = training_tokens
         state = saved.get('islands', {}) if self.continues else {}
         self.share_out(batch, iteration, saved.get('tokens', 0), state.get('shares'))
         if not self.is_on:

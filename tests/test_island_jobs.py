@@ -4,12 +4,14 @@ import json
 import os
 import pathlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 from test_meet import Server
 
@@ -308,6 +310,22 @@ def test_run_without_a_server_ends_with_a_checkpoint(dataset, server, tmp_path):
 def test_bad_settings_of_jobs_are_one_sentence(train, arguments, message):
     run = train(*arguments.split(), check=False)
     assert run.returncode == 1 and message in run.stderr and run.stderr.count('\n') == 1
+
+
+@pytest.mark.slow
+def test_island_with_other_data_is_refused_in_one_sentence(dataset, server, tmp_path):
+    other = pathlib.Path(shutil.copytree(dataset, tmp_path / 'other'))
+    np.fromfile(dataset / 'train.bin', '<u2')[:19_000].tofile(other / 'train.bin')
+    first = Job(tmp_path / 'run', dataset, server.address, 0, '--islands=2')
+    with contextlib.ExitStack() as stack:
+        stack.callback(first.kill)
+        first.wait_for((tmp_path / 'run' / 'metrics.jsonl').exists)
+        second = Job(tmp_path / 'run', other, server.address, 1, '--islands=2')
+        stack.callback(second.kill)
+        assert second.end(hurry=False) == 1
+        sentence = 'training_tokens is 19000 here and 20000 on the island that came first'
+        assert sentence in second.log.read_text() and 'Traceback' not in second.log.read_text()
+        assert first.process.poll() is None
 
 
 @pytest.mark.slow
