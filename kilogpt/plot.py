@@ -150,7 +150,7 @@ def draw(runs, x, path):
         loss_axes.plot(curve.x, curve.y, color=curve.color, alpha=0.25, linewidth=0.7)
     loss_axes.set_ylabel('validation loss, faint: training (nats per token)')
     labels = [f'{curve.name}  {curve.y[-1]:.2f}' for curve in losses]
-    draw_panel(loss_axes, losses, x, loss_limits(losses), labels)
+    draw_panel(loss_axes, losses, x, loss_limits([*losses, *faint]), labels)
     if speeds:
         axes[0, 1].set_ylabel('tokens per second')
         labels = [f'{curve.name}  {statistics.median(curve.y):,.0f}' for curve in speeds]
@@ -161,9 +161,7 @@ def draw(runs, x, path):
 
 def loss_limits(curves):
     """(bottom, top) that show curves but for their first tenths: initial losses would flatten the ends."""
-    settled = []
-    for curve in curves:
-        settled += [y for x, y in zip(curve.x, curve.y) if x >= curve.x[-1] / 10]
+    settled = [y for curve in curves for x, y in zip(curve.x, curve.y) if x >= curve.x[-1] / 10]
     margin = 0.05 * (max(settled) - min(settled)) or 0.1
     return min(settled) - margin, max(settled) + margin
 

@@ -146,6 +146,9 @@ def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
     run = plot.read_run(folder(evaluation(0, 10.9), training(100), evaluation(100, 4.0), training(200),
                                evaluation(200, 3.0), training(300, loss=None)))
     assert axes_of([run], 'seconds', tmp_path)[0].get_ylim() == pytest.approx((2.95, 4.05))
+    ends_alone = plot.read_run(folder(evaluation(0, 10.9), training(20, loss=6.0), training(100, loss=4.0),
+                                      evaluation(100, 4.0), name='ends'))
+    assert axes_of([ends_alone], 'iterations', tmp_path)[0].get_ylim() == pytest.approx((3.9, 6.1))
 
 
 def test_labels_do_not_overlap(folder, tmp_path):
