@@ -258,6 +258,7 @@ with exit_on_error():
                 training_tokens=train_loader.n_tokens)
 saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
+saves_in_background = async_checkpoint and not cpu_offload
 watchdog.beat()
 
 # --- set-up: batches ----------------------------------------------------------------------------------------
@@ -583,7 +584,7 @@ while True:
     if wants_save and is_unsaved:
         if saves_checkpoints:
             log.save_written(iteration, clock)  # the one before, for which this one waits
-            save(val_loss, in_background=async_checkpoint and not cpu_offload and not ending)
+            save(val_loss, in_background=saves_in_background and not ending)
         saved_iteration, saved_time = iteration, time.monotonic()
         agreement.forget_save_request()
     watchdog.beat()
@@ -619,8 +620,7 @@ while True:
     update = pending_update = Update(iteration, lr, loss_sum, grad_norm, limit)
     iteration += 1
     watchdog.first_iteration_done()
-    allocates = async_checkpoint and saves_checkpoints and not cpu_offload
-    if allocates and not saver.host_copies:
+    if saves_checkpoints and saves_in_background and not saver.host_copies:
         saver.allocate(outer.parameters(), optimizer, outer.tensors())
 
     # log

@@ -124,7 +124,7 @@ class Saver:
 
     def allocate(self, parameters, optimizer, more=()):
         """Allocate the host memory for saves in the background, so that the first of them does not wait."""
-        if not self.host_copies and self.pending is None:
+        if self.pending is None:
             parts = self.shards.parts_to_write([*_named_tensors(parameters, optimizer), *more])
             self.pending = self.thread.submit(self._allocate, parts)
 

@@ -78,8 +78,8 @@ echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")
 # Within the grace period of a preemption Slurm has signalled the run, and leaves it to the job to go.
 [[ $description = *PreemptTime=None* ]] || requeue=yes
-# What ended a run that has saved since this start need not end the next one. Slurm may also be late in killing an
-# earlier start of this job; but what kills each start, such as too little memory, must not go on for ever.
+# What ended a run that has saved since this start need not end the next one. Slurm may also be late in killing
+# an earlier start of this job; but what kills each start, such as too little memory, must not go on for ever.
 if [[ $(count_saves) -gt $saves_before || $status -eq 137 && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
     requeue=yes
 fi

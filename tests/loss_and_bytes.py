@@ -3,13 +3,12 @@
     python tests/loss_and_bytes.py DATASET FOLDER 1337 1 2
 
 The runs are in FOLDER, where those that have ended are not made again. Prints the table of docs/islands.md
-and draws assets/islands.png. A run takes two to five minutes on two cores.
+and draws assets/islands.png. A run takes one to five minutes on two cores.
 """
 import json
 import os
 import pathlib
 import statistics
-import subprocess
 import sys
 
 import matplotlib
@@ -18,35 +17,33 @@ matplotlib.use('Agg')
 from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PARAMETERS = 64_752
+sys.path.insert(0, str(ROOT))
+from kilogpt import launch
 
+PARAMETERS = 64_752
 ISLANDS, ITERATIONS = 4, 2600
 SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=48 --block_size=64 '
          '--batch_size=4 --gradient_accumulation_steps=4 --warmup_iters=50 --learning_rate=3e-3 '
-         f'--min_lr=3e-4 --beta2=0.99 --eval_interval={ITERATIONS} --eval_iters=100 '
-         f'--lr_decay_iters={ITERATIONS} --log_interval=100 --keep_checkpoints=0').split()
-# {columns of the table: options}, without the number of islands; SUM is SGD without momentum
-SUM = '--outer_lr=1 --outer_momentum=0'
+         f'--min_lr=3e-4 --beta2=0.99 --eval_interval={ITERATIONS} --lr_decay_iters={ITERATIONS}').split()
+# {columns of the table: options}, without the number of islands; MEAN takes over the islands' mean
+MEAN = '--outer_lr=1 --outer_momentum=0'
 MODES = {
     ('20', '0.7, 0.9', 'int8'): '--outer_interval=20 --outer_compress=int8',
     ('26', '0.7, 0.9', 'int4'): '--outer_interval=26 --outer_compress=int4',
     ('26, 2 fragments, delay 2', '0.7, 0.9', 'int4'):
         '--outer_interval=26 --outer_compress=int4 --outer_fragments=2 --outer_delay=2',
     ('100', '0.7, 0.9', 'int8'): '--outer_interval=100 --outer_compress=int8',
-    ('5', '1, 0', 'float32'): f'--outer_interval=5 {SUM}',
-    ('1', '1, 0', 'float32'): f'--outer_interval=1 {SUM}',
+    ('5', '1, 0', 'float32'): f'--outer_interval=5 {MEAN}',
+    ('1', '1, 0', 'float32'): f'--outer_interval=1 {MEAN}',
 }
 
 
 def train(dataset, out_dir, seed, options, nproc):
     """(validation loss at the end, bytes that an island sent) of a run."""
     delay = 2 if 'delay' in options else 0  # the last exchange ends so much later
-    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}',
-               'train.py', *SHAPE, *options.split(), f'--seed={seed}', f'--max_iters={ITERATIONS + delay}',
-               f'--dataset={os.path.abspath(dataset)}', f'--out_dir={out_dir}']
     if not (out_dir / 'ended').exists():
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL,
-                       env=dict(os.environ, OMP_NUM_THREADS='1'))
+        launch.train([*SHAPE, *options.split()], out_dir, nproc, log_interval=100, eval_iters=100, seed=seed,
+                     max_iters=ITERATIONS + delay, dataset=os.path.abspath(dataset))
         (out_dir / 'ended').touch()
     with open(out_dir / 'metrics.jsonl', encoding='utf-8') as file:
         lines = [json.loads(line) for line in file]
@@ -65,15 +62,13 @@ def less(runs):
     return by_ddp / runs[0][1]
 
 
-def print_table(results):
-    reference = results.pop('DDP')
+def print_table(results, reference):
     losses = ', '.join(f'{loss:.3f}' for loss, _ in reference)
     print(f'| DDP | | float32 | | {losses} | |')
     for columns, runs in results.items():
         losses = ', '.join(f'{loss:.3f}' for loss, _ in runs)
         percents = above(runs, reference)
         print(f'| {" | ".join(columns)} | {less(runs):.3g} | {losses} | {statistics.mean(percents):+.1f}% |')
-    return reference
 
 
 def draw(results, reference, path):
@@ -94,6 +89,7 @@ def draw(results, reference, path):
 
 
 def main():
+    os.environ['OMP_NUM_THREADS'] = '1'
     dataset, folder, *seeds = sys.argv[1:]
     folder = pathlib.Path(folder).resolve()
     results = {}  # {columns: [(loss, bytes) of each seed]}
@@ -105,7 +101,8 @@ def main():
             result = train(dataset, out_dir, seed, f'{options} --islands={islands}', islands)
             results.setdefault(columns, []).append(result)
             print(seed, name, *result, file=sys.stderr, flush=True)
-    reference = print_table(results)
+    reference = results.pop('DDP')
+    print_table(results, reference)
     draw(results, reference, ROOT / 'assets' / 'islands.png')
 
 
