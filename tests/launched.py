@@ -196,10 +196,10 @@ class Cluster:
         assert done.returncode == 0, f'{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}'
         return done.stdout.strip()
 
-    def submit(self, *arguments, options=()):
-        """Start launch/slurm.sh as a job of two nodes; returns its number. options: of sbatch."""
+    def submit(self, *arguments, options=(), script='launch/slurm.sh'):
+        """Start a script as a job of two nodes; returns its number. options: of sbatch."""
         options = '--parsable', '--gpus-per-node=1', '--cpus-per-task=1', *options
-        return self.run('sbatch', *options, 'launch/slurm.sh', *arguments)
+        return self.run('sbatch', *options, script, *arguments)
 
     def field(self, job, name):
         """What Slurm says of a job, as its JobState: PENDING, RUNNING, COMPLETED, ..."""

@@ -148,9 +148,12 @@ def test_job_that_cannot_run_fails_in_one_sentence_and_is_not_started_again(clus
 
 
 def test_run_that_fails_again_in_the_same_place_is_not_started_a_third_time(cluster, dataset, tmp_path):
-    job = cluster.submit(FAULTS / 'fail_at_15.py', *TINY, *ENDLESS, f'--dataset={dataset}',
-                         f'--out_dir={tmp_path}')
+    script = tmp_path / 'slurm.sh'  # torchrun does not start it three times more, which would take minutes
+    script.write_text((cluster.checkout / 'launch/slurm.sh').read_text().replace('--max-restarts=3', ''))
+    # A save in the background may still be under way at iteration 15.
+    job = cluster.submit(FAULTS / 'fail_at_15.py', *TINY, *ENDLESS, '--async_checkpoint=False',
+                         f'--dataset={dataset}', f'--out_dir={tmp_path}', script=script)
     cluster.wait_for_state(job, 'FAILED')
     assert cluster.field(job, 'Restarts') == '1', cluster.logs()
     assert saved_iterations(tmp_path) == [10]
-    assert cluster.log(job).count('AssertionError: planted') >= 8  # twice the four starts by torchrun
+    assert cluster.log(job).count('AssertionError: planted') >= 2
