@@ -21,12 +21,16 @@ With --gpu a layout's row also has the memory and the time that kilogpt.plan for
 multiple of each. On a CPU the measured memory has some 0.4 GB of Python and PyTorch in it.
 
 MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that
-of the fastest of three matrix products, timed at the start with the threads of a process.
+of the fastest of three matrix products, timed at the start with the threads of a process. With --profile the
+row of one process also has its roofline: how long its products would take at that peak, and what it reads and
+writes (by the formulas of kilogpt/times.py) at the bandwidth of a copy.
 """
 import argparse
+import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -72,6 +76,8 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
             row |= launch.foretell(arguments, processes, gpu)
         if trace:
             row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
+            if processes == 1:
+                row |= roofline(run.config)
     return row
 
 
@@ -88,6 +94,31 @@ def profile_row(run):
         in_pipeline = sum(milliseconds.values()) - milliseconds['optimizer'] - milliseconds['data']
         row['bubble_measured'] = (milliseconds['idle'] + milliseconds['collectives']) / in_pipeline
     return row
+
+
+def roofline(config):
+    """What an iteration on one process would take at this machine's best rates (Williams et al. 2009).
+
+    products_ms: its matrix products and attention alone at `products_rate`, FLOP/s; memory_ms: what it reads
+    and writes besides at `memory_rate`, bytes/s. {} where the peak of the device is unknown.
+    """
+    from kilogpt import calibrate, metrics  # these import torch, which takes seconds
+    from kilogpt.machines import Machine
+    from kilogpt.plan import Planner
+    from kilogpt.processes import find_device, resolve_dtype
+    device = find_device(config['device'])
+    dtype = resolve_dtype(config['dtype'], device)
+    peak = metrics.peak_flops(device, dtype)
+    if not peak:
+        return {}
+    bandwidth = calibrate.memory_rate(device)
+    best = Machine('the best rates', device.type, memory=math.inf, dtype=dtype, peak=peak, launch=0.0,
+                   products={name: [(1, peak)] for name in (dtype, 'float8')}, attention={dtype: peak},
+                   bandwidth=bandwidth, node_link=bandwidth, network=bandwidth)
+    without_memory = dataclasses.replace(best, bandwidth=math.inf)
+    total, products = (Planner(config | dict(dtype=dtype), machine, gpus=1).row_as_given()['ms']
+                       for machine in (best, without_memory))
+    return dict(products_ms=products, products_rate=peak, memory_ms=total - products, memory_rate=bandwidth)
 
 
 # The modes. Each yields (label, row): a row is a dict, with 'error' where the measurement failed.
@@ -172,6 +203,10 @@ def sweep_text(row):
             lines.append(f'    {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%')
         lines.append(f'    of {total:.2f}ms an iteration; '
                      f'open {row["trace"]} in https://ui.perfetto.dev or chrome://tracing')
+    if 'products_ms' in row:
+        lines.append(
+            f'    roofline: products {row["products_ms"]:.2f}ms at {row["products_rate"] / 1e12:.2f} TFLOP/s, '
+            f'memory {row["memory_ms"]:.2f}ms at {row["memory_rate"] / 1e9:.1f} GB/s')
     return '\n'.join(lines)
 
 

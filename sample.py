@@ -14,6 +14,7 @@ from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint, weights
 from kilogpt.compiler import compile_failure
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.cpu import quantize_linears
 from kilogpt.parallel import fill
 from kilogpt.processes import find_device, resolve_dtype
 from model import GPT, GPTConfig
@@ -37,6 +38,7 @@ seed = 1337  # the same seed gives the same text
 # system
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
 dtype = 'auto'  # weights and cache in 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
+quantize = 'none'  # 'int8': read weights in 8 bits for each token, on a CPU, for up to four samples
 compile: bool | None = None  # compile the step from token to token; None = on a GPU, for 4,000 tokens or more
 # ------------------------------------------------------------------------------------------------------------
 config = configure(globals())
@@ -88,11 +90,18 @@ with exit_on_error():
             raise ValueError(f'{key} is {config[key]}: it must be at least {least}')
     if which not in ('best', 'latest'):
         raise ValueError(f'which is {which!r}: choose best or latest')
+    if quantize not in ('none', 'int8'):
+        raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
+    if quantize == 'int8' and device.type != 'cpu':
+        raise ValueError(f'quantize=int8 is for CPUs, but the device is {device}: '
+                         'use --dtype=bfloat16 there, or --device=cpu')
     dtype = resolve_dtype(dtype, device, training=False)
     model, tokenizer = load_model()
     prompt = read_prompt()
 model.eval().to(device, getattr(torch, dtype))  # cast once: autocast would cast the weights for each token
+if quantize == 'int8':
+    quantize_linears(model)
 cache = model.new_cache(num_samples)
 if compile is None:
     # Compiling takes a minute and saves milliseconds a token. Past block_size no step is compiled, since the
@@ -108,6 +117,7 @@ elif compile:
 generator = torch.Generator(device).manual_seed(seed)
 
 
+@torch.inference_mode(device.type == 'cpu')  # 5% less time for a token; on GPUs the step is compiled
 def show(prompt):
     """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
     tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs one token at least

@@ -1,4 +1,4 @@
-"""Faster forms of some of the model's parts, which take their place when a model is laid out on a CPU."""
+"""Faster forms of some of the model's parts, for training and for drawing text on a CPU."""
 import ctypes
 import math
 import sys
@@ -125,3 +125,40 @@ class PlainAttention(nn.Module):
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
         weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, T)
         return (weights @ v.flatten(0, 1)).view_as(q)
+
+
+# --- sampling -----------------------------------------------------------------------------------------------
+
+def quantize_linears(model):
+    """Put an Int8Linear in the place of every linear of a model that draws text, in place."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                setattr(parent, name, Int8Linear(child))
+
+
+class Int8Linear(nn.Module):
+    """A linear whose weights are read in 8 bits where x has few rows, as for each token of a text.
+
+    Such a product takes as long as its weights take to come from memory. Each output has a scale of its own,
+    by which its largest weight becomes 127 (absmax quantization, Dettmers et al. 2022, 2.1), and the product
+    is in bfloat16. Where x has more rows, as a prompt has, the weights of the linear itself are faster.
+    """
+    MAX_ROWS = 4
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        weight = linear.weight.detach().float()
+        self.scale = (weight.abs().amax(dim=1).clamp(min=1e-30) / 127).bfloat16()
+        self.quantized = (weight / self.scale.float()[:, None]).round().to(torch.int8)
+
+    def forward(self, x):
+        """x (..., inputs) -> (..., outputs)."""
+        rows = x.flatten(0, -2)
+        if len(rows) > self.MAX_ROWS:
+            return self.linear(x)
+        y = torch._weight_int8pack_mm(rows.bfloat16(), self.quantized, self.scale).to(x.dtype)
+        if self.linear.bias is not None:
+            y = y + self.linear.bias
+        return y.unflatten(0, x.shape[:-1])

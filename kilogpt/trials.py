@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from kilogpt.metrics import read_metrics
 from kilogpt.shards import safe_reader
 
 LIMIT = 600  # seconds that a run may take
+CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes
 FIRST_PORT = 15_000
 
 
@@ -46,7 +48,17 @@ class Trials:
 
         arguments, keys: train.py's, on top of the config. The run has its `out_dir`, and `lines` and `evals`,
         {iteration: line of metrics.jsonl}; `uncompiled` is why it was not compiled as it should be, or None.
+
+        A run in which a process crashes is repeated: one in thousands has done so in PyTorch or gloo (LOG.md).
         """
+        run = self._train_once(processes, arguments, keys)
+        if CRASHES.intersection(run.codes):
+            print(f'warning: a process of {run.layout} crashed ({run.error}): the run is repeated',
+                  file=sys.stderr)
+            run = self._train_once(processes, arguments, keys)
+        return run
+
+    def _train_once(self, processes, arguments, keys):
         self.number += 1
         folder = os.path.join(self.folder, str(self.number))
         os.mkdir(folder)
@@ -67,7 +79,8 @@ class Trials:
             uncompiled = re.search(r'compile=False.*', file.read())
         layout = ' '.join(arguments).replace('--', '') or 'one process'
         return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes,
-                               error=error, uncompiled=uncompiled and uncompiled[0], lines=lines, evals=evals)
+                               codes=codes, error=error, uncompiled=uncompiled and uncompiled[0], lines=lines,
+                               evals=evals)
 
     def train_reference(self):
         """Run one process two iterations longer than the others, and keep what it saw and saved."""

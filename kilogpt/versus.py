@@ -208,7 +208,7 @@ def compare_sample(nanogpt, arguments, options, folder):
         return dict(ms=text - one_token)
 
     return Comparison(lambda: time_tokens([f'--out_dir={exported}', *options.theirs], nanogpt),
-                      lambda: time_tokens([f'--out_dir={run}', '--which=latest'], ROOT),
+                      lambda: time_tokens([f'--out_dir={run}', '--which=latest', *options.ours], ROOT),
                       options.new_tokens - 1, 'tokens')
 
 
@@ -259,6 +259,7 @@ def parse_arguments():
     add('--rounds', type=int, default=3, help='how often each is run (3)')
     add('--theirs', default='', metavar='"KEY=VALUE ..."',
         help="settings for nanoGPT's alone, such as compile=False")
+    add('--ours', default='', metavar='"KEY=VALUE ..."', help='sample: settings for our sample.py')
     add('--iters', type=int, default=20, help='train: iterations measured, of which the median counts (20)')
     add('--warmup', type=int, default=5, help='train: iterations before those (5)')
     add('--nproc_per_node', type=int, default=1, help='train: our processes under torchrun (1)')
@@ -272,7 +273,11 @@ def parse_arguments():
         sys.exit('error: --iters must be at least 1 and --warmup at least 0')
     if options.rounds < 1 or options.new_tokens < 2:
         sys.exit('error: --rounds must be at least 1 and --new_tokens at least 2')
-    options.theirs = [f'--{setting}' for setting in options.theirs.split()]
+    if options.ours and options.part != 'sample':
+        sys.exit(f'error: --ours is for --part=sample, not {options.part}: '
+                 'there all other arguments go to our train.py')
+    options.theirs, options.ours = ([f'--{setting}' for setting in settings.split()]
+                                    for settings in (options.theirs, options.ours))
     nanogpt = None
     if options.part != 'start':
         if not arguments or arguments[0].startswith('--'):

@@ -168,26 +168,26 @@ class Cluster:
         return [(pid, environment) for pid, environment in environments()
                 if environment.get('SLURM_CONF') == str(self.config)]
 
+    def processes_of(self, out_dir):
+        """[(pid, environment, command line)] of the processes of a run and of their torchruns."""
+        found = []
+        for pid, environment in self.processes():
+            with contextlib.suppress(OSError):  # it has ended
+                command = pathlib.Path(f'/proc/{pid}/cmdline').read_text()
+                if f'--out_dir={out_dir}\0' in command:
+                    found.append((pid, environment, command))
+        return found
+
     def workers(self, out_dir):
         """{rank: pid} of the processes of a run."""
-        found = {}
-        for pid, environment in self.processes():
-            with contextlib.suppress(OSError):
-                command = pathlib.Path(f'/proc/{pid}/cmdline').read_text()
-                if 'RANK' in environment and f'--out_dir={out_dir}\0' in command:
-                    found[int(environment['RANK'])] = pid
-        return found
+        return {int(environment['RANK']): pid for pid, environment, _ in self.processes_of(out_dir)
+                if 'RANK' in environment}
 
     def torchruns(self, out_dir):
         """{name of the node: pid} of the torchrun processes of a run."""
-        found = {}
-        for pid, environment in self.processes():
-            with contextlib.suppress(OSError):
-                command = pathlib.Path(f'/proc/{pid}/cmdline').read_text()
-                is_of_run = '/torchrun\0' in command and f'--out_dir={out_dir}\0' in command
-                if is_of_run and 'RANK' not in environment:
-                    found[environment['SLURMD_NODENAME']] = pid
-        return found
+        return {environment['SLURMD_NODENAME']: pid
+                for pid, environment, command in self.processes_of(out_dir)
+                if '/torchrun\0' in command and 'RANK' not in environment}
 
     def run(self, *command):
         """The output of a command of Slurm, which must not fail."""

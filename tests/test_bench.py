@@ -8,6 +8,7 @@ from helpers import TINY, run_script
 
 import bench
 from kilogpt import launch, trace
+from kilogpt.configurator import config_of
 from model import GPT, GPTConfig
 
 ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]
@@ -36,6 +37,23 @@ def test_sweep_measures_every_combination_and_profiles_it(dataset, tmp_path):
         for category in ('matmul', 'attention', 'optimizer'):
             assert row['profile_ms'][category] > 0
         assert json.loads((tmp_path / row['trace']).read_text())['traceEvents']
+        assert row['products_ms'] > 0 and row['memory_ms'] > 0
+
+
+@pytest.mark.parametrize('changes', [[], ['--mlp=swiglu', '--pos=rope', '--n_kv_head=2', '--block_size=64']])
+def test_roofline_counts_the_operations_of_the_model(dataset, changes):
+    config = config_of('train.py', [*TINY, f'--dataset={dataset}', *changes])
+    found = bench.roofline(config)
+    fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
+    model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
+    tokens = config['batch_size'] * config['gradient_accumulation_steps'] * config['block_size']
+    of_matrices = tokens * model.flops_per_token(0)
+    of_attention = tokens * model.flops_per_token(config['block_size']) - of_matrices
+    # Fused attention computes the scores a second time in its backward pass: 7 products for 6.
+    expected = of_matrices + of_attention * 7 / 6
+    assert found['products_ms'] / 1e3 * found['products_rate'] == pytest.approx(expected, rel=1e-9)
+    # Clipping and AdamW read and write ten float32 numbers for each parameter, and activations come on top.
+    assert found['memory_ms'] / 1e3 * found['memory_rate'] > 40 * model.num_params()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers import graph
-from kilogpt.cpu import FastDropout, PlainAttention, use_faster_parts
+from kilogpt.cpu import FastDropout, Int8Linear, PlainAttention, quantize_linears, use_faster_parts
 from kilogpt.experts import group_products
 from model import GPT, DotProductAttention, GPTConfig
 
@@ -115,3 +115,40 @@ def test_grouped_products_equal_the_loop(form, dtype, sizes, tolerance):
         torch.testing.assert_close(found, expected, atol=tolerance * scale, rtol=0)
     for gradients in results[1][2:]:
         assert [bool(matrix.any()) for matrix in gradients] == [size > 0 for size in sizes]
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_linear_in_8_bits_is_near_the_linear(bias):
+    """A weight is rounded by at most half of a step, a 254th of its row's largest; bfloat16 adds as much."""
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(256, 96, bias=bias)
+    with torch.no_grad():
+        linear.weight *= torch.logspace(-3, 3, 96)[:, None]  # each row has a scale of its own
+        linear.weight[5] = 0
+    quantized = Int8Linear(linear)
+    few, more = torch.randn(2, 2, 256), torch.randn(5, 1, 256)
+    assert quantized(more).equal(linear(more))
+    typical = few.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=1) / 256 ** 0.5  # size of an output
+    error = (quantized(few) - linear(few)).abs()
+    assert error.max() > 0 and (error <= 0.04 * typical).all()
+
+
+@pytest.mark.parametrize('options', [dict(), dict(pos='rope', mlp='swiglu', tie_weights=False, bias=False)])
+def test_tokens_in_8_bits_are_drawn_as_likely(options):
+    """The log-probabilities of the next token, which in this model differ by up to 4."""
+    model = GPT(GPTConfig(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32, **options)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 5 if parameter.dim() > 1 else 1
+    text, found = torch.randint(97, (1, 9), generator=torch.Generator().manual_seed(0)), []
+    for is_quantized in (False, True):
+        if is_quantized:
+            quantize_linears(model)
+            assert not any(type(child) is torch.nn.Linear for parent in model.modules()
+                           if type(parent) is not Int8Linear for child in parent.children())
+        cache = model.new_cache(1)
+        steps = [model(text[:, i:i + 1], cache=cache).log_softmax(dim=-1) for i in range(9)]
+        found.append(torch.cat(steps))
+    assert found[0].max() - found[0].min() > 3
+    difference = (found[1] - found[0]).abs().max()
+    assert 0 < difference < 0.1

@@ -159,6 +159,19 @@ def test_harmless_edit_is_no_alarm(edited, name):
     assert done.returncode == 0 and done.stdout.count('same: ') == 4, done.stdout
 
 
+@pytest.mark.parametrize('is_once', [True, False])
+def test_run_whose_process_crashes_is_repeated_once(edited, tmp_path, is_once):
+    mark = tmp_path / 'has crashed'
+    crash = ('        import os\n'
+             f"        if os.environ.get('RANK') == '1' and not ({is_once} and os.path.exists('{mark}')):\n"
+             f"            open('{mark}', 'w').close()\n"
+             '            os.abort()\n')
+    done = prove(*SMALL, '--layouts=dp2', folder=edited({BLOCK: BLOCK + crash}))
+    assert done.stderr.count('warning: a process of') == 1 and 'the run is repeated' in done.stderr
+    assert done.returncode == (0 if is_once else 1), done.stdout
+    assert done.stdout.count('same: ') == is_once and done.stdout.count('FAILED') == (not is_once)
+
+
 def test_unchanged_model_passes_and_says_so_in_json():
     done = prove(*SMALL, '--layouts=dp2', '--json')
     one, two = map(json.loads, done.stdout.splitlines())

@@ -48,6 +48,12 @@ def test_bfloat16_samples_are_others_of_the_same_length(trained):
     assert half.stdout != exact.stdout and [len(text) for text in texts_of(half)] == [41] * 3
 
 
+def test_samples_in_8_bits_are_as_long_and_repeat(trained):
+    first = sample(trained, '--num_samples=3', '--quantize=int8')
+    assert [len(text) for text in texts_of(first)] == [41] * 3
+    assert sample(trained, '--num_samples=3', '--quantize=int8').stdout == first.stdout
+
+
 @pytest.mark.quick
 def test_best_checkpoint_is_sampled_unless_the_latest_is_asked_for(train):
     # a learning rate that rises until the loss does
@@ -85,6 +91,7 @@ def test_gpt2_folder_continues_a_prompt_as_transformers_does(tmp_path, vocabular
     (['--start=FILE:/nonexistent'], 'No such file'),
     (['--start=é'], "'é'"),
     (['--num_samples=0'], 'num_samples is 0'),
+    (['--quantize=int4'], "quantize is 'int4': choose none or int8"),
     (['--temprature=1'], 'did you mean temperature'),
 ])
 def test_bad_input_is_refused_in_one_sentence(trained, arguments, words):
