@@ -40,10 +40,12 @@ def test_sweep_measures_every_combination_and_profiles_it(dataset, tmp_path):
         assert row['products_ms'] > 0 and row['memory_ms'] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('changes', [[], ['--mlp=swiglu', '--pos=rope', '--n_kv_head=2', '--block_size=64']])
 def test_roofline_counts_the_operations_of_the_model(dataset, changes):
-    config = config_of('train.py', [*TINY, f'--dataset={dataset}', *changes])
-    found = bench.roofline(config)
+    arguments = [*TINY, f'--dataset={dataset}', *changes]
+    config = config_of('train.py', arguments)
+    found = bench.roofline(arguments, config)
     fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
     model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
     tokens = config['batch_size'] * config['gradient_accumulation_steps'] * config['block_size']
