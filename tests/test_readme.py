@@ -166,6 +166,14 @@ SLOW_SESSIONS = dict(
              '--gradient_accumulation_steps=1 --block_size=64 --compile=False',
              BENCH + ' --saves=1 --iters=3'),
         step('python bench.py config/quickstart.py --profile', BENCH),
+        step('python bench.py --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --batch_size=12 '
+             '--gradient_accumulation_steps=1 --dropout=0.0 --device=cpu --dataset=shakespeare_char '
+             '--iters=100 --profile', BENCH),
+        step('python bench.py --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 '
+             '--gradient_accumulation_steps=1 --dropout=0.0 --device=cpu --dataset=shakespeare_char '
+             '--iters=1 --profile', BENCH),
+        step('python bench.py --random_tokens=50257 --batch_size=4 --gradient_accumulation_steps=1 '
+             '--dropout=0.0 --device=cpu --iters=1 --profile', BENCH),
         step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 '
              '--n_embd=256 --block_size=256 --random_tokens=256 --batch_size=4 '
              '--gradient_accumulation_steps=2 --iters=10 --warmup=3 --scaling=1,2 --zero_stage=0',
