@@ -276,8 +276,8 @@ def parse_arguments():
     if options.ours and options.part != 'sample':
         sys.exit(f'error: --ours is for --part=sample, not {options.part}: '
                  'there all other arguments go to our train.py')
-    options.theirs, options.ours = ([f'--{setting}' for setting in settings.split()]
-                                    for settings in (options.theirs, options.ours))
+    options.theirs = [f'--{setting}' for setting in options.theirs.split()]
+    options.ours = [f'--{setting}' for setting in options.ours.split()]
     nanogpt = None
     if options.part != 'start':
         if not arguments or arguments[0].startswith('--'):

@@ -123,6 +123,10 @@ def test_tokenize_compares_commands_that_write_the_same_tokens(tmp_path, vocabul
 def test_sample_draws_from_the_same_weights(tmp_path):
     (tmp_path / 'sample.py').write_text(SAMPLE)
     arguments = ['--part=sample', '--new_tokens=3', *TINIEST, '--rounds=1', '--json']
+    done = versus(tmp_path, *arguments, '--ours=quantize=int4', check=False)
+    assert done.returncode == 1 and "quantize is 'int4'" in done.stdout
+    (tmp_path / 'calls').unlink()
+    arguments.append('--ours=quantize=int8')
     row = json.loads(versus(tmp_path, *arguments).stdout)
     assert set(row) == {'theirs_ms', 'ours_ms'}
     assert (tmp_path / 'calls').read_text() == '16 50257 3 cpu\n16 50257 1 cpu\n'
