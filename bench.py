@@ -113,17 +113,19 @@ def roofline(arguments, config):
     # Other programs make a measurement slower, but none faster.
     peak = max(peak, *(metrics.peak_flops(device, dtype) for _ in range(4)))
     bandwidth = max(calibrate.memory_rate(device) for _ in range(4))
-    foretold_ms = []
-    for rate in (bandwidth, math.inf):
+
+    def foretold_ms(rate):
+        """Milliseconds of an iteration with memory of that many bytes/s."""
         machine = Machine('the best rates', device.type, memory=math.inf, dtype=dtype, peak=peak, launch=0.0,
                           products={name: [(1, peak)] for name in (dtype, 'float8')},
                           attention={dtype: peak}, bandwidth=rate, node_link=rate, network=rate)
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'machine.json')
             write_machine(machine, path)
-            foretold_ms.append(launch.foretell(arguments, 1, path)['foretold_ms'])
-    total_ms, products_ms = foretold_ms
-    return dict(products_ms=products_ms, products_rate=peak, memory_ms=total_ms - products_ms,
+            return launch.foretell(arguments, 1, path)['foretold_ms']
+
+    products_ms = foretold_ms(math.inf)
+    return dict(products_ms=products_ms, products_rate=peak, memory_ms=foretold_ms(bandwidth) - products_ms,
                 memory_rate=bandwidth)
 
 

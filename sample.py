@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint, weights
 from kilogpt.compiler import compile_failure
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.cpu import quantize_linears
+from kilogpt.cpu import Int8Linear, replace_all
 from kilogpt.parallel import fill
 from kilogpt.processes import find_device, resolve_dtype
 from model import GPT, GPTConfig
@@ -101,7 +101,7 @@ with exit_on_error():
     prompt = read_prompt()
 model.eval().to(device, getattr(torch, dtype))  # cast once: autocast would cast the weights for each token
 if quantize == 'int8':
-    quantize_linears(model)
+    replace_all(model, torch.nn.Linear, Int8Linear)
 cache = model.new_cache(num_samples)
 if compile is None:
     # Compiling takes a minute and saves milliseconds a token. Past block_size no step is compiled, since the

@@ -33,11 +33,16 @@ def use_faster_parts(model):
             attention = block.get_submodule(name)
             if is_plain(attention, model.config):
                 setattr(block.get_submodule(parent), child, PlainAttention(attention))
+    replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
+    group_products(model, [torch.float32, torch.bfloat16])
+
+
+def replace_all(model, kind, build):
+    """Replace every module of that class, but not of its subclasses, by build(module), in place."""
     for parent in list(model.modules()):
         for name, child in parent.named_children():
-            if type(child) is nn.Dropout:
-                setattr(parent, name, FastDropout(child.p))
-    group_products(model, [torch.float32, torch.bfloat16])
+            if type(child) is kind:
+                setattr(parent, name, build(child))
 
 
 @torch.no_grad()
@@ -125,16 +130,6 @@ class PlainAttention(nn.Module):
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
         weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, T)
         return (weights @ v.flatten(0, 1)).view_as(q)
-
-
-# --- sampling -----------------------------------------------------------------------------------------------
-
-def quantize_linears(model):
-    """Put an Int8Linear in the place of every linear of a model that draws text, in place."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                setattr(parent, name, Int8Linear(child))
 
 
 class Int8Linear(nn.Module):

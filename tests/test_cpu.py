@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers import graph
-from kilogpt.cpu import FastDropout, Int8Linear, PlainAttention, quantize_linears, use_faster_parts
+from kilogpt.cpu import FastDropout, Int8Linear, PlainAttention, replace_all, use_faster_parts
 from kilogpt.experts import group_products
 from model import GPT, DotProductAttention, GPTConfig
 
@@ -143,9 +143,9 @@ def test_tokens_in_8_bits_are_drawn_as_likely(options):
     text, found = torch.randint(97, (1, 9), generator=torch.Generator().manual_seed(0)), []
     for is_quantized in (False, True):
         if is_quantized:
-            quantize_linears(model)
-            assert not any(type(child) is torch.nn.Linear for parent in model.modules()
-                           if type(parent) is not Int8Linear for child in parent.children())
+            names = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+            replace_all(model, torch.nn.Linear, Int8Linear)
+            assert names and all(type(model.get_submodule(name)) is Int8Linear for name in names)
         cache = model.new_cache(1)
         steps = [model(text[:, i:i + 1], cache=cache).log_softmax(dim=-1) for i in range(9)]
         found.append(torch.cat(steps))
