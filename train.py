@@ -99,6 +99,7 @@ max_iters = 600000  # iterations (updates) in all
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
 beta1 = 0.9  # decay of AdamW's mean of gradients
 beta2 = 0.95  # decay of AdamW's mean of squared gradients
+muon_momentum = 0.95  # decay of Muon's mean of gradients; less for runs of a few hundred iterations
 grad_clip = 1.0  # clip the gradient to this norm; 0 = no clipping
 on_nonfinite = 'abort'  # on a NaN or infinite gradient: 'abort', or 'skip' the update up to 9 times in a row
 on_spike = 'none'  # on a far too large gradient: 'skip' the update, or also 'rollback' after 4 in a row
@@ -237,7 +238,7 @@ with exit_on_error():
                      async_tp=async_tp)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
-        model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
+        muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
     parallel.attach(optimizer)
     outer.attach(parallel, model)
     if source:

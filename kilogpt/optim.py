@@ -4,18 +4,18 @@ import math
 import torch
 
 
-def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, blocks, dtype,
+def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, blocks, dtype,
                     apply_to_whole_matrices):
     """The optimizer of a run: 'adamw', or 'muon' for the matrices of `blocks` and AdamW for the rest.
 
-    blocks, apply_to_whole_matrices: as in Muon. dtype: that of training, a string; Muon works in the same,
-    but in float32 instead of float16.
+    momentum, blocks, apply_to_whole_matrices: as in Muon. dtype: that of training, a string; Muon works in
+    the same, but in float32 instead of float16.
     """
     if kind == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas)
     muon_dtype = torch.float32 if dtype == 'float16' else getattr(torch, dtype)
     return Muon(named_parameters, learning_rate, weight_decay, betas, blocks, dtype=muon_dtype,
-                apply_to_whole_matrices=apply_to_whole_matrices)
+                momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices)
 
 
 def build_adamw(named_parameters, learning_rate, weight_decay, betas):

@@ -21,6 +21,7 @@ def check_settings(config):
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
     if config['islands'] > 1 or config['outer_interval'] or config['outer_store'] or config['island']:
         _check_islands(config)
+    _check_range(config, 'muon_momentum', 0, 1)
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
     if config['replay'] == 'all' and config['profile']:
@@ -28,6 +29,11 @@ def check_settings(config):
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:
         raise ValueError('on_spike=rollback goes back to a checkpoint, but keep_checkpoints is 0: '
                          'set keep_checkpoints to at least 1')
+
+
+def _check_range(config, key, low, high):
+    if not low <= config[key] < high:
+        raise ValueError(f'{key} is {config[key]}: it must be at least {low} and below {high}')
 
 
 def _check_islands(config):
@@ -51,8 +57,7 @@ def _check_islands(config):
         raise ValueError(f'outer_delay is {config["outer_delay"]}: it must be below '
                          f'outer_interval / outer_fragments, {interval // fragments}')
     for key, low, high in (('outer_lr', 0, 10), ('outer_momentum', 0, 1), ('outer_mix', 0, 1)):
-        if not low <= config[key] < high:
-            raise ValueError(f'{key} is {config[key]}: it must be at least {low} and below {high}')
+        _check_range(config, key, low, high)
     for key, goes_back in dict(on_spike=config['on_spike'] == 'rollback', replay=config['replay']).items():
         if goes_back:
             raise ValueError(f'{key}={config[key]} does not work with islands or outer_interval, since other '

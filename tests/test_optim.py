@@ -76,11 +76,11 @@ def test_muon_is_pytorchs_and_adamw_for_the_rest():
     ours, theirs = parameters(), parameters()
     matrices = ('h.0.a', 'h.0.b', 'h.1.a')
     references = (
-        torch.optim.Muon([theirs[name] for name in matrices], lr=1e-2, weight_decay=0.1, momentum=0.95,
+        torch.optim.Muon([theirs[name] for name in matrices], lr=1e-2, weight_decay=0.1, momentum=0.8,
                          adjust_lr_fn='match_rms_adamw'),
         build_adamw([(name, theirs[name]) for name in theirs if name not in matrices],
                     1e-2, 0.1, (0.9, 0.95)))
-    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), blocks='h')
+    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), blocks='h', momentum=0.8)
     for step in range(5):
         if step in (0, 2):
             for parameter in ours.values():

@@ -481,6 +481,7 @@ REFUSED = {
     'float16': ('--dtype=float16 --zero_stage=2', 'dtype=float16', 'set dtype to bfloat16 or float32'),
     'checkpointing': ('--activation_checkpoint=some', "activation_checkpoint is 'some'", 'selective'),
     'spike': ('--on_spike=ignore', "on_spike is 'ignore'", 'none, skip, rollback'),
+    'momentum': ('--optimizer=muon --muon_momentum=1', 'muon_momentum is 1.0', 'below 1'),
     'spike factor': ('--on_spike=skip --spike_factor=1', 'spike_factor is 1.0', 'above 1'),
     'no way back': ('--on_spike=rollback --keep_checkpoints=0', 'keep_checkpoints is 0', 'at least 1'),
     'profile of all': ('--replay=all --profile', 'profile traces one iteration', '--replay=ITERATION'),

@@ -147,7 +147,7 @@ SLOW_SESSIONS = dict(
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
         step('python train.py config/quickstart.py --profile', SMALL + ' --max_iters=9'),
-        step('python train.py out-quickstart/config.json --replay=160', '--replay=9'),
+        step('python train.py out-quickstart/config.json --replay=140', '--replay=9'),
         step('python train.py out-quickstart/config.json --replay=all'),
         step('python -m kilogpt.plot out-quickstart out-shakespeare-char --out=runs.png'),
         step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "quick start=out-quickstart" --out=runs.png '

@@ -24,6 +24,8 @@ VARIANTS = dict(
     one_micro_batch=['--batch_size=12', '--gradient_accumulation_steps=1'],
     still=['--learning_rate=0', '--min_lr=0'],
     first_update=['--batch_size=12', '--gradient_accumulation_steps=1', '--max_iters=1', '--grad_clip=0.5'],
+    muon=['--optimizer=muon', '--max_iters=1'],
+    less_momentum=['--optimizer=muon', '--max_iters=1', '--muon_momentum=0.5'],
     dropout=['--dropout=0.1'],
     bfloat16=['--dtype=bfloat16'],
     float16=['--dtype=float16'],
@@ -196,6 +198,15 @@ def test_first_update_equals_plain_pytorch(variants, dataset):
     weights = newest_tensors(run.out_dir)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(weights[f'model.{name}'], parameter.data, atol=1e-6, rtol=0)
+
+
+def test_muon_has_its_momentum_from_the_settings(variants):
+    """After the first update a momentum is (1 - muon_momentum) times the gradient."""
+    usual, less = (newest_tensors(variants[name].out_dir) for name in ('muon', 'less_momentum'))
+    momenta = [name for name in usual if 'momentum' in name]
+    assert momenta
+    for name in momenta:
+        torch.testing.assert_close(less[name] / 0.5, usual[name] / 0.05)
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
