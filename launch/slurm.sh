@@ -68,11 +68,13 @@ count_saves() {
 
 echo "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, rendezvous at $endpoint: ${program[*]}"
 saves_before=$(count_saves)
+# A rendezvous of this start's own: a torchrun of an earlier one, which Slurm may be late in killing, cannot join.
+rendezvous=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 # shellcheck disable=SC2016  # $SLURM_... is for the shell on each node
 on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
         --nodes="$SLURM_NNODES" "$@"' check --endpoint="$endpoint" --processes="$processes" "${program[@]}" &&
     on_each_node torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts=3 \
-        --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_id="$SLURM_JOB_ID" "${program[@]}"
+        --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_id="$rendezvous" "${program[@]}"
 status=$?
 echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")

@@ -1,5 +1,6 @@
 """What the tests of launch/ share: a checkout to launch from, and a Slurm of two nodes on this machine."""
 import contextlib
+import getpass
 import os
 import pathlib
 import re
@@ -224,6 +225,11 @@ class Cluster:
             return state == wanted
 
         wait_for(is_wanted, self.logs)
+
+    def cancel_all(self):
+        """Cancel all jobs, and wait until their processes have ended."""
+        self.run('scancel', '--user', getpass.getuser())
+        wait_for(lambda: not self.run('squeue', '-h'), self.logs)
 
     def end(self):
         for daemon in self.daemons.values():

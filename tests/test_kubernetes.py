@@ -338,7 +338,7 @@ def test_save_may_take_longer_than_torchrun_allows_by_itself(dataset, tmp_path):
     out_dir = tmp_path / 'out'
     script = [TESTS / 'with_fault.py', FAULTS / 'slow_save.py']
     with two_pods('jobset.yaml', tmp_path, *TINY, f'--dataset={dataset}', f'--out_dir={out_dir}',
-                  '--eval_iters=0', '--max_iters=100000', script=script) as run:
+                  '--eval_interval=100000', '--max_iters=100000', script=script) as run:
         wait_for(lambda: logged(out_dir) >= 3, run)
         for pod in run.pods:
             pod.terminate()
