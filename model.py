@@ -188,7 +188,10 @@ class Attention(nn.Module):
 
 
 def activate(form, h, gate):
-    """The activation of an MLP of that form. h: what c_fc gives; gate: what c_gate gives, or None."""
+    """The activation of an MLP of that form. h: what c_fc gives; gate: what c_gate gives, or None.
+
+    A device with a faster form replaces this function in the MLPs.
+    """
     if form == 'swiglu':  # Shazeer 2020
         return F.silu(gate) * h
     if form == 'relu2':  # Primer (So et al. 2021)
@@ -205,11 +208,12 @@ class MLP(nn.Module):
             self.c_gate = nn.Linear(config.n_embd, n_hidden, bias=config.bias)
         self.c_proj = nn.Linear(n_hidden, config.n_embd, bias=config.bias)
         self.dropout = nn.Dropout(config.dropout)
+        self.activate = activate
 
     def forward(self, x):
         x = cast_for_linears(x)
         gate = self.c_gate(x) if self.form == 'swiglu' else None
-        return self.dropout(self.c_proj(activate(self.form, self.c_fc(x), gate)))
+        return self.dropout(self.c_proj(self.activate(self.form, self.c_fc(x), gate)))
 
 
 class Block(nn.Module):
@@ -686,6 +690,7 @@ class Loss(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.config = config
+        self.cross_entropy = cross_entropy
 
     def forward(self, x, head, targets):
         """x (B, T, C), head: the linear that gives logits, targets (B, T; -1 is left out)."""
@@ -715,11 +720,19 @@ class Loss(nn.Module):
 
     def of_logits(self, logits, targets):
         """The loss of logits (N, V) for targets (N,). V counts rows of padding too, which are not tokens."""
-        logits = cap(logits, self.config).float()
-        if logits.size(-1) > self.config.vocab_size:
-            is_padding = torch.arange(logits.size(-1), device=logits.device) >= self.config.vocab_size
-            logits = logits.masked_fill(is_padding, -torch.inf)
-        return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+        return self.cross_entropy(cap(logits, self.config), targets, self.config.vocab_size)
+
+
+def cross_entropy(logits, targets, vocab_size):
+    """The sum of the cross-entropies of logits (N, V) for targets (N; -1 is left out), in float32.
+
+    Logits from vocab_size on count for nothing. A device with a faster form replaces this function in Loss.
+    """
+    logits = logits.float()
+    if logits.size(-1) > vocab_size:
+        is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
+        logits = logits.masked_fill(is_padding, -torch.inf)
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
 
 
 class LossInParts(torch.autograd.Function):

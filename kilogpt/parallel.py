@@ -20,7 +20,7 @@ import warnings
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from kilogpt import cpu, cuda
+from kilogpt import amx, cpu, cuda
 from kilogpt.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.ddp import PowerSGD, Zero1, replicate
 from kilogpt.experts import ExpertBalance, find_experts, remember_choice, shard_experts, split_experts
@@ -71,6 +71,8 @@ class Parallel:
         if async_tp:
             set_up_async_tp(self.processes, compile, self.mesh.get_group('tp'), self.notes)
 
+        # Who does not want to wait for a compiler does not want to wait for this one.
+        use_amx = compile and self.device.type == 'cpu' and amx.is_usable(self.processes, self.notes)
         self.stages = {0: model}
         if layout.pp > 1:
             mine = layout.stages_of(self.mesh.get_local_rank('pp'))
@@ -80,7 +82,7 @@ class Parallel:
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
                 stage.loss = LossOfWholeLogits(stage.loss)
             if self.device.type == 'cpu':
-                cpu.use_faster_parts(stage)
+                cpu.use_faster_parts(stage, use_amx)
             if fp8:
                 use_float8(stage.get_submodule(plan['blocks']), self.device, self.notes)
             if layout.tp * layout.ep > 1:
@@ -465,6 +467,7 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
         routed.forward = torch.compiler.disable(routed.forward)  # the numbers of rows depend on the tokens
     if activation_checkpoint == 'selective':  # recompute all in the backward pass but SAVED_OUTPUTS
         saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]
+        saved.append(torch.ops.kilogpt.attention.default)
         contexts = functools.partial(create_selective_checkpoint_contexts, saved)
         for part in parts:
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,

@@ -7,7 +7,7 @@ import torch
 from helpers import graph
 from kilogpt.cpu import FastDropout, Int8Linear, PlainAttention, replace_all, use_faster_parts
 from kilogpt.experts import group_products
-from model import GPT, DotProductAttention, GPTConfig
+from model import GPT, DotProductAttention, GPTConfig, activate, cap
 
 pytestmark = pytest.mark.quick
 
@@ -87,6 +87,63 @@ def test_faster_parts_stand_everywhere_and_change_no_parameter():
     x = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = GPT(model.config).eval()(x)
     torch.testing.assert_close(model.eval()(x), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize('form, approximate', [('gelu', 'none'), ('gelu_tanh', 'tanh')])
+def test_gelu_in_bfloat16_is_that_of_pytorch(form, approximate):
+    """To the bit, with its gradient, and so compiled as well."""
+    model = GPT(GPTConfig(n_layer=1, n_embd=32, n_head=4, mlp=form))
+    use_faster_parts(model)
+    mlp = model.transformer.h['0'].mlp.bfloat16()
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    expected = mlp.c_proj(torch.nn.functional.gelu(mlp.c_fc(x), approximate=approximate))
+    gradients = torch.autograd.grad(expected.sum(), list(mlp.parameters()))
+    for function in (mlp, torch.compile(mlp)):
+        y = function(x)
+        assert 'gelu' in graph(mlp(x)) and 'GeluBackward' not in graph(mlp(x))
+        assert y.equal(expected)
+        for found, reference in zip(torch.autograd.grad(y.sum(), list(mlp.parameters())), gradients):
+            assert found.equal(reference)
+
+
+def test_activation_that_was_edited_is_not_replaced():
+    model = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=4))
+    first, second = (block.mlp for block in model.transformer.h.values())
+    first.activate = edited = lambda form, h, gate: torch.nn.functional.gelu(h).square()
+    use_faster_parts(model)
+    assert first.activate is edited and second.activate is not activate
+
+
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize('vocab_size, softcap', [(97, 0.0), (128, 0.0), (97, 15.0)])
+def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, dtype, tolerance):
+    """The loss to float32's digits, and the logits' gradients to those of their dtype; -1 is left out."""
+    model = GPT(GPTConfig(vocab_size=vocab_size, n_layer=1, n_embd=32, n_head=4, softcap=softcap))
+    use_faster_parts(model)
+    generator = torch.Generator().manual_seed(0)
+    logits = (5 * torch.randn(50, 128, generator=generator)).to(dtype).requires_grad_()
+    targets = torch.randint(vocab_size, (50,), generator=generator)
+    targets[[3, 17]] = -1
+    exact = logits.detach().double().requires_grad_()
+    expected = torch.nn.functional.cross_entropy(
+        cap(exact, model.config)[:, :vocab_size], targets, ignore_index=-1, reduction='sum')
+    found = torch.compile(model.loss.of_logits)(logits, targets)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    found.backward(torch.tensor(0.5))
+    expected.backward(torch.tensor(0.5, dtype=torch.float64))
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=tolerance, rtol=tolerance)
+    assert not logits.grad[[3, 17]].any() and not logits.grad[:, vocab_size:].any()
+
+
+def test_cross_entropy_that_was_edited_is_not_replaced():
+    def smoothed(logits, targets, vocab_size):
+        return torch.nn.functional.cross_entropy(logits[:, :vocab_size], targets, ignore_index=-1,
+                                                 reduction='sum', label_smoothing=0.1)
+
+    model = GPT(GPTConfig(n_layer=1, n_embd=32, n_head=4))
+    model.loss.cross_entropy = smoothed
+    use_faster_parts(model)
+    assert model.loss.cross_entropy is smoothed
 
 
 @pytest.mark.parametrize('form', ['swiglu', 'relu2'])

@@ -1,0 +1,261 @@
+// Causal attention in bfloat16 on processors whose matrix products take tiles (Intel's AMX), forward and
+// backward. No matrix of all scores is kept: the backward pass computes them again, a block at a time
+// (FlashAttention-2, Dao 2023, algorithms 1 and 2). kilogpt/amx.py compiles this file and calls it.
+//
+// Tensors are (B, T, heads, D), contiguous. One task is a sequence and a key/value head, with all the query
+// heads that read it, so that a result depends neither on the batch nor on the number of threads.
+// Scores are computed transposed, a row for each key and a column for each of QUERIES queries: maxima and sums
+// over keys then run along whole vectors of queries.
+#include <ATen/native/CPUBlas.h>
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+using at::BFloat16;
+using at::native::cpublas::brgemm;  // (M, N, K, row strides of A, B and C, whether to add to C, A, B, C)
+using at::native::cpublas::brgemm_release;
+
+constexpr int64_t QUERIES = 64;  // of a block
+constexpr int64_t KEYS = 256;    // of a block, in the backward pass
+constexpr float MASKED = -1e30f; // the score of a key that comes after the query
+
+struct Shape {
+    int64_t B, T, H, G, D;  // sequences, positions, heads, key/value heads, width of a head; T and D are even
+};
+
+// --- numbers ---------------------------------------------------------------------------------------------
+
+// exp(x) for x <= 0, to a few units in the last place. Unlike std::exp, the compiler makes vector instructions
+// of a loop of it. NaN stays NaN.
+static inline float exp_of(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = std::nearbyint(x * 1.44269504f);
+    float r = x - n * 0.693359375f + n * 2.12194440e-4f;  // x - n ln 2, with ln 2 in two parts
+    float p = 1.9875691500e-4f;  // the polynomial of expf in the Cephes library
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t power = (static_cast<int32_t>(n) + 127) << 23;
+    float scale;
+    std::memcpy(&scale, &power, 4);
+    return p * scale;
+}
+
+// The bits of x in bfloat16, rounded to the nearest, ties to even.
+static inline uint32_t bits_of(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+static inline float float_of(BFloat16 x) {
+    uint32_t bits = static_cast<uint32_t>(x.x) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// --- operands of products --------------------------------------------------------------------------------
+
+// brgemm takes its second matrix, (K, N), in pairs of rows: (K / 2, N, 2). A pair of bfloat16 is a uint32_t here.
+
+static const BFloat16* operand(const uint32_t* pairs) {
+    return reinterpret_cast<const BFloat16*>(pairs);
+}
+
+// out (QUERIES / 2, D) pairs = `rows` rows of x, an even number, and zeros beyond them.
+static void pack(const BFloat16* x, int64_t rows, int64_t stride, int64_t D, uint32_t* out) {
+    std::fill(out, out + QUERIES / 2 * D, 0);
+    for (int64_t row = 0; row < rows; row += 2) {
+        const uint16_t* first = reinterpret_cast<const uint16_t*>(x + row * stride);
+        const uint16_t* second = first + stride;
+        for (int64_t d = 0; d < D; d++)
+            out[row / 2 * D + d] = first[d] | static_cast<uint32_t>(second[d]) << 16;
+    }
+}
+
+// out (D / 2, QUERIES) pairs = the transpose of `rows` rows of x, and zeros beyond them.
+static void pack_transposed(const BFloat16* x, int64_t rows, int64_t stride, int64_t D, uint32_t* out) {
+    std::fill(out, out + D / 2 * QUERIES, 0);
+    for (int64_t d = 0; d < D; d += 2)
+        for (int64_t row = 0; row < rows; row++)
+            std::memcpy(out + d / 2 * QUERIES + row, x + row * stride + d, 4);
+}
+
+// The first `rows` columns of x (D, QUERIES), each times its factor, become the rows of out.
+// pairs (D / 2, QUERIES): memory for what lies between.
+static void unpack_transposed(const float* x, const float* factors, int64_t rows, int64_t stride, int64_t D,
+                              uint32_t* pairs, BFloat16* out) {
+    for (int64_t d = 0; d < D; d += 2) {
+        const float *first = x + d * QUERIES, *second = first + QUERIES;
+        for (int64_t i = 0; i < QUERIES; i++)
+            pairs[d / 2 * QUERIES + i] = bits_of(first[i] * factors[i]) | bits_of(second[i] * factors[i]) << 16;
+    }
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t d = 0; d < D; d += 2)
+            std::memcpy(out + i * stride + d, pairs + d / 2 * QUERIES + i, 4);
+}
+
+// out (D, T) = the transpose of x (T, D), whose rows are `stride` apart.
+static void transpose(const BFloat16* x, int64_t T, int64_t stride, int64_t D, BFloat16* out) {
+    for (int64_t start = 0; start < T; start += 32)
+        for (int64_t d = 0; d < D; d++)
+            for (int64_t t = start; t < std::min(start + 32, T); t++)
+                out[d * T + t] = x[t * stride + d];
+}
+
+// --- attention -------------------------------------------------------------------------------------------
+
+extern "C" {
+
+int is_supported() {
+    return at::native::cpublas::could_pack(at::kBFloat16);
+}
+
+// y = softmax(q kᵀ / √D) v, causal. log_sums (B, H, T) are the logarithms of the softmax's denominators.
+void attention(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16* y, float* log_sums,
+               const Shape* shape) {
+    auto [B, T, H, G, D] = *shape;
+    const float scale = 1 / std::sqrt(static_cast<float>(D));
+    #pragma omp parallel
+    {
+        std::vector<BFloat16> v_transposed(D * T);
+        std::vector<float> scores(T * QUERIES), y_transposed(D * QUERIES);
+        std::vector<uint32_t> q_pairs(D / 2 * QUERIES), weights(T / 2 * QUERIES);
+        float largest[QUERIES], sums[QUERIES], factors[QUERIES];
+        #pragma omp for schedule(static)
+        for (int64_t task = 0; task < B * G; task++) {
+            const int64_t b = task / G, g = task % G, first_key = (b * T * G + g) * D;
+            transpose(v + first_key, T, G * D, D, v_transposed.data());
+            for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
+                for (int64_t start = 0; start < T; start += QUERIES) {
+                    const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
+                    const int64_t place = (b * T + start) * H * D + h * D;
+                    pack_transposed(q + place, rows, H * D, D, q_pairs.data());
+                    brgemm(seen, QUERIES, D, G * D, QUERIES, QUERIES, false, k + first_key,
+                           operand(q_pairs.data()), scores.data());
+                    std::fill(largest, largest + QUERIES, MASKED);
+                    for (int64_t key = 0; key < seen; key++) {
+                        float* row = &scores[key * QUERIES];
+                        const int32_t first_query = key - start;
+                        for (int32_t i = 0; i < QUERIES; i++) {
+                            row[i] = i < first_query ? MASKED : row[i] * scale;
+                            largest[i] = largest[i] < row[i] ? row[i] : largest[i];
+                        }
+                    }
+                    std::fill(sums, sums + QUERIES, 0.0f);
+                    for (int64_t key = 0; key < seen; key += 2) {
+                        const float* row = &scores[key * QUERIES];
+                        uint32_t* out = &weights[key / 2 * QUERIES];
+                        for (int64_t i = 0; i < QUERIES; i++) {
+                            const float first = exp_of(row[i] - largest[i]);
+                            const float second = exp_of(row[QUERIES + i] - largest[i]);
+                            sums[i] += first + second;
+                            out[i] = bits_of(first) | bits_of(second) << 16;
+                        }
+                    }
+                    brgemm(D, QUERIES, seen, T, QUERIES, QUERIES, false, v_transposed.data(),
+                           operand(weights.data()), y_transposed.data());
+                    for (int64_t i = 0; i < QUERIES; i++)
+                        factors[i] = 1 / sums[i];
+                    unpack_transposed(y_transposed.data(), factors, rows, H * D, D, q_pairs.data(), y + place);
+                    for (int64_t i = 0; i < rows; i++)
+                        log_sums[(b * H + h) * T + start + i] = largest[i] + std::log(sums[i]);
+                }
+        }
+        brgemm_release();
+    }
+}
+
+// The gradients of q, k and v from that of y. y and log_sums are what `attention` gave.
+void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v, const BFloat16* y,
+                        const float* log_sums, const BFloat16* grad_y, BFloat16* grad_q, BFloat16* grad_k,
+                        BFloat16* grad_v, const Shape* shape) {
+    auto [B, T, H, G, D] = *shape;
+    const float scale = 1 / std::sqrt(static_cast<float>(D));
+    #pragma omp parallel
+    {
+        std::vector<BFloat16> k_transposed(D * T), weights(KEYS * QUERIES), grad_scores(KEYS * QUERIES);
+        std::vector<float> scores(KEYS * QUERIES), grad_weights(KEYS * QUERIES), grad_q_transposed(D * QUERIES);
+        std::vector<float> grad_k_sum(T * D), grad_v_sum(T * D);
+        std::vector<uint32_t> q_pairs(QUERIES / 2 * D), q_transposed(D / 2 * QUERIES);
+        std::vector<uint32_t> grad_y_pairs(QUERIES / 2 * D), grad_y_transposed(D / 2 * QUERIES);
+        std::vector<uint32_t> grad_score_pairs(KEYS / 2 * QUERIES);
+        float log_sum[QUERIES], mean[QUERIES], scales[QUERIES];
+        std::fill(scales, scales + QUERIES, scale);
+        #pragma omp for schedule(static)
+        for (int64_t task = 0; task < B * G; task++) {
+            const int64_t b = task / G, g = task % G, first_key = (b * T * G + g) * D;
+            transpose(k + first_key, T, G * D, D, k_transposed.data());
+            std::fill(grad_k_sum.begin(), grad_k_sum.end(), 0.0f);
+            std::fill(grad_v_sum.begin(), grad_v_sum.end(), 0.0f);
+            for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
+                for (int64_t start = 0; start < T; start += QUERIES) {
+                    const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
+                    const int64_t place = (b * T + start) * H * D + h * D;
+                    pack(q + place, rows, H * D, D, q_pairs.data());
+                    pack(grad_y + place, rows, H * D, D, grad_y_pairs.data());
+                    pack_transposed(q + place, rows, H * D, D, q_transposed.data());
+                    pack_transposed(grad_y + place, rows, H * D, D, grad_y_transposed.data());
+                    // The mean of a query's weight gradients, by its weights, is the product of y and grad_y.
+                    std::fill(log_sum, log_sum + QUERIES, 0.0f);
+                    std::fill(mean, mean + QUERIES, 0.0f);
+                    for (int64_t i = 0; i < rows; i++) {
+                        const BFloat16 *result = y + place + i * H * D, *grad = grad_y + place + i * H * D;
+                        float product = 0;
+                        #pragma omp simd reduction(+ : product)
+                        for (int64_t d = 0; d < D; d++)
+                            product += float_of(grad[d]) * float_of(result[d]);
+                        mean[i] = product;
+                        log_sum[i] = log_sums[(b * H + h) * T + start + i];
+                    }
+                    for (int64_t block = 0; block < seen; block += KEYS) {
+                        const int64_t keys = std::min(KEYS, seen - block), place_of_block = first_key + block * G * D;
+                        brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, k + place_of_block,
+                               operand(q_transposed.data()), scores.data());
+                        brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, v + place_of_block,
+                               operand(grad_y_transposed.data()), grad_weights.data());
+                        for (int64_t key = 0; key < keys; key += 2) {
+                            const float *row = &scores[key * QUERIES], *grad_row = &grad_weights[key * QUERIES];
+                            uint16_t* weight = reinterpret_cast<uint16_t*>(&weights[key * QUERIES]);
+                            uint16_t* grad = reinterpret_cast<uint16_t*>(&grad_scores[key * QUERIES]);
+                            uint32_t* pairs = &grad_score_pairs[key / 2 * QUERIES];
+                            const int32_t first_query = block + key - start;
+                            for (int32_t i = 0; i < QUERIES; i++) {
+                                const float first = i < first_query ? 0 : exp_of(row[i] * scale - log_sum[i]);
+                                const float second =
+                                    i <= first_query ? 0 : exp_of(row[QUERIES + i] * scale - log_sum[i]);
+                                const uint32_t grad_first = bits_of(first * (grad_row[i] - mean[i]));
+                                const uint32_t grad_second = bits_of(second * (grad_row[QUERIES + i] - mean[i]));
+                                weight[i] = bits_of(first);
+                                weight[QUERIES + i] = bits_of(second);
+                                grad[i] = grad_first;
+                                grad[QUERIES + i] = grad_second;
+                                pairs[i] = grad_first | grad_second << 16;
+                            }
+                        }
+                        brgemm(keys, D, QUERIES, QUERIES, D, D, true, weights.data(),
+                               operand(grad_y_pairs.data()), &grad_v_sum[block * D]);
+                        brgemm(keys, D, QUERIES, QUERIES, D, D, true, grad_scores.data(),
+                               operand(q_pairs.data()), &grad_k_sum[block * D]);
+                        brgemm(D, QUERIES, keys, T, QUERIES, QUERIES, block > 0, &k_transposed[block],
+                               operand(grad_score_pairs.data()), grad_q_transposed.data());
+                    }
+                    unpack_transposed(grad_q_transposed.data(), scales, rows, H * D, D, q_transposed.data(),
+                                      grad_q + place);
+                }
+            for (int64_t t = 0; t < T; t++)
+                for (int64_t d = 0; d < D; d++) {
+                    grad_k[first_key + t * G * D + d].x = bits_of(grad_k_sum[t * D + d] * scale);
+                    grad_v[first_key + t * G * D + d].x = bits_of(grad_v_sum[t * D + d]);
+                }
+        }
+        brgemm_release();
+    }
+}
+
+}

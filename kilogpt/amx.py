@@ -1,0 +1,121 @@
+"""Attention in bfloat16 by amx.cpp, on processors whose matrix products take tiles (Intel's AMX)."""
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import subprocess
+import tempfile
+
+import torch
+
+from kilogpt.compiler import in_one_line
+
+SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
+# Without the rest of -ffast-math, which would round denormal numbers to zero in the whole process.
+FLAGS = ('-std=c++20 -O3 -march=sapphirerapids -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math '
+         '-fopenmp -shared -fPIC').split()
+NO_TILES = 'the processor multiplies no tiles'
+
+
+def is_usable(processes, notes):
+    """Whether `attention` runs on all processes. notes: gets the reason if it should run, but does not."""
+    failure = processes.first_problem(problem())
+    if failure and failure[1] != NO_TILES:
+        notes.append(f'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank {failure[0]}: '
+                     f'{failure[1]})')
+    return not failure
+
+
+def problem():
+    """Why `attention` does not run in this process, in one line; None if it does."""
+    get_capabilities = getattr(torch.cpu, 'get_capabilities', dict)  # absent from older PyTorch
+    if not get_capabilities().get('amx_bf16'):
+        return NO_TILES
+    try:
+        return None if library().is_supported() else NO_TILES
+    except subprocess.CalledProcessError as error:
+        return in_one_line(error.cmd[0], error.stderr)
+    except OSError as error:  # there is no compiler, or no place for the library
+        return in_one_line(type(error).__name__, error)
+
+
+@functools.cache
+def library():
+    """amx.cpp as a library, which the first use on a machine compiles into the user's cache in 2 seconds."""
+    compiler = os.environ.get('CXX', 'g++')
+    torch_folder = pathlib.Path(torch.__file__).parent
+    key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {SOURCE.read_text()}'.encode(), digest_size=8)
+    path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'amx-{key.hexdigest()}.so'
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile it too
+            built = os.path.join(folder, path.name)
+            subprocess.run([compiler, *FLAGS, f'-I{torch_folder}/include', str(SOURCE), '-o', built,
+                            f'-L{torch_folder}/lib', '-ltorch_cpu', '-lc10'],
+                           check=True, capture_output=True, text=True)
+            os.replace(built, path)
+    return ctypes.CDLL(str(path))
+
+
+def takes(q, k):
+    """Whether `attention` computes q (B, H, T, D) and k (B, G, S, D): bfloat16, and both T = S and D even."""
+    T, D = q.shape[2:]
+    return q.dtype == torch.bfloat16 and T == k.size(2) and T % 2 == 0 and D % 2 == 0
+
+
+def attention(q, k, v):
+    """Causal attention without a mask: q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), all bfloat16.
+
+    Sums are in float32; the softmax's weights and the gradients of the scores are rounded to bfloat16.
+    """
+    y, _ = attention_forward(*(x.transpose(1, 2) for x in (q, k, v)))
+    return y.transpose(1, 2)
+
+
+@torch.library.custom_op('kilogpt::attention', mutates_args=())
+def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D) and the softmax's log-sums (B, H, T), float32."""
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    B, T, H, D = q.shape
+    y, log_sums = torch.empty_like(q), torch.empty(B, H, T)
+    library().attention(*pointers(q, k, v, y, log_sums), (ctypes.c_int64 * 5)(B, T, H, k.size(2), D))
+    return y, log_sums
+
+
+@torch.library.custom_op('kilogpt::attention_backward', mutates_args=())
+def attention_backward(grad_y: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, y: torch.Tensor,
+                       log_sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of q, k and v."""
+    q, k, v, grad_y = (x.contiguous() for x in (q, k, v, grad_y))
+    B, T, H, D = q.shape
+    gradients = [torch.empty_like(x) for x in (q, k, v)]
+    library().attention_backward(*pointers(q, k, v, y, log_sums, grad_y, *gradients),
+                                 (ctypes.c_int64 * 5)(B, T, H, k.size(2), D))
+    return tuple(gradients)
+
+
+def pointers(*tensors):
+    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
+
+
+@attention_forward.register_fake
+def _(q, k, v):
+    B, T, H, D = q.shape
+    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
+
+
+@attention_backward.register_fake
+def _(grad_y, q, k, v, y, log_sums):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+def _keep(ctx, inputs, output):
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx, grad_y, _):
+    return attention_backward(grad_y, *ctx.saved_tensors)
+
+
+attention_forward.register_autograd(_backward, setup_context=_keep)

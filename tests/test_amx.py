@@ -1,0 +1,132 @@
+"""Attention by kilogpt/amx.cpp, on processors that multiply tiles."""
+import types
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from helpers import graph, run_script
+from kilogpt import amx
+from kilogpt.cpu import use_faster_parts
+from model import GPT, GPTConfig
+
+pytestmark = pytest.mark.quick
+needs_tiles = pytest.mark.skipif(amx.problem() is not None, reason=f'no amx.cpp: {amx.problem()}')
+
+
+def with_gradients(function, q, k, v, grad):
+    inputs = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    y = function(*inputs)
+    y.backward(grad)
+    return [y.detach(), *(x.grad for x in inputs)]
+
+
+def exact(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def random_inputs(B, T, H, G, D, seed=0):
+    """q, k, v and the gradient of y, in the model's layout: views of (B, T, heads, D)."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(B, T, heads, D, generator=generator).bfloat16().transpose(1, 2)
+            for heads in (H, G, G, H)]
+
+
+@needs_tiles
+@pytest.mark.parametrize('B, T, H, G, D', [
+    (2, 64, 4, 4, 32), (3, 256, 6, 2, 64), (1, 200, 3, 3, 16), (1, 1034, 2, 1, 64), (2, 22, 2, 1, 8), (1, 4, 1, 1, 2)])
+def test_attention_equals_the_exact_one(B, T, H, G, D):
+    """Against float64. Weights and the gradients of scores are rounded to 8 bits, and so are the results."""
+    inputs = random_inputs(B, T, H, G, D)
+    found = with_gradients(amx.attention, *inputs)
+    expected = with_gradients(exact, *(x.double() for x in inputs))
+    for ours, reference in zip(found, expected):
+        assert ours.dtype == torch.bfloat16 and ours.shape == reference.shape
+        assert (ours.double() - reference).abs().max() <= 0.01 * reference.abs().max()
+
+
+@needs_tiles
+def test_result_of_a_sequence_depends_neither_on_its_batch_nor_on_the_number_of_threads():
+    inputs = random_inputs(3, 128, 4, 2, 32)
+    whole = with_gradients(amx.attention, *inputs)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    alone = with_gradients(amx.attention, *(x[1:2] for x in inputs))
+    torch.set_num_threads(threads)
+    assert all(part.equal(of_all[1:2]) for part, of_all in zip(alone, whole))
+
+
+@needs_tiles
+def test_later_positions_do_not_matter():
+    q, k, v, grad = random_inputs(1, 150, 2, 2, 16)
+    changed = [torch.cat((x[:, :, :100], 3 * x[:, :, 100:]), dim=2) for x in (q, k, v)]
+    assert amx.attention(*changed)[:, :, :100].equal(amx.attention(q, k, v)[:, :, :100])
+
+
+@needs_tiles
+def test_large_scores_and_nan():
+    q, k, v, grad = random_inputs(1, 64, 1, 1, 16)
+    large = 100 * q, 100 * k, v, grad
+    found = with_gradients(amx.attention, *large)
+    expected = with_gradients(exact, *(x.double() for x in large))
+    assert (found[0].double() - expected[0]).abs().max() <= 0.01 * expected[0].abs().max()
+    assert all(x.isfinite().all() for x in found)
+    q[0, 0, 30, 3] = torch.nan
+    y, *gradients = with_gradients(amx.attention, q, k, v, grad)
+    assert y[0, 0, 30].isnan().all() and not y[0, 0, :30].isnan().any() and not y[0, 0, 31:].isnan().any()
+    assert all(x.isnan().any() for x in gradients)
+
+
+@needs_tiles
+def test_model_takes_it_where_it_can():
+    """Compiled, in training and without dropout; not while it reads a cache, nor in float32."""
+    config = GPTConfig(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, pos='rope')
+    text = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(0))
+    results = []
+    for uses_amx in (False, True):
+        model = GPT(config)
+        use_faster_parts(model, uses_amx)
+        with torch.autocast('cpu', torch.bfloat16):
+            loss = model(text[:, :-1], text[:, 1:])
+        assert ('attention' in graph(loss)) == uses_amx
+        results.append((loss, torch.autograd.grad(loss, list(model.parameters()))))
+    (plain, plain_gradients), (ours, our_gradients) = results
+    torch.testing.assert_close(ours, plain, rtol=1e-3, atol=0)
+    for found, expected in zip(our_gradients, plain_gradients):
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+
+
+def test_processor_with_tiles_but_without_a_compiler_says_so(monkeypatch, tmp_path):
+    amx.library.cache_clear()
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: dict(amx_bf16=True))
+    monkeypatch.setenv('HOME', str(tmp_path))
+    monkeypatch.setenv('CXX', 'no-such-compiler')
+    alone = types.SimpleNamespace(first_problem=lambda problem: (0, problem) if problem else None)
+    notes = []
+    assert not amx.is_usable(alone, notes)
+    monkeypatch.setenv('CXX', 'false')  # a compiler that fails without a word
+    assert not amx.is_usable(alone, notes)
+    assert notes == [
+        'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: FileNotFoundError: '
+        "[Errno 2] No such file or directory: 'no-such-compiler')",
+        'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: false: )']
+    assert not list(tmp_path.rglob('*.so*'))
+
+
+def test_other_processors_say_nothing(monkeypatch):
+    monkeypatch.setattr(torch.cpu, 'get_capabilities', dict)
+    alone = types.SimpleNamespace(first_problem=lambda problem: (0, problem) if problem else None)
+    notes = []
+    assert not amx.is_usable(alone, notes) and not notes
+
+
+@needs_tiles
+@pytest.mark.slow
+def test_run_with_it_follows_the_run_without(train):
+    """Compiled in bfloat16, through train.py: what the parity tests in float32 do not reach."""
+    options = '--compile=True', '--dtype=bfloat16', '--n_kv_head=2', '--eval_interval=12'
+    runs = [train(*options, runner=run_script, env=env)
+            for env in (dict(), dict(ONEDNN_MAX_CPU_ISA='AVX512_CORE_BF16'))]
+    losses = [[line['loss'] for line in run.lines.values()] for run in runs]
+    assert losses[0] != losses[1] and losses[0] == pytest.approx(losses[1], rel=5e-3)
+    assert not any('amx' in run.stdout for run in runs)
