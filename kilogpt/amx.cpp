@@ -4,8 +4,8 @@
 //
 // Tensors are (B, T, heads, D), contiguous. One task is a sequence and a key/value head, with all the query
 // heads that read it, so that a result depends neither on the batch nor on the number of threads.
-// Scores are computed transposed, a row for each key and a column for each of QUERIES queries: maxima and sums
-// over keys then run along whole vectors of queries.
+// Scores are computed transposed, a row for each key and a column for each of QUERIES queries: maxima and
+// sums over keys then run along whole vectors of queries.
 #include <ATen/native/CPUBlas.h>
 #include <algorithm>
 #include <cmath>
@@ -26,8 +26,8 @@ struct Shape {
 
 // --- numbers ---------------------------------------------------------------------------------------------
 
-// exp(x) for x <= 0, to a few units in the last place. Unlike std::exp, the compiler makes vector instructions
-// of a loop of it. NaN stays NaN.
+// exp(x) for x <= 0, to a few units in the last place. Unlike with std::exp, a loop of calls becomes vector
+// instructions. NaN stays NaN.
 static inline float exp_of(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = std::nearbyint(x * 1.44269504f);
@@ -59,9 +59,14 @@ static inline float float_of(BFloat16 x) {
     return value;
 }
 
+// Two numbers in bfloat16, the first in the lower half.
+static inline uint32_t pair_of(float first, float second) {
+    return bits_of(first) | bits_of(second) << 16;
+}
+
 // --- operands of products --------------------------------------------------------------------------------
 
-// brgemm takes its second matrix, (K, N), in pairs of rows: (K / 2, N, 2). A pair of bfloat16 is a uint32_t here.
+// brgemm takes its second matrix, (K, N), in pairs of rows: (K / 2, N, 2). Each pair is a uint32_t here.
 
 static const BFloat16* operand(const uint32_t* pairs) {
     return reinterpret_cast<const BFloat16*>(pairs);
@@ -93,7 +98,7 @@ static void unpack_transposed(const float* x, const float* factors, int64_t rows
     for (int64_t d = 0; d < D; d += 2) {
         const float *first = x + d * QUERIES, *second = first + QUERIES;
         for (int64_t i = 0; i < QUERIES; i++)
-            pairs[d / 2 * QUERIES + i] = bits_of(first[i] * factors[i]) | bits_of(second[i] * factors[i]) << 16;
+            pairs[d / 2 * QUERIES + i] = pair_of(first[i] * factors[i], second[i] * factors[i]);
     }
     for (int64_t i = 0; i < rows; i++)
         for (int64_t d = 0; d < D; d += 2)
@@ -155,14 +160,15 @@ void attention(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16
                             const float first = exp_of(row[i] - largest[i]);
                             const float second = exp_of(row[QUERIES + i] - largest[i]);
                             sums[i] += first + second;
-                            out[i] = bits_of(first) | bits_of(second) << 16;
+                            out[i] = pair_of(first, second);
                         }
                     }
                     brgemm(D, QUERIES, seen, T, QUERIES, QUERIES, false, v_transposed.data(),
                            operand(weights.data()), y_transposed.data());
                     for (int64_t i = 0; i < QUERIES; i++)
                         factors[i] = 1 / sums[i];
-                    unpack_transposed(y_transposed.data(), factors, rows, H * D, D, q_pairs.data(), y + place);
+                    unpack_transposed(y_transposed.data(), factors, rows, H * D, D, q_pairs.data(),
+                                      y + place);
                     for (int64_t i = 0; i < rows; i++)
                         log_sums[(b * H + h) * T + start + i] = largest[i] + std::log(sums[i]);
                 }
@@ -180,8 +186,8 @@ void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v,
     #pragma omp parallel
     {
         std::vector<BFloat16> k_transposed(D * T), weights(KEYS * QUERIES), grad_scores(KEYS * QUERIES);
-        std::vector<float> scores(KEYS * QUERIES), grad_weights(KEYS * QUERIES), grad_q_transposed(D * QUERIES);
-        std::vector<float> grad_k_sum(T * D), grad_v_sum(T * D);
+        std::vector<float> scores(KEYS * QUERIES), grad_weights(KEYS * QUERIES);
+        std::vector<float> grad_q_transposed(D * QUERIES), grad_k_sum(T * D), grad_v_sum(T * D);
         std::vector<uint32_t> q_pairs(QUERIES / 2 * D), q_transposed(D / 2 * QUERIES);
         std::vector<uint32_t> grad_y_pairs(QUERIES / 2 * D), grad_y_transposed(D / 2 * QUERIES);
         std::vector<uint32_t> grad_score_pairs(KEYS / 2 * QUERIES);
@@ -214,28 +220,31 @@ void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v,
                         log_sum[i] = log_sums[(b * H + h) * T + start + i];
                     }
                     for (int64_t block = 0; block < seen; block += KEYS) {
-                        const int64_t keys = std::min(KEYS, seen - block), place_of_block = first_key + block * G * D;
-                        brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, k + place_of_block,
+                        const int64_t keys = std::min(KEYS, seen - block);
+                        const int64_t key_place = first_key + block * G * D;
+                        brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, k + key_place,
                                operand(q_transposed.data()), scores.data());
-                        brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, v + place_of_block,
+                        brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, v + key_place,
                                operand(grad_y_transposed.data()), grad_weights.data());
                         for (int64_t key = 0; key < keys; key += 2) {
-                            const float *row = &scores[key * QUERIES], *grad_row = &grad_weights[key * QUERIES];
+                            const float* row = &scores[key * QUERIES];
+                            const float* grad_row = &grad_weights[key * QUERIES];
                             uint16_t* weight = reinterpret_cast<uint16_t*>(&weights[key * QUERIES]);
                             uint16_t* grad = reinterpret_cast<uint16_t*>(&grad_scores[key * QUERIES]);
                             uint32_t* pairs = &grad_score_pairs[key / 2 * QUERIES];
                             const int32_t first_query = block + key - start;
                             for (int32_t i = 0; i < QUERIES; i++) {
-                                const float first = i < first_query ? 0 : exp_of(row[i] * scale - log_sum[i]);
-                                const float second =
-                                    i <= first_query ? 0 : exp_of(row[QUERIES + i] * scale - log_sum[i]);
-                                const uint32_t grad_first = bits_of(first * (grad_row[i] - mean[i]));
-                                const uint32_t grad_second = bits_of(second * (grad_row[QUERIES + i] - mean[i]));
+                                float first = exp_of(row[i] * scale - log_sum[i]);
+                                first = i < first_query ? 0 : first;
+                                float second = exp_of(row[QUERIES + i] * scale - log_sum[i]);
+                                second = i <= first_query ? 0 : second;
                                 weight[i] = bits_of(first);
                                 weight[QUERIES + i] = bits_of(second);
-                                grad[i] = grad_first;
-                                grad[QUERIES + i] = grad_second;
-                                pairs[i] = grad_first | grad_second << 16;
+                                first *= grad_row[i] - mean[i];
+                                second *= grad_row[QUERIES + i] - mean[i];
+                                grad[i] = bits_of(first);
+                                grad[QUERIES + i] = bits_of(second);
+                                pairs[i] = pair_of(first, second);
                             }
                         }
                         brgemm(keys, D, QUERIES, QUERIES, D, D, true, weights.data(),

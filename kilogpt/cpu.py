@@ -29,10 +29,12 @@ def keep_freed_memory():
 def use_faster_parts(model, use_amx=False):
     """Replace dropout, GELU, cross-entropy, split_plan's attention and the products of experts, in place.
 
-    use_amx: take the attention of kilogpt/amx.py, which then has to be usable.
+    use_amx: take the linears and the attention of kilogpt/amx.py too, which then has to be usable.
     """
     plan = model.split_plan
     for block in model.get_submodule(plan['blocks']).values():
+        if use_amx:
+            amx.replace_linears(block)
         for name in plan['attention']:
             parent, _, child = name.rpartition('.')
             attention = block.get_submodule(name)
@@ -116,7 +118,7 @@ def replace_gelu(mlp):
     if approximate is None or not mlp.activate(mlp.form, x, None).equal(F.gelu(x, approximate=approximate)):
         return
     mlp.activate = lambda form, h, gate: (
-        gelu(h, approximate) if h.dtype == torch.bfloat16 else F.gelu(h, approximate=approximate))
+        gelu(h, approximate) if amx.is_worth_a_call(h) else F.gelu(h, approximate=approximate))
 
 
 @torch.library.custom_op('kilogpt::gelu', mutates_args=())
@@ -161,7 +163,8 @@ def replace_cross_entropy(loss):
 class CrossEntropy(torch.autograd.Function):
     """The model's `cross_entropy`, of which the compiler makes code three times as fast.
 
-    Comparing each column with a target or with the vocabulary's size, in 64 bits, takes it as long as the rest.
+    In the code that it makes of F.cross_entropy, most of the time goes into comparing the number of each
+    column with the target and with the size of the vocabulary.
     """
 
     @staticmethod

@@ -68,7 +68,8 @@ count_saves() {
 
 echo "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, rendezvous at $endpoint: ${program[*]}"
 saves_before=$(count_saves)
-# A rendezvous of this start's own: a torchrun of an earlier one, which Slurm may be late in killing, cannot join.
+# Each start has a rendezvous of its own, so that no torchrun of an earlier start, which Slurm may be late in
+# killing, takes the place of one of this start.
 rendezvous=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 # shellcheck disable=SC2016  # $SLURM_... is for the shell on each node
 on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
