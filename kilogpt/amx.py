@@ -30,8 +30,7 @@ def is_usable(processes, notes):
 
 def problem():
     """Why `attention` does not run in this process, in one line; None if it does."""
-    get_capabilities = getattr(torch.cpu, 'get_capabilities', dict)  # absent from older PyTorch
-    if not get_capabilities().get('amx_bf16'):
+    if not torch.cpu.get_capabilities().get('amx_bf16'):
         return NO_TILES
     try:
         return None if library().is_supported() else NO_TILES
