@@ -20,7 +20,10 @@ NO_TILES = 'the processor multiplies no tiles'
 
 
 def is_usable(processes, notes):
-    """Whether `attention` runs on all processes. notes: gets the reason if it should run, but does not."""
+    """Whether `attention` runs on all processes, which may have to wait for a compiler.
+
+    notes: gets the reason if it should run, but does not.
+    """
     failure = processes.first_problem(problem())
     if failure and failure[1] != NO_TILES:
         notes.append(f'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank {failure[0]}: '

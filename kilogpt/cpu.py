@@ -145,6 +145,7 @@ gelu.register_autograd(lambda ctx, grad: (gelu_backward(grad, *ctx.saved_tensors
                        setup_context=_keep_input)
 
 
+@torch.no_grad()
 def replace_cross_entropy(loss):
     """Let a compiled loss use `CrossEntropy`, unless someone has edited its cross-entropy in model.py."""
     original = loss.cross_entropy

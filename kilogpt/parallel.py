@@ -71,7 +71,6 @@ class Parallel:
         if async_tp:
             set_up_async_tp(self.processes, compile, self.mesh.get_group('tp'), self.notes)
 
-        # Who does not want to wait for a compiler does not want to wait for this one.
         use_amx = compile and self.device.type == 'cpu' and amx.is_usable(self.processes, self.notes)
         self.stages = {0: model}
         if layout.pp > 1:
