@@ -1,4 +1,4 @@
-"""Attention and linears in bfloat16, for processors whose matrix products take tiles (Intel's AMX)."""
+"""Attention in bfloat16 by amx.cpp, for processors whose matrix products take tiles (Intel's AMX)."""
 import ctypes
 import functools
 import hashlib
@@ -8,7 +8,6 @@ import subprocess
 import tempfile
 
 import torch
-import torch.nn as nn
 
 from kilogpt.compiler import in_one_line
 
@@ -39,7 +38,7 @@ def problem():
         return None if library().is_supported() else NO_TILES
     except subprocess.CalledProcessError as error:
         return in_one_line(error.cmd[0], error.stderr)
-    except OSError as error:  # there is no compiler, or no place for the library
+    except (OSError, RuntimeError) as error:  # there is no compiler, no place for the library, or no home
         return in_one_line(type(error).__name__, error)
 
 
@@ -60,8 +59,6 @@ def library():
             os.replace(built, path)
     return ctypes.CDLL(str(path))
 
-
-# --- attention, by amx.cpp ----------------------------------------------------------------------------------
 
 def takes(q, k):
     """Whether `attention` computes q (B, H, T, D) and k (B, G, S, D): bfloat16, and both T = S and D even."""
@@ -124,76 +121,3 @@ def _attention_backward(ctx, grad_y, _):
 
 
 attention_forward.register_autograd(_attention_backward, setup_context=_keep_inputs)
-
-
-# --- linears --------------------------------------------------------------------------------------------
-
-def replace_linears(block):
-    """Make the linears of a block FastLinears, in place."""
-    for module in block.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = FastLinear
-
-
-def is_worth_a_call(x):
-    """Whether a compiled model should call an operation of ours: that takes as long as a small product."""
-    return torch.compiler.is_compiling() and x.dtype == torch.bfloat16 and x.numel() >= 2 ** 20
-
-
-class FastLinear(nn.Linear):
-    """A linear whose products in bfloat16, where it is compiled, are faster by a tenth.
-
-    F.linear copies the bias into every row of the result before it adds the product. The product that gives
-    the gradient of the weight is slower where that has fewer rows than columns: its transpose is computed
-    then. And the compiler sums up the gradient of the bias a few columns at a time.
-    """
-
-    def forward(self, x):
-        """x (..., inputs) -> (..., outputs)."""
-        if hasattr(self.weight, 'placements') or not is_worth_a_call(x):
-            return super().forward(x)
-        bias = None if self.bias is None else self.bias.type_as(x)
-        return linear(x, self.weight.type_as(x), bias)
-
-
-@torch.library.custom_op('kilogpt::linear', mutates_args=())
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """F.linear in bfloat16."""
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, 'none', [], '')
-
-
-@torch.library.custom_op('kilogpt::linear_backward', mutates_args=())
-def linear_backward(grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
-                    has_bias: bool) -> list[torch.Tensor]:
-    """The gradients of x (..., inputs), weight (outputs, inputs) and bias from that of the result."""
-    grad, rows = grad.flatten(0, -2), x.flatten(0, -2)
-    if weight.size(0) < weight.size(1):
-        grad_weight = (rows.T @ grad).T.contiguous()
-    else:
-        grad_weight = grad.T @ rows
-    return [(grad @ weight).view_as(x), grad_weight] + [grad.sum(dim=0)] * has_bias
-
-
-@linear.register_fake
-def _(x, weight, bias):
-    return x.new_empty(*x.shape[:-1], weight.size(0))
-
-
-@linear_backward.register_fake
-def _(grad, x, weight, has_bias):
-    gradients = [x.new_empty(x.shape), weight.new_empty(weight.shape), weight.new_empty(weight.size(0))]
-    return gradients[:2 + has_bias]
-
-
-def _keep_operands(ctx, inputs, output):
-    x, weight, bias = inputs
-    ctx.has_bias = bias is not None
-    ctx.save_for_backward(x, weight)
-
-
-def _linear_backward(ctx, grad):
-    gradients = linear_backward(grad, *ctx.saved_tensors, ctx.has_bias)
-    return *gradients, *[None] * (not ctx.has_bias)
-
-
-linear.register_autograd(_linear_backward, setup_context=_keep_operands)

@@ -29,12 +29,10 @@ def keep_freed_memory():
 def use_faster_parts(model, use_amx=False):
     """Replace dropout, GELU, cross-entropy, split_plan's attention and the products of experts, in place.
 
-    use_amx: take the linears and the attention of kilogpt/amx.py too, which then has to be usable.
+    use_amx: take the attention of kilogpt/amx.py, which then has to be usable.
     """
     plan = model.split_plan
     for block in model.get_submodule(plan['blocks']).values():
-        if use_amx:
-            amx.replace_linears(block)
         for name in plan['attention']:
             parent, _, child = name.rpartition('.')
             attention = block.get_submodule(name)
@@ -117,8 +115,13 @@ def replace_gelu(mlp):
     x = torch.linspace(-4, 4, 64)
     if approximate is None or not mlp.activate(mlp.form, x, None).equal(F.gelu(x, approximate=approximate)):
         return
-    mlp.activate = lambda form, h, gate: (
-        gelu(h, approximate) if amx.is_worth_a_call(h) else F.gelu(h, approximate=approximate))
+
+    def activate(form, h, gate):
+        # For fewer numbers, calling an operation of ours takes longer than what the compiler makes.
+        is_worth_it = torch.compiler.is_compiling() and h.dtype == torch.bfloat16 and h.numel() >= 2 ** 20
+        return gelu(h, approximate) if is_worth_it else F.gelu(h, approximate=approximate)
+
+    mlp.activate = activate
 
 
 @torch.library.custom_op('kilogpt::gelu', mutates_args=())

@@ -12,7 +12,7 @@ PATTERNS = {
     'optimizer': r'^optimizer$|adam|multi_tensor_apply|lpnorm',
     'collectives': r'nccl|gloo|c10d',
     'attention': r'scaled_?dot_?product|flash|fmha|sdpa|kilogpt::attention',
-    'matmul': r'gemm|nvjet|cutlass|xmma|mkldnn::_linear|aten::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn)',
+    'matmul': r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn)',
 }
 CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
 # c10d's operators, where every way of communicating in PyTorch ends, and our names of them

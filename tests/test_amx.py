@@ -1,4 +1,4 @@
-"""Attention and linears for processors that multiply tiles."""
+"""Attention for processors that multiply tiles."""
 import types
 
 import pytest
@@ -95,33 +95,6 @@ def test_model_takes_it_where_it_can():
     torch.testing.assert_close(ours, plain, rtol=1e-3, atol=0)
     for found, expected in zip(our_gradients, plain_gradients):
         assert (found - expected).norm() <= 0.02 * expected.norm()
-
-
-@needs_tiles
-@pytest.mark.parametrize('outputs, bias', [(256, True), (512, False), (1024, True)])
-def test_compiled_linear_in_bfloat16_equals_the_exact_one(outputs, bias):
-    """Against float64, with its gradients, to bfloat16's 8 bits; float32 and small inputs go to F.linear."""
-    generator = torch.Generator().manual_seed(0)
-    exact = torch.nn.Linear(512, outputs, bias=bias, dtype=torch.float64)
-    for parameter in exact.parameters():
-        torch.nn.init.normal_(parameter, generator=generator)
-        parameter.data = parameter.data.bfloat16().double()
-    ours = torch.nn.Linear(512, outputs, bias=bias)
-    ours.load_state_dict(exact.state_dict())
-    amx.replace_linears(torch.nn.Sequential(ours))
-    compiled = torch.compile(ours)
-    x = torch.randn(4, 512, 512, generator=generator).bfloat16()
-    inputs = x.double().requires_grad_(), x.requires_grad_()
-    grad = torch.randn(4, 512, outputs, generator=generator).bfloat16()
-    expected, found = exact(inputs[0]), compiled(inputs[1])
-    assert type(ours) is amx.FastLinear and found.dtype == torch.bfloat16
-    expected.backward(grad.double())
-    found.backward(grad)
-    pairs = [(found, expected), (x.grad, inputs[0].grad)]
-    pairs += [(a.grad, b.grad) for a, b in zip(ours.parameters(), exact.parameters())]
-    for a, b in pairs:
-        assert a.shape == b.shape and (a.double() - b).abs().max() <= 0.01 * b.abs().max()
-    assert compiled(x[0, :8].float()).equal(F.linear(x[0, :8].float(), ours.weight, ours.bias))
 
 
 def test_processor_with_tiles_but_without_a_compiler_says_so(monkeypatch, tmp_path):

@@ -110,7 +110,7 @@ def test_sentence_is_there_under_torchrun(train):
     failure = train('--backend=nccl', nproc=2, runner=run_script, check=False)
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
-    assert sentence in failure.stderr.splitlines()
+    assert sentence in failure.stderr  # both processes say it, sometimes in one line
 
 
 def test_nodes_with_different_data_are_refused(train, dataset, tmp_path):
