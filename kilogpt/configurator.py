@@ -8,6 +8,7 @@ you trust. A `.json` file, such as the `config.json` that a run leaves in its ou
 import ast
 import contextlib
 import difflib
+import io
 import json
 import os
 import sys
@@ -24,6 +25,10 @@ def exit_on_error():
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
+        if isinstance(sys.stderr, io.TextIOWrapper):
+            # torchrun runs Python with -u, which writes the end of a line on its own: another process's
+            # sentence could come before it.
+            sys.stderr.reconfigure(write_through=False)
         sys.exit(f'error: {error}')
 
 

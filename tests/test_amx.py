@@ -12,6 +12,7 @@ from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.quick
 needs_tiles = pytest.mark.skipif(amx.problem() is not None, reason=f'no amx.cpp: {amx.problem()}')
+ALONE = types.SimpleNamespace(first_problem=lambda problem: (0, problem) if problem else None)  # a process
 
 
 def with_gradients(function, q, k, v, grad):
@@ -80,7 +81,7 @@ def test_large_scores_and_nan():
 
 @needs_tiles
 def test_model_takes_it_where_it_can():
-    """Compiled, in training and without dropout; not while it reads a cache, nor in float32."""
+    """In training in bfloat16, with losses and gradients near those of plain attention."""
     config = GPTConfig(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, pos='rope')
     text = torch.randint(97, (2, 65), generator=torch.Generator().manual_seed(0))
     results = []
@@ -102,11 +103,10 @@ def test_processor_with_tiles_but_without_a_compiler_says_so(monkeypatch, tmp_pa
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: dict(amx_bf16=True))
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.setenv('CXX', 'no-such-compiler')
-    alone = types.SimpleNamespace(first_problem=lambda problem: (0, problem) if problem else None)
     notes = []
-    assert not amx.is_usable(alone, notes)
+    assert not amx.is_usable(ALONE, notes)
     monkeypatch.setenv('CXX', 'false')  # a compiler that fails without a word
-    assert not amx.is_usable(alone, notes)
+    assert not amx.is_usable(ALONE, notes)
     assert notes == [
         'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: FileNotFoundError: '
         "[Errno 2] No such file or directory: 'no-such-compiler')",
@@ -116,9 +116,8 @@ def test_processor_with_tiles_but_without_a_compiler_says_so(monkeypatch, tmp_pa
 
 def test_other_processors_say_nothing(monkeypatch):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', dict)
-    alone = types.SimpleNamespace(first_problem=lambda problem: (0, problem) if problem else None)
     notes = []
-    assert not amx.is_usable(alone, notes) and not notes
+    assert not amx.is_usable(ALONE, notes) and not notes
 
 
 @needs_tiles

@@ -2,12 +2,15 @@
 import functools
 import json
 import shutil
+import socket
+import subprocess
+import sys
 
 import numpy as np
 import pytest
 
 from data.loader import SCAN_TOKENS
-from helpers import FAULTS, curve, first_iterations, run_script, saved_iterations, side_by_side
+from helpers import FAULTS, ROOT, curve, first_iterations, run_script, saved_iterations, side_by_side
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -110,7 +113,16 @@ def test_sentence_is_there_under_torchrun(train):
     failure = train('--backend=nccl', nproc=2, runner=run_script, check=False)
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
-    assert sentence in failure.stderr  # both processes say it, sometimes in one line
+    assert sentence in failure.stderr.splitlines()
+
+
+def test_sentence_and_the_end_of_its_line_are_one_write():
+    """With python -u, as torchrun starts processes: sentences of two do not run into one line."""
+    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
+    code = 'from kilogpt.configurator import exit_on_error\nwith exit_on_error(): raise ValueError("no")'
+    with ours, its:
+        assert subprocess.run([sys.executable, '-u', '-c', code], cwd=ROOT, stderr=its).returncode == 1
+        assert ours.recv(100) == b'error: no\n'
 
 
 def test_nodes_with_different_data_are_refused(train, dataset, tmp_path):
