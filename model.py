@@ -126,8 +126,9 @@ def build_norm(width, config):
 
 
 def rotate(x, cos, sin):
-    """Rotate pairs (i, i + D/2) of x (B, H, T, D), float32, by cos and sin (T, D) (RoPE, Su et al. 2021)."""
-    return torch.addcmul(x * cos, x.roll(x.size(-1) // 2, dims=-1), sin)
+    """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al. 2021)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def cast_for_linears(x):
@@ -170,14 +171,15 @@ class Attention(nn.Module):
         """x (B, T, C) -> (B, T, C). rope: what `GPT.rope` returns. cache: the CacheView of this layer."""
         B, T, _ = x.shape
         x = cast_for_linears(x)
-        q = self.c_q(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, H, T, D)
-        k = self.c_k(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, G, T, D)
-        v = self.c_v(x).view(B, T, -1, self.head_width).transpose(1, 2)  # (B, G, T, D)
+        q = self.c_q(x).view(B, T, -1, self.head_width)  # (B, T, H, D)
+        k = self.c_k(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
+        v = self.c_v(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
         if rope is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:  # norms and rotation in float32
             q = rotate(self.q_norm(q.float()), *rope).type_as(v)
             k = rotate(self.k_norm(k.float()), *rope).type_as(v)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D) and (B, G, T, D)
         mask = None
         if cache is not None:
             mask = cache.mask  # (T, S)
@@ -588,11 +590,11 @@ class GPT(nn.Module):
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
 
     def rope(self, positions):
-        """Cosines and signed sines (T, D) of the rotary angles at positions (T,), for `rotate`."""
+        """Cosines and sines (T, 1, D/2) of the rotary angles at positions (T,), for `rotate`."""
         D = self.config.head_width
         frequency = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device) / D)
-        angle = positions[:, None] * frequency
-        return angle.cos().repeat(1, 2), torch.cat((-angle.sin(), angle.sin()), dim=-1)
+        angle = positions[:, None, None] * frequency
+        return angle.cos(), angle.sin()
 
     def new_cache(self, batch_size):
         """An empty Cache for `forward`, of batch_size rows."""
