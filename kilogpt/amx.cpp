@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <immintrin.h>
 #include <vector>
 
 using at::BFloat16;
@@ -72,9 +73,8 @@ static const BFloat16* operand(const uint32_t* pairs) {
     return reinterpret_cast<const BFloat16*>(pairs);
 }
 
-// out (QUERIES / 2, D) pairs = `rows` rows of x, an even number, and zeros beyond them.
+// out (rows / 2, D) pairs = rows of x, an even number.
 static void pack(const BFloat16* x, int64_t rows, int64_t stride, int64_t D, uint32_t* out) {
-    std::fill(out, out + QUERIES / 2 * D, 0);
     for (int64_t row = 0; row < rows; row += 2) {
         const uint16_t* first = reinterpret_cast<const uint16_t*>(x + row * stride);
         const uint16_t* second = first + stride;
@@ -83,12 +83,58 @@ static void pack(const BFloat16* x, int64_t rows, int64_t stride, int64_t D, uin
     }
 }
 
+// A row of 16 columns becomes a column of 16 rows, in place: neighbours are exchanged first, then pairs, then
+// quarters of the rows.
+static inline void transpose_block(__m512i (&x)[16]) {
+    __m512i y[16];
+    for (int i = 0; i < 16; i += 2) {
+        y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+        y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; j++) {
+            x[i + 2 * j] = _mm512_unpacklo_epi64(y[i + j], y[i + j + 2]);
+            x[i + 2 * j + 1] = _mm512_unpackhi_epi64(y[i + j], y[i + j + 2]);
+        }
+    // Quarter q of x[4 r + c] now is column 4 q + c of rows 4 r to 4 r + 3.
+    for (int c = 0; c < 4; c++) {
+        const __m512i even = _mm512_shuffle_i32x4(x[c], x[4 + c], 0x88);
+        const __m512i odd = _mm512_shuffle_i32x4(x[c], x[4 + c], 0xdd);
+        const __m512i lower_even = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0x88);
+        const __m512i lower_odd = _mm512_shuffle_i32x4(x[8 + c], x[12 + c], 0xdd);
+        y[c] = _mm512_shuffle_i32x4(even, lower_even, 0x88);
+        y[4 + c] = _mm512_shuffle_i32x4(odd, lower_odd, 0x88);
+        y[8 + c] = _mm512_shuffle_i32x4(even, lower_even, 0xdd);
+        y[12 + c] = _mm512_shuffle_i32x4(odd, lower_odd, 0xdd);
+    }
+    for (int i = 0; i < 16; i++)
+        x[i] = y[i];
+}
+
+// out (columns, rows) = the transpose of x (rows, columns), a matrix of pairs. Strides count pairs.
+static void transpose_pairs(const void* x, int64_t rows, int64_t columns, int64_t stride, void* out,
+                            int64_t out_stride) {
+    for (int64_t row = 0; row < rows; row += 16)
+        for (int64_t column = 0; column < columns; column += 16) {
+            const int64_t height = std::min<int64_t>(16, rows - row);
+            const int64_t width = std::min<int64_t>(16, columns - column);
+            __m512i block[16];
+            for (int64_t i = 0; i < 16; i++)
+                block[i] = _mm512_maskz_loadu_epi32(
+                    i < height ? (1 << width) - 1 : 0,
+                    static_cast<const uint32_t*>(x) + (row + i) * stride + column);
+            transpose_block(block);
+            for (int64_t i = 0; i < width; i++)
+                _mm512_mask_storeu_epi32(static_cast<uint32_t*>(out) + (column + i) * out_stride + row,
+                                         (1 << height) - 1, block[i]);
+        }
+}
+
 // out (D / 2, QUERIES) pairs = the transpose of `rows` rows of x, and zeros beyond them.
 static void pack_transposed(const BFloat16* x, int64_t rows, int64_t stride, int64_t D, uint32_t* out) {
-    std::fill(out, out + D / 2 * QUERIES, 0);
-    for (int64_t d = 0; d < D; d += 2)
-        for (int64_t row = 0; row < rows; row++)
-            std::memcpy(out + d / 2 * QUERIES + row, x + row * stride + d, 4);
+    if (rows < QUERIES)
+        std::fill(out, out + D / 2 * QUERIES, 0);
+    transpose_pairs(x, rows, D / 2, stride / 2, out, QUERIES);
 }
 
 // The first `rows` columns of x (D, QUERIES), each times its factor, become the rows of out.
@@ -100,17 +146,14 @@ static void unpack_transposed(const float* x, const float* factors, int64_t rows
         for (int64_t i = 0; i < QUERIES; i++)
             pairs[d / 2 * QUERIES + i] = pair_of(first[i] * factors[i], second[i] * factors[i]);
     }
-    for (int64_t i = 0; i < rows; i++)
-        for (int64_t d = 0; d < D; d += 2)
-            std::memcpy(out + i * stride + d, pairs + d / 2 * QUERIES + i, 4);
+    transpose_pairs(pairs, D / 2, rows, QUERIES, out, stride / 2);
 }
 
-// out (D, T) = the transpose of x (T, D), whose rows are `stride` apart.
-static void transpose(const BFloat16* x, int64_t T, int64_t stride, int64_t D, BFloat16* out) {
-    for (int64_t start = 0; start < T; start += 32)
-        for (int64_t d = 0; d < D; d++)
-            for (int64_t t = start; t < std::min(start + 32, T); t++)
-                out[d * T + t] = x[t * stride + d];
+// out (D, T) = the transpose of x (T, D), whose rows are `stride` apart. pairs (T / 2, D): memory.
+static void transpose(const BFloat16* x, int64_t T, int64_t stride, int64_t D, uint32_t* pairs,
+                      BFloat16* out) {
+    pack(x, T, stride, D, pairs);
+    transpose_pairs(pairs, T / 2, D, D, out, T / 2);
 }
 
 // --- attention -------------------------------------------------------------------------------------------
@@ -129,13 +172,14 @@ void attention(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16
     #pragma omp parallel
     {
         std::vector<BFloat16> v_transposed(D * T);
+        std::vector<uint32_t> v_pairs(T / 2 * D);
         std::vector<float> scores(T * QUERIES), y_transposed(D * QUERIES);
         std::vector<uint32_t> q_pairs(D / 2 * QUERIES), weights(T / 2 * QUERIES);
         float largest[QUERIES], sums[QUERIES], factors[QUERIES];
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * G; task++) {
             const int64_t b = task / G, g = task % G, first_key = (b * T * G + g) * D;
-            transpose(v + first_key, T, G * D, D, v_transposed.data());
+            transpose(v + first_key, T, G * D, D, v_pairs.data(), v_transposed.data());
             for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
                 for (int64_t start = 0; start < T; start += QUERIES) {
                     const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
@@ -188,6 +232,7 @@ void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v,
         std::vector<BFloat16> k_transposed(D * T), weights(KEYS * QUERIES), grad_scores(KEYS * QUERIES);
         std::vector<float> scores(KEYS * QUERIES), grad_weights(KEYS * QUERIES);
         std::vector<float> grad_q_transposed(D * QUERIES), grad_k_sum(T * D), grad_v_sum(T * D);
+        std::vector<uint32_t> k_pairs(T / 2 * D);
         std::vector<uint32_t> q_pairs(QUERIES / 2 * D), q_transposed(D / 2 * QUERIES);
         std::vector<uint32_t> grad_y_pairs(QUERIES / 2 * D), grad_y_transposed(D / 2 * QUERIES);
         std::vector<uint32_t> grad_score_pairs(KEYS / 2 * QUERIES);
@@ -196,13 +241,17 @@ void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v,
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * G; task++) {
             const int64_t b = task / G, g = task % G, first_key = (b * T * G + g) * D;
-            transpose(k + first_key, T, G * D, D, k_transposed.data());
+            transpose(k + first_key, T, G * D, D, k_pairs.data(), k_transposed.data());
             std::fill(grad_k_sum.begin(), grad_k_sum.end(), 0.0f);
             std::fill(grad_v_sum.begin(), grad_v_sum.end(), 0.0f);
             for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
                 for (int64_t start = 0; start < T; start += QUERIES) {
                     const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
                     const int64_t place = (b * T + start) * H * D + h * D;
+                    if (rows < QUERIES) {  // queries that are not there add zeros
+                        std::fill(q_pairs.begin(), q_pairs.end(), 0);
+                        std::fill(grad_y_pairs.begin(), grad_y_pairs.end(), 0);
+                    }
                     pack(q + place, rows, H * D, D, q_pairs.data());
                     pack(grad_y + place, rows, H * D, D, grad_y_pairs.data());
                     pack_transposed(q + place, rows, H * D, D, q_transposed.data());
