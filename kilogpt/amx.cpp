@@ -1,11 +1,5 @@
-// Causal attention in bfloat16 on processors whose matrix products take tiles (Intel's AMX), forward and
-// backward. No matrix of all scores is kept: the backward pass computes them again, a block at a time
-// (FlashAttention-2, Dao 2023, algorithms 1 and 2). kilogpt/amx.py compiles this file and calls it.
-//
-// Tensors are (B, T, heads, D), contiguous. One task is a sequence and a key/value head, with all the query
-// heads that read it, so that a result depends neither on the batch nor on the number of threads.
-// Scores are computed transposed, a row for each key and a column for each of QUERIES queries: maxima and
-// sums over keys then run along whole vectors of queries.
+// Activations and causal attention in bfloat16, forward and backward, on processors whose matrix products take
+// tiles (Intel's AMX). kilogpt/amx.py compiles this file and calls it.
 #include <ATen/native/CPUBlas.h>
 #include <algorithm>
 #include <cmath>
@@ -17,6 +11,11 @@ using at::BFloat16;
 using at::native::cpublas::brgemm;  // (M, N, K, row strides of A, B and C, whether to add to C, A, B, C)
 using at::native::cpublas::brgemm_release;
 
+// Of attention, no matrix of all scores is kept: the backward pass computes them again, a block at a time
+// (FlashAttention-2, Dao 2023, algorithms 1 and 2). Tensors are (B, T, heads, D), contiguous. One task is a
+// sequence and a key/value head, with all the query heads that read it, so that a result depends neither on
+// the batch nor on the number of threads. Scores are computed transposed, a row for each key and a column for
+// each of QUERIES queries: maxima and sums over keys then run along whole vectors of queries.
 constexpr int64_t QUERIES = 64;  // of a block
 constexpr int64_t KEYS = 256;    // of a block, in the backward pass
 constexpr float MASKED = -1e30f; // the score of a key that comes after the query
@@ -156,13 +155,64 @@ static void transpose(const BFloat16* x, int64_t T, int64_t stride, int64_t D, u
     transpose_pairs(pairs, T / 2, D, D, out, T / 2);
 }
 
-// --- attention -------------------------------------------------------------------------------------------
+// --- vectors of 16 numbers in bfloat16 -------------------------------------------------------------------
+
+static inline __m512i load_bits(const BFloat16* x, __mmask16 mask) {
+    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
+}
+
+static inline __m512 floats_of(__m512i bits) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+
+static inline void store(BFloat16* y, __mmask16 mask, __m512 values) {
+    _mm256_mask_storeu_epi16(y, mask, (__m256i)_mm512_cvtneps_pbh(values));
+}
+
+static inline __mmask16 mask_of(int64_t remaining) {
+    return remaining < 16 ? (1 << remaining) - 1 : 0xffff;
+}
 
 extern "C" {
 
 int is_supported() {
     return at::native::cpublas::could_pack(at::kBFloat16);
 }
+
+// --- activations -----------------------------------------------------------------------------------------
+
+// y = f(x), or f(x) factor. values: f of each of the 65,536 numbers, by its bits. Nearly all x are among a few
+// thousand of them, whose values stay in the nearest cache.
+void activation(const BFloat16* x, const BFloat16* factor, const float* values, BFloat16* y,
+                const int64_t* size) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < *size; i += 16) {
+        const __mmask16 mask = mask_of(*size - i);
+        __m512 result = _mm512_i32gather_ps(load_bits(x + i, mask), values, 4);
+        if (factor)
+            result = _mm512_mul_ps(result, floats_of(load_bits(factor + i, mask)));
+        store(y + i, mask, result);
+    }
+}
+
+// The gradients of x and of factor from that of y. slopes: the derivative of f at each number, by its bits.
+void activation_backward(const BFloat16* grad_y, const BFloat16* x, const BFloat16* factor,
+                         const float* values, const float* slopes, BFloat16* grad_x, BFloat16* grad_factor,
+                         const int64_t* size) {
+    #pragma omp parallel for schedule(static)
+    for (int64_t i = 0; i < *size; i += 16) {
+        const __mmask16 mask = mask_of(*size - i);
+        const __m512i bits = load_bits(x + i, mask);
+        __m512 grad = floats_of(load_bits(grad_y + i, mask));
+        if (factor) {
+            store(grad_factor + i, mask, _mm512_mul_ps(grad, _mm512_i32gather_ps(bits, values, 4)));
+            grad = _mm512_mul_ps(grad, floats_of(load_bits(factor + i, mask)));
+        }
+        store(grad_x + i, mask, _mm512_mul_ps(grad, _mm512_i32gather_ps(bits, slopes, 4)));
+    }
+}
+
+// --- attention -------------------------------------------------------------------------------------------
 
 // y = softmax(q kᵀ / √D) v, causal. log_sums (B, H, T) are the logarithms of the softmax's denominators.
 void attention(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16* y, float* log_sums,

@@ -1,4 +1,4 @@
-"""Attention in bfloat16 by amx.cpp, for processors whose matrix products take tiles (Intel's AMX)."""
+"""Attention and activations in bfloat16 by amx.cpp, for processors that multiply tiles (Intel's AMX)."""
 import ctypes
 import functools
 import hashlib
@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 
 import torch
+from torch.nn import functional as F
 
 from kilogpt.compiler import in_one_line
 
@@ -19,19 +20,19 @@ NO_TILES = 'the processor multiplies no tiles'
 
 
 def is_usable(processes, notes):
-    """Whether `attention` runs on all processes, which may have to wait for a compiler.
+    """Whether amx.cpp runs on all processes, which may have to wait for a compiler.
 
     notes: gets the reason if it should run, but does not.
     """
     failure = processes.first_problem(problem())
     if failure and failure[1] != NO_TILES:
-        notes.append(f'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank {failure[0]}: '
+        notes.append(f'the model could be faster: kilogpt/amx.cpp cannot be compiled (rank {failure[0]}: '
                      f'{failure[1]})')
     return not failure
 
 
 def problem():
-    """Why `attention` does not run in this process, in one line; None if it does."""
+    """Why amx.cpp does not run in this process, in one line; None if it does."""
     if not torch.cpu.get_capabilities().get('amx_bf16'):
         return NO_TILES
     try:
@@ -59,6 +60,12 @@ def library():
             os.replace(built, path)
     return ctypes.CDLL(str(path))
 
+
+def pointers(*tensors):
+    return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors]
+
+
+# --- attention ----------------------------------------------------------------------------------------------
 
 def takes(q, k):
     """Whether `attention` computes q (B, H, T, D) and k (B, G, S, D): bfloat16, and both T = S and D even."""
@@ -97,10 +104,6 @@ def attention_backward(grad_y: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v
     return gradients
 
 
-def pointers(*tensors):
-    return [ctypes.c_void_p(x.data_ptr()) for x in tensors]
-
-
 @attention_forward.register_fake
 def _(q, k, v):
     B, T, H, D = q.shape
@@ -121,3 +124,71 @@ def _attention_backward(ctx, grad_y, _):
 
 
 attention_forward.register_autograd(_attention_backward, setup_context=_keep_inputs)
+
+
+# --- activations --------------------------------------------------------------------------------------------
+
+ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=functools.partial(F.gelu, approximate='tanh'),
+                   relu2=lambda x: F.relu(x).square(), swiglu=F.silu)
+
+
+@functools.cache
+def tables(form):
+    """An activation and its derivative at all numbers in bfloat16, by their bits: two of (65536,), float32."""
+    with torch.inference_mode(False), torch.enable_grad():
+        numbers = torch.arange(2 ** 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        numbers = numbers.double().requires_grad_()
+        values = ACTIVATIONS[form](numbers)
+        slopes, = torch.autograd.grad(values.sum(), numbers)
+    return values.detach().float(), slopes.float()
+
+
+@torch.library.custom_op('kilogpt::activation', mutates_args=())
+def activation(form: str, x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
+    """f(x), or f(x) * factor, where f is the activation of that form. All are in bfloat16.
+
+    A number in bfloat16 is one of 65,536: a table has the exact value, and is faster than a computation.
+    """
+    values, _ = tables(form)
+    x, factor = contiguous(x, factor)
+    y = torch.empty_like(x)
+    library().activation(*pointers(x, factor, values, y), ctypes.byref(ctypes.c_int64(x.numel())))
+    return y
+
+
+@torch.library.custom_op('kilogpt::activation_backward', mutates_args=())
+def activation_backward(form: str, grad_y: torch.Tensor, x: torch.Tensor,
+                        factor: torch.Tensor | None) -> list[torch.Tensor]:
+    """The gradient of x, and that of factor if there is one."""
+    grad_y, x, factor = contiguous(grad_y, x, factor)
+    gradients = [torch.empty_like(x), None if factor is None else torch.empty_like(x)]
+    library().activation_backward(*pointers(grad_y, x, factor, *tables(form), *gradients),
+                                  ctypes.byref(ctypes.c_int64(x.numel())))
+    return [gradient for gradient in gradients if gradient is not None]
+
+
+def contiguous(*tensors):
+    return [None if x is None else x.contiguous() for x in tensors]
+
+
+@activation.register_fake
+def _(form, x, factor):
+    return x.new_empty(x.shape)
+
+
+@activation_backward.register_fake
+def _(form, grad_y, x, factor):
+    return [x.new_empty(x.shape) for x in (x, factor) if x is not None]
+
+
+def _keep_arguments(ctx, inputs, output):
+    ctx.form, *tensors = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _activation_backward(ctx, grad_y):
+    grad_x, *grad_factor = activation_backward(ctx.form, grad_y, *ctx.saved_tensors)
+    return None, grad_x, *(grad_factor or [None])
+
+
+activation.register_autograd(_activation_backward, setup_context=_keep_arguments)

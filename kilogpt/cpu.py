@@ -27,9 +27,9 @@ def keep_freed_memory():
 
 
 def use_faster_parts(model, use_amx=False):
-    """Replace dropout, GELU, cross-entropy, split_plan's attention and the products of experts, in place.
+    """Replace dropout, cross-entropy, split_plan's attention and the products of experts, in place.
 
-    use_amx: take the attention of kilogpt/amx.py, which then has to be usable.
+    use_amx: take attention and activations from kilogpt/amx.py, which then has to be usable.
     """
     plan = model.split_plan
     for block in model.get_submodule(plan['blocks']).values():
@@ -39,8 +39,8 @@ def use_faster_parts(model, use_amx=False):
             if is_plain(attention, model.config):
                 setattr(block.get_submodule(parent), child, PlainAttention(attention, use_amx))
     for module in model.modules():
-        if hasattr(module, 'activate'):
-            replace_gelu(module)
+        if use_amx and hasattr(module, 'activate'):
+            replace_activation(module)
         if hasattr(module, 'cross_entropy'):
             replace_cross_entropy(module)
     replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
@@ -109,43 +109,27 @@ def _(x, p):
     return torch.empty(x.shape, dtype=torch.uint8)
 
 
-def replace_gelu(mlp):
-    """Let an MLP compute GELU in bfloat16 by `gelu`, unless someone has edited its activation in model.py."""
-    approximate = dict(gelu='none', gelu_tanh='tanh').get(getattr(mlp, 'form', None))
-    x = torch.linspace(-4, 4, 64)
-    if approximate is None or not mlp.activate(mlp.form, x, None).equal(F.gelu(x, approximate=approximate)):
+@torch.no_grad()
+def replace_activation(mlp):
+    """Let an MLP compute its activation by amx.activation, unless someone has edited it in model.py."""
+    original, form = mlp.activate, getattr(mlp, 'form', None)
+    if form not in amx.ACTIVATIONS:
+        return
+    h, gate = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    if form == 'swiglu':
+        expected = amx.ACTIVATIONS[form](gate) * h
+    else:
+        expected, gate = amx.ACTIVATIONS[form](h), None
+    if not torch.allclose(original(form, h, gate), expected):
         return
 
     def activate(form, h, gate):
         # For fewer numbers, calling an operation of ours takes longer than what the compiler makes.
-        is_worth_it = torch.compiler.is_compiling() and h.dtype == torch.bfloat16 and h.numel() >= 2 ** 20
-        return gelu(h, approximate) if is_worth_it else F.gelu(h, approximate=approximate)
+        if not torch.compiler.is_compiling() or h.dtype != torch.bfloat16 or h.numel() < 2 ** 17:
+            return original(form, h, gate)
+        return amx.activation(form, h, None) if gate is None else amx.activation(form, gate, h)
 
     mlp.activate = activate
-
-
-@torch.library.custom_op('kilogpt::gelu', mutates_args=())
-def gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
-    """F.gelu as PyTorch computes it: what the compiler makes of it takes twice as long in bfloat16."""
-    return F.gelu(x, approximate=approximate)
-
-
-@torch.library.custom_op('kilogpt::gelu_backward', mutates_args=())
-def gelu_backward(grad: torch.Tensor, x: torch.Tensor, approximate: str) -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
-
-
-gelu.register_fake(lambda x, approximate: torch.empty_like(x))
-gelu_backward.register_fake(lambda grad, x, approximate: torch.empty_like(x))
-
-
-def _keep_input(ctx, inputs, output):
-    x, ctx.approximate = inputs
-    ctx.save_for_backward(x)
-
-
-gelu.register_autograd(lambda ctx, grad: (gelu_backward(grad, *ctx.saved_tensors, ctx.approximate), None),
-                       setup_context=_keep_input)
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Attention for processors that multiply tiles."""
+"""Attention and activations for processors that multiply tiles."""
 import types
 
 import pytest
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from helpers import graph, run_script
 from kilogpt import amx
 from kilogpt.cpu import use_faster_parts
-from model import GPT, GPTConfig
+from model import GPT, GPTConfig, activate
 
 pytestmark = pytest.mark.quick
 needs_tiles = pytest.mark.skipif(amx.problem() is not None, reason=f'no amx.cpp: {amx.problem()}')
@@ -108,9 +108,9 @@ def test_processor_with_tiles_but_without_a_compiler_says_so(monkeypatch, tmp_pa
     monkeypatch.setenv('CXX', 'false')  # a compiler that fails without a word
     assert not amx.is_usable(ALONE, notes)
     assert notes == [
-        'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: FileNotFoundError: '
+        'the model could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: FileNotFoundError: '
         "[Errno 2] No such file or directory: 'no-such-compiler')",
-        'attention could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: false: )']
+        'the model could be faster: kilogpt/amx.cpp cannot be compiled (rank 0: false: )']
     assert not list(tmp_path.rglob('*.so*'))
 
 
@@ -118,6 +118,58 @@ def test_other_processors_say_nothing(monkeypatch):
     monkeypatch.setattr(torch.cpu, 'get_capabilities', dict)
     notes = []
     assert not amx.is_usable(ALONE, notes) and not notes
+
+
+def every_number():
+    """All finite numbers in bfloat16 that a square does not take beyond its range."""
+    numbers = torch.arange(2 ** 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    return numbers[numbers.abs() < 1e15]
+
+
+@needs_tiles
+@pytest.mark.parametrize('form', amx.ACTIVATIONS)
+def test_activations_are_the_exact_ones_rounded_to_bfloat16(form):
+    """At all numbers, with gradients; those below 1e-38 may become 0. Against model.py's in float64."""
+    x = every_number().requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    factor, grad = (torch.randn(len(x), generator=generator).bfloat16() for _ in range(2))
+    factor = factor.requires_grad_() if form == 'swiglu' else None
+    inputs = [x] if factor is None else [x, factor]
+    found = amx.activation(form, x, factor)
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
+    expected = activate(form, *exact, None) if factor is None else activate(form, exact[1], exact[0])
+    torch.testing.assert_close(found, expected.bfloat16(), rtol=0, atol=2e-38)
+    for ours, reference in zip(torch.autograd.grad(found, inputs, grad),
+                               torch.autograd.grad(expected, exact, grad.double())):
+        torch.testing.assert_close(ours.double(), reference, rtol=2 ** -8, atol=2e-38)
+
+
+@needs_tiles
+def test_activations_of_a_few_numbers_and_of_none():
+    for size in (0, 1, 15, 17):
+        x = torch.linspace(-2, 2, size).bfloat16()
+        assert amx.activation('gelu', x, None).equal(F.gelu(x.double()).bfloat16())
+    assert amx.activation('gelu', torch.tensor([torch.nan]).bfloat16(), None).isnan().all()
+
+
+@needs_tiles
+@pytest.mark.parametrize('form', amx.ACTIVATIONS)
+def test_compiled_mlp_takes_its_activation_from_the_table(form, monkeypatch):
+    """But not one that was edited, nor that of few numbers or of another dtype."""
+    model = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=4, mlp=form))
+    first, second = (block.mlp for block in model.transformer.h.values())
+    first.activate = edited = lambda form, h, gate: activate(form, h, gate).square()
+    use_faster_parts(model, use_amx=True)
+    assert first.activate is edited
+    h = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    h, gate = (h, h.flip(0)) if form == 'swiglu' else (h, None)
+    expected = amx.activation(form, h, None) if gate is None else amx.activation(form, gate, h)
+    torch.compiler.reset()  # each form counts as another compilation of one function, of which it makes eight
+    compiled = torch.compile(second.activate)
+    assert compiled(form, h, gate).equal(expected)
+    monkeypatch.setattr(amx, 'activation', None)  # is not called
+    compiled(form, h[:4], None if gate is None else gate[:4])
+    compiled(form, h.float(), None if gate is None else gate.float())
 
 
 @needs_tiles
