@@ -56,9 +56,9 @@ def test_kills_change_nothing(train, dataset, tmp_path, kills, iterations):
 
 
 def kill_worker(process, out_dir, rank):
-    """Kill a process of a torchrun once 10 more iterations are logged."""
+    """Kill a process of a torchrun once 10 more iterations are logged and a checkpoint is complete."""
     wanted = logged(out_dir) + 10
-    wait_until(lambda: logged(out_dir) >= wanted, process)
+    wait_until(lambda: logged(out_dir) >= wanted and checkpoint.find(out_dir), process)
     os.kill(worker_pids(process)[rank], signal.SIGKILL)
 
 

@@ -13,6 +13,7 @@ import torch
 from data.loader import TokenLoader, read_meta
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
+from kilogpt import checkpoint
 from kilogpt.configurator import config_of
 from kilogpt.islands import needed_checkpoint, newest_together
 from kilogpt.outer import decode, encode
@@ -337,11 +338,13 @@ def wait_for_more(process, out_dir, count):
 def test_islands_that_are_killed_continue_to_the_bit(train, dataset, tmp_path):
     """Three kills of one process or the other. torchrun starts all again."""
     out_dir, options = tmp_path / 'out', [*KILLED, '--max_iters=120', '--save_interval=4']
+    folders = out_dir, out_dir / 'island_1'
     command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
     restarting = '--standalone', '--nproc_per_node=2', '--max-restarts=3'
     with torchrun(restarting, tmp_path, 'train.py', *command) as process:
         for kill in range(3):
             wait_for_more(process, out_dir, 10)
+            wait_until(lambda: all(map(checkpoint.find, folders)), process)
             os.kill(worker_pids(process)[1 - kill % 2], signal.SIGKILL)
             wait_until(lambda: process.output().count('resuming') == kill + 1, process)
         assert process.wait(240) == 0, process.output()
