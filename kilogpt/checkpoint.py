@@ -15,10 +15,10 @@ import re
 import shutil
 import socket
 import sys
-import time
 import uuid
 import warnings
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import torch
 import torch.distributed as dist
@@ -381,7 +381,8 @@ def set_aside(out_dir):
     """Move what an earlier run left in out_dir into a new folder in out_dir; returns that folder, or None."""
     if not find(out_dir) and not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
         return None
-    folder = os.path.join(out_dir, time.strftime('earlier-%Y%m%d-%H%M%S'))
+    # Two short runs can begin within a second: microseconds tell their folders apart.
+    folder = os.path.join(out_dir, f'{datetime.now():earlier-%Y%m%d-%H%M%S-%f}')
     os.makedirs(folder)
     for name in ('ckpt', 'metrics.jsonl', 'config.json', 'tensorboard'):
         if os.path.exists(os.path.join(out_dir, name)):

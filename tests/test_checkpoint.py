@@ -26,6 +26,15 @@ def parameters_of(path):
             if key.startswith('model.')]
 
 
+def test_runs_that_begin_within_a_second_are_set_aside_one_by_one(tmp_path):
+    folders = set()
+    for count in range(1, 6):
+        (tmp_path / 'metrics.jsonl').write_text(str(count))
+        folders.add(checkpoint.set_aside(tmp_path))
+        assert len(folders) == count and not (tmp_path / 'metrics.jsonl').exists()
+    assert sorted(path.read_text() for path in tmp_path.glob('earlier-*/metrics.jsonl')) == list('12345')
+
+
 class Evil:
     def __reduce__(self):
         return os.mkdir, (self.path,)
