@@ -14,7 +14,7 @@ from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint, weights
 from kilogpt.compiler import compile_failure
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.cpu import Int8Linear, replace_all
+from kilogpt.cpu import Int8Linear, PackedLinear, can_pack, replace_all
 from kilogpt.parallel import fill
 from kilogpt.processes import find_device, resolve_dtype
 from model import GPT, GPTConfig
@@ -37,7 +37,7 @@ stop = False  # end a sample at the tokenizer's end-of-text token
 seed = 1337  # the same seed gives the same text
 # system
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
-dtype = 'auto'  # weights and cache in 'float32', 'bfloat16' or 'float16'; 'auto' follows the device
+dtype = 'auto'  # 'float32', 'bfloat16' (on CPUs, of linears alone) or 'float16'; 'auto' follows the device
 quantize = 'none'  # 'int8': read weights in 8 bits for each token, on a CPU, for up to four samples
 compile: bool | None = None  # compile the step from token to token; None = on a GPU, for 4,000 tokens or more
 # ------------------------------------------------------------------------------------------------------------
@@ -96,20 +96,27 @@ with exit_on_error():
     if quantize == 'int8' and device.type != 'cpu':
         raise ValueError(f'quantize=int8 is for CPUs, but the device is {device}: '
                          'use --dtype=bfloat16 there, or --device=cpu')
-    dtype = resolve_dtype(dtype, device, training=False)
+    dtype = getattr(torch, resolve_dtype(dtype, device))
     model, tokenizer = load_model()
     prompt = read_prompt()
-model.eval().to(device, getattr(torch, dtype))  # cast once: autocast would cast the weights for each token
-if quantize == 'int8':
-    replace_all(model, torch.nn.Linear, Int8Linear)
-cache = model.new_cache(num_samples)
 if compile is None:
     # Compiling takes a minute and saves milliseconds a token. Past block_size no step is compiled, since the
     # whole window is read again for each token.
     compile = device.type == 'cuda' and min(max_new_tokens, model.config.block_size) >= 4000
 if compile and (failure := compile_failure(device)):
     print(f'torch.compile does not work here ({failure}): continuing without it', file=sys.stderr)
-elif compile:
+    compile = False
+model.eval()
+if quantize == 'int8':
+    replace_all(model, torch.nn.Linear, Int8Linear)
+# Weights are cast once: autocast would cast them for each token.
+if device.type == 'cpu' and can_pack(dtype) and not compile:
+    # The rest of the model stays in float32, in which attention to a long text is faster on a CPU.
+    replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, num_samples))
+else:
+    model.to(device, dtype)
+cache = model.new_cache(num_samples)
+if compile:
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
     # Without this mark a CUDA graph would not write into the cache's own memory.
     for tensor in (cache.length, *itertools.chain(*cache.layers)):

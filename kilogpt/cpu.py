@@ -246,3 +246,30 @@ class Int8Linear(nn.Module):
         if self.linear.bias is not None:
             y = y + self.linear.bias
         return y.unflatten(0, x.shape[:-1])
+
+
+class PackedLinear(nn.Module):
+    """A linear for inference, with its weights in the blocks in which oneDNN reads them.
+
+    F.linear brings the weights into these blocks in every call. For the few rows of x that each token of a
+    text has, that takes longer than the product. Inductor packs weights in the same way where it freezes them.
+    """
+
+    def __init__(self, linear, dtype, n_rows):
+        """dtype: of the product, whatever x is in. n_rows: rows of x in most calls."""
+        super().__init__()
+        self.dtype = dtype
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), n_rows)
+        self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+
+    def forward(self, x):
+        """x (..., inputs) -> (..., outputs)."""
+        y = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, 'none', [], '')
+        return y.to(x.dtype)
+
+
+def can_pack(dtype):
+    """Whether PackedLinear works here with products in that dtype."""
+    if dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and dtype == torch.float32

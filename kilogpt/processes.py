@@ -320,13 +320,11 @@ def find_device(device='auto', local_rank=0, world_size=1):
     return found
 
 
-def resolve_dtype(dtype, device, training=True):
+def resolve_dtype(dtype, device):
     """The dtype that a `dtype` key means on a device: 'float32', 'bfloat16' or 'float16'.
 
     'auto' is bfloat16 on CUDA GPUs, or float16 on those that only emulate bfloat16 (T4, V100, RTX 20). On
-    other devices it is float32, but bfloat16 for training on CPUs that multiply in bfloat16 (AVX512-BF16,
-    AMX). Sampling on a CPU stays at float32: in bfloat16, attention to a long text loses more time than
-    reading fewer bytes of weights saves.
+    other devices it is float32, but bfloat16 on CPUs that multiply in bfloat16 (AVX512-BF16, AMX).
     """
     if dtype not in ('auto', 'float32', 'bfloat16', 'float16'):
         raise ValueError(f'dtype is {dtype!r}: use auto, float32, bfloat16 or float16')
@@ -334,7 +332,7 @@ def resolve_dtype(dtype, device, training=True):
         return dtype
     if device.type == 'cuda':
         return 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
-    if device.type == 'cpu' and training and _cpu_multiplies_in_bfloat16():
+    if device.type == 'cpu' and _cpu_multiplies_in_bfloat16():
         return 'bfloat16'
     return 'float32'
 

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from helpers import graph
-from kilogpt.cpu import FastDropout, Int8Linear, PlainAttention, replace_all, use_faster_parts
+from kilogpt.cpu import (FastDropout, Int8Linear, PackedLinear, PlainAttention, can_pack, replace_all,
+                         use_faster_parts)
 from kilogpt.experts import group_products
 from model import GPT, DotProductAttention, GPTConfig, cap
 
@@ -147,6 +148,25 @@ def test_grouped_products_equal_the_loop(form, dtype, sizes, tolerance):
         torch.testing.assert_close(found, expected, atol=tolerance * scale, rtol=0)
     for gradients in results[1][2:]:
         assert [bool(matrix.any()) for matrix in gradients] == [size > 0 for size in sizes]
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('bias', [True, False])
+def test_packed_linear_computes_what_the_linear_does(bias, dtype):
+    """Against float64 with the same rounded numbers. The tolerance is a rounding of the largest output."""
+    if not can_pack(dtype):
+        pytest.skip(f'oneDNN does not multiply in {dtype} here')
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(96, 130, bias=bias)
+    exact = torch.nn.Linear(96, 130, bias=bias).double()
+    exact.load_state_dict({name: value.to(dtype).double() for name, value in linear.state_dict().items()})
+    packed = PackedLinear(linear, dtype, n_rows=4)
+    for shape in (1, 1), (4, 1), (1, 50), (3, 7):
+        x = torch.randn(*shape, 96)
+        y, expected = packed(x), exact(x.to(dtype).double())
+        assert y.dtype == torch.float32 and y.shape == expected.shape
+        assert (y - expected).abs().max() <= 4 * torch.finfo(dtype).eps * expected.abs().max()
+    assert dtype == torch.float32 or (y - linear(x)).abs().max() > 1e-4  # in bfloat16 as told, not in float32
 
 
 @pytest.mark.parametrize('bias', [True, False])

@@ -44,7 +44,7 @@ def test_prompt_comes_from_a_file_or_standard_input_too(trained, tmp_path):
 
 
 def test_bfloat16_samples_are_others_of_the_same_length(trained):
-    exact, half = sample(trained, '--num_samples=3'), sample(trained, '--num_samples=3', '--dtype=bfloat16')
+    exact, half = (sample(trained, '--num_samples=3', f'--dtype={dtype}') for dtype in ('float32', 'bfloat16'))
     assert half.stdout != exact.stdout and [len(text) for text in texts_of(half)] == [41] * 3
 
 
@@ -77,7 +77,7 @@ def test_gpt2_folder_continues_a_prompt_as_transformers_does(tmp_path, vocabular
     theirs = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
     theirs.save_pretrained(tmp_path / 'gpt2')
     done = run_forked('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', '--start=Hello world',
-                      '--num_samples=1', '--max_new_tokens=20', '--temperature=0',
+                      '--num_samples=1', '--max_new_tokens=20', '--temperature=0', '--dtype=float32',
                       env=dict(TIKTOKEN_CACHE_DIR=vocabulary))
     expected = theirs.generate(torch.tensor([[15496, 995]]), max_new_tokens=20, do_sample=False,
                                pad_token_id=50256)
