@@ -367,7 +367,9 @@ def block_activations(config, layout, work, has_experts):
         norm_input = 2 * FLOAT32 * C
     attention = width * (2 * heads + 2 * kv_heads) + FLOAT32 * config.n_head  # q, k, v, the result, its sums
     if on_cpu and (width < FLOAT32 or config.dropout) and work.block_size <= 1024:  # cpu.PlainAttention
-        attention = width * (4 * heads + config.n_head / layout.cp * work.block_size)
+        # A query's scores with the keys up to the end of its part of 256 queries, in the mean.
+        keys = (work.block_size + min(work.block_size, 256)) / 2
+        attention = width * (4 * heads + config.n_head / layout.cp * keys)
     if layout.cp > 1:
         attention += width * heads  # the result before and after it is exchanged
     if config.qk_norm:

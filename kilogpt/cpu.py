@@ -191,6 +191,7 @@ class PlainAttention(nn.Module):
     still, and of any length, is amx.attention, where the processor has it and there is no dropout.
     """
     MAX_LENGTH = 1024
+    QUERIES = 256  # in a part of the products; smaller parts of short sequences leave out less than they cost
 
     def __init__(self, fused, use_amx=False):
         """fused: the DotProductAttention to replace, which takes the other cases."""
@@ -211,13 +212,21 @@ class PlainAttention(nn.Module):
         return self.attend(q, k, v)
 
     def attend(self, q, k, v):
-        """The products and the softmax."""
-        T = q.size(2)
+        """The products and the softmax, in parts, each without the keys after its last query."""
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
-        future = q.new_full((T, T), -torch.inf).triu(1)
+        parts = []
+        for start in range(0, q.size(2), self.QUERIES):
+            end = min(start + self.QUERIES, q.size(2))
+            parts.append(self.attend_part(q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
+        return torch.cat(parts, dim=2)
+
+    def attend_part(self, q, k, v):
+        """q (B, H, T, D), the last T of the S positions of k and v (B, H, S, D) -> (B, H, T, D)."""
+        T, S = q.size(2), k.size(2)
+        future = q.new_full((T, S), -torch.inf).triu(1 + S - T)
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
-        weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, T)
+        weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, S)
         return (weights @ v.flatten(0, 1)).view_as(q)
 
 

@@ -36,12 +36,12 @@ def test_dropout_keeps_its_share_and_scales_it(p, dtype):
     assert dropout(x).equal(y)
 
 
-@pytest.mark.parametrize('kv_heads', [4, 2])
-def test_plain_attention_in_bfloat16_equals_the_fused_one(kv_heads):
-    """Against the fused one in float64: outputs and gradients to bfloat16's 8 bits."""
+@pytest.mark.parametrize('kv_heads, length', [(4, 32), (2, 32), (2, 600)])
+def test_plain_attention_in_bfloat16_equals_the_fused_one(kv_heads, length):
+    """Against the fused one in float64: outputs and gradients to bfloat16's 8 bits. 600 are three parts."""
     attention = PlainAttention(DotProductAttention(dropout=0.0))
     torch.manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 32, 16, dtype=torch.float64).bfloat16().double()
+    q, k, v = (torch.randn(2, heads, length, 16, dtype=torch.float64).bfloat16().double()
                for heads in (4, kv_heads, kv_heads))
     results = []
     for dtype in (torch.float64, torch.bfloat16):
