@@ -9,7 +9,7 @@ from kilogpt import dry_run
 from kilogpt.recorder import Recorder
 
 # Large enough that activations and logits weigh as much as parameters.
-SHAPE = ('--n_layer=4 --n_embd=64 --block_size=64 --max_iters=3 --eval_iters=0 --keep_checkpoints=0 '
+SHAPE = ('--n_layer=4 --n_embd=64 --block_size=64 --max_iters=5 --eval_iters=0 --keep_checkpoints=0 '
          '--gradient_accumulation_steps=8 --batch_size=2').split()
 
 # Every token goes to every expert, which makes their loads equal, as the dry run has them.
