@@ -125,6 +125,11 @@ def build_norm(width, config):
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
+def build_embedding(rows, width):
+    # nn.Embedding(rows, width) would draw values; on the meta device, that imports torch.compile's machinery.
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 def rotate(x, cos, sin):
     """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al. 2021)."""
     first, second = x.chunk(2, dim=-1)
@@ -505,14 +510,14 @@ class GPT(nn.Module):
         self.config = config
         with torch.device('meta'):  # shapes only: no time is spent on values that are replaced
             self.transformer = nn.ModuleDict(dict(
-                wte=nn.Embedding(config.padded_vocab_size, config.n_embd),
+                wte=build_embedding(config.padded_vocab_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
                 # A ModuleDict: blocks keep their names in a pipeline stage, which has only some of them.
                 h=nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layer)}),
                 ln_f=build_norm(config.n_embd, config),
             ))
             if config.pos == 'learned':
-                self.transformer['wpe'] = nn.Embedding(config.block_size, config.n_embd)
+                self.transformer['wpe'] = build_embedding(config.block_size, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)

@@ -1,4 +1,5 @@
 """Optimizers and learning-rate schedules."""
+import inspect
 import math
 
 import torch
@@ -33,6 +34,10 @@ class LocalAdamW(torch.optim.AdamW):
 
     An operation on DTensors first works out their layout, which takes longer than the update of a small one.
     """
+    # PyTorch wraps these two to keep torch.compile out of them. The wrappers import the whole compiler, which
+    # takes half a second of a run's start, but no run compiles an optimizer.
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
     def _init_group(self, group, *lists):
         has_complex = super()._init_group(group, *lists)
@@ -55,6 +60,7 @@ class Muon(torch.optim.Optimizer):
     dtype: of the orthogonalisation.
     torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
     """
+    add_param_group = LocalAdamW.add_param_group
 
     def __init__(self, named_parameters, learning_rate, weight_decay, betas, blocks, dtype=torch.bfloat16,
                  momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):

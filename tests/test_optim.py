@@ -4,10 +4,13 @@ The schedules are compared with nanoGPT's formula and their definitions, Muon wi
 definition.
 """
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 
+from helpers import ROOT
 from model import GPT, GPTConfig
 from kilogpt.optim import Muon, build_adamw, orthogonalize, scheduled_lr
 
@@ -114,3 +117,20 @@ def test_orthogonalize_keeps_the_directions_and_levels_the_sizes(shape):
     found = levelled.diagonal(dim1=-2, dim2=-1)
     assert (levelled - torch.diag_embed(found)).abs().max() < 1e-12
     assert 0.65 < found.min() and found.max() < 1.25
+
+
+def test_update_of_an_eager_run_does_not_import_the_compiler():
+    """Which takes half a second of the start. A process of its own, since others may have imported it."""
+    script = '''if True:
+        import sys, torch
+        from kilogpt.optim import build_optimizer
+        from model import GPT, GPTConfig
+        with torch.device('meta'):
+            model = GPT(GPTConfig(n_layer=1, n_embd=8, n_head=1, block_size=8, vocab_size=8), seed=None)
+        model = model.to_empty(device='cpu')
+        model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
+        optimizer = build_optimizer('muon', list(model.named_parameters()), 1e-3, 0.1, (0.9, 0.95), 0.95,
+                                    'transformer.h', 'bfloat16', lambda function, parameter, parts: parts)
+        optimizer.step()
+        sys.exit('torch._dynamo' in sys.modules)'''
+    subprocess.run([sys.executable, '-c', script], cwd=ROOT, check=True)
