@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from kilogpt import amx
+from kilogpt import cpu_kernels
 from kilogpt.experts import group_products
 
 
@@ -26,10 +26,10 @@ def keep_freed_memory():
             mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
-def use_faster_parts(model, use_amx=False):
+def use_faster_parts(model, use_kernels=False):
     """Replace dropout, cross-entropy, split_plan's attention and the products of experts, in place.
 
-    use_amx: take attention and activations from kilogpt/amx.py, which then has to be usable.
+    use_kernels: take attention and activations from kilogpt/cpu_kernels.py, which then has to be usable.
     """
     plan = model.split_plan
     for block in model.get_submodule(plan['blocks']).values():
@@ -37,9 +37,9 @@ def use_faster_parts(model, use_amx=False):
             parent, _, child = name.rpartition('.')
             attention = block.get_submodule(name)
             if is_plain(attention, model.config):
-                setattr(block.get_submodule(parent), child, PlainAttention(attention, use_amx))
+                setattr(block.get_submodule(parent), child, PlainAttention(attention, use_kernels))
     for module in model.modules():
-        if use_amx and hasattr(module, 'activate'):
+        if use_kernels and hasattr(module, 'activate'):
             replace_activation(module)
         if hasattr(module, 'cross_entropy'):
             replace_cross_entropy(module)
@@ -111,15 +111,15 @@ def _(x, p):
 
 @torch.no_grad()
 def replace_activation(mlp):
-    """Let an MLP compute its activation by amx.activation, unless someone has edited it in model.py."""
+    """Let an MLP take its activation from cpu_kernels, unless someone has edited it in model.py."""
     original, form = mlp.activate, getattr(mlp, 'form', None)
-    if form not in amx.ACTIVATIONS:
+    if form not in cpu_kernels.ACTIVATIONS:
         return
     h, gate = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     if form == 'swiglu':
-        expected = amx.ACTIVATIONS[form](gate) * h
+        expected = cpu_kernels.ACTIVATIONS[form](gate) * h
     else:
-        expected, gate = amx.ACTIVATIONS[form](h), None
+        expected, gate = cpu_kernels.ACTIVATIONS[form](h), None
     if not torch.allclose(original(form, h, gate), expected):
         return
 
@@ -127,7 +127,8 @@ def replace_activation(mlp):
         # For fewer numbers, calling an operation of ours takes longer than what the compiler makes.
         if not torch.compiler.is_compiling() or h.dtype != torch.bfloat16 or h.numel() < 2 ** 17:
             return original(form, h, gate)
-        return amx.activation(form, h, None) if gate is None else amx.activation(form, gate, h)
+        x, factor = (h, None) if gate is None else (gate, h)
+        return cpu_kernels.activation(form, x, factor)
 
     mlp.activate = activate
 
@@ -188,24 +189,24 @@ class PlainAttention(nn.Module):
     """The model's attention as two matrix products and a softmax, where they are faster than fused attention.
 
     That holds in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory. Faster
-    still, and of any length, is amx.attention, where the processor has it and there is no dropout.
+    still, and of any length, is cpu_kernels.attention, where the processor has it and there is no dropout.
     """
     MAX_LENGTH = 1024
     QUERIES = 256  # in a part of the products; smaller parts of short sequences leave out less than they cost
 
-    def __init__(self, fused, use_amx=False):
+    def __init__(self, fused, use_kernels=False):
         """fused: the DotProductAttention to replace, which takes the other cases."""
         super().__init__()
         self.fused = fused
-        self.use_amx = use_amx
+        self.use_kernels = use_kernels
         self.dropout = FastDropout(fused.dropout)
 
     def forward(self, q, k, v, mask=None):
         """As DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
         T = q.size(2)
         has_dropout = self.training and self.fused.dropout > 0
-        if self.use_amx and mask is None and not has_dropout and amx.takes(q, k):
-            return amx.attention(q, k, v)
+        if self.use_kernels and mask is None and not has_dropout and cpu_kernels.takes(q, k):
+            return cpu_kernels.attention(q, k, v)
         is_plain_faster = q.dtype == torch.bfloat16 or has_dropout
         if mask is not None or T != k.size(2) or T > self.MAX_LENGTH or not is_plain_faster:
             return self.fused(q, k, v, mask=mask)

@@ -348,7 +348,7 @@ def substitutes_for_gpus(dtype):
     """Contexts in which the model's parts on a CPU are those on a GPU."""
     from torch.distributed.tensor import placement_types
 
-    def use_parts_of_gpus(model, use_amx):
+    def use_parts_of_gpus(model, use_kernels):
         group_products(model, [torch.bfloat16])
         for module in list(model.modules()):
             if isinstance(module, DotProductAttention):

@@ -20,7 +20,7 @@ import warnings
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from kilogpt import amx, cpu, cuda
+from kilogpt import cpu, cpu_kernels, cuda
 from kilogpt.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.ddp import PowerSGD, Zero1, replicate
 from kilogpt.experts import ExpertBalance, find_experts, remember_choice, shard_experts, split_experts
@@ -71,7 +71,7 @@ class Parallel:
         if async_tp:
             set_up_async_tp(self.processes, compile, self.mesh.get_group('tp'), self.notes)
 
-        use_amx = compile and self.device.type == 'cpu' and amx.is_usable(self.processes, self.notes)
+        use_kernels = compile and cpu_kernels.is_usable(self.processes, self.notes)
         self.stages = {0: model}
         if layout.pp > 1:
             mine = layout.stages_of(self.mesh.get_local_rank('pp'))
@@ -81,7 +81,7 @@ class Parallel:
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
                 stage.loss = LossOfWholeLogits(stage.loss)
             if self.device.type == 'cpu':
-                cpu.use_faster_parts(stage, use_amx)
+                cpu.use_faster_parts(stage, use_kernels)
             if fp8:
                 use_float8(stage.get_submodule(plan['blocks']), self.device, self.notes)
             if layout.tp * layout.ep > 1:

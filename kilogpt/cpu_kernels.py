@@ -1,4 +1,4 @@
-"""Attention and activations in bfloat16 by amx.cpp, for processors that multiply tiles (Intel's AMX)."""
+"""Attention and activations by cpu_kernels.cpp, for CPUs that multiply in bfloat16 (AVX512-BF16, AMX)."""
 import ctypes
 import functools
 import hashlib
@@ -13,30 +13,33 @@ from torch.nn import functional as F
 from kilogpt.compiler import in_one_line
 
 SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
-# Without the rest of -ffast-math, which would round denormal numbers to zero in the whole process.
-FLAGS = ('-std=c++20 -O3 -march=sapphirerapids -mprefer-vector-width=512 -fno-math-errno -fno-trapping-math '
-         '-fopenmp -shared -fPIC').split()
-NO_TILES = 'the processor multiplies no tiles'
+# Without the rest of -ffast-math, which would round denormal numbers to zero in the whole process. Machines
+# that share a home share the library: no instructions but those of AVX512-BF16.
+FLAGS = ('-std=c++20 -O3 -march=x86-64-v4 -mavx512bf16 -mtune=native -mprefer-vector-width=512 '
+         '-fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC').split()
+NO_BFLOAT16 = 'the processor does not multiply in bfloat16'
 
 
 def is_usable(processes, notes):
-    """Whether amx.cpp runs on all processes, which may have to wait for a compiler.
+    """Whether the processes are on CPUs, and cpu_kernels.cpp runs on all; they may have to wait for a compiler.
 
     notes: gets the reason if it should run, but does not.
     """
+    if processes.device.type != 'cpu':
+        return False
     failure = processes.first_problem(problem())
-    if failure and failure[1] != NO_TILES:
-        notes.append(f'the model could be faster: kilogpt/amx.cpp cannot be compiled (rank {failure[0]}: '
-                     f'{failure[1]})')
+    if failure and failure[1] != NO_BFLOAT16:
+        notes.append('the model could be faster: kilogpt/cpu_kernels.cpp cannot be compiled '
+                     f'(rank {failure[0]}: {failure[1]})')
     return not failure
 
 
 def problem():
-    """Why amx.cpp does not run in this process, in one line; None if it does."""
-    if not torch.cpu.get_capabilities().get('amx_bf16'):
-        return NO_TILES
+    """Why cpu_kernels.cpp does not run in this process, in one line; None if it does."""
+    if not torch.cpu.get_capabilities().get('avx512_bf16'):
+        return NO_BFLOAT16
     try:
-        return None if library().is_supported() else NO_TILES
+        return None if library().is_supported() else NO_BFLOAT16
     except subprocess.CalledProcessError as error:
         return in_one_line(error.cmd[0], error.stderr)
     except (OSError, RuntimeError) as error:  # there is no compiler, no place for the library, or no home
@@ -45,11 +48,11 @@ def problem():
 
 @functools.cache
 def library():
-    """amx.cpp as a library, which the first use on a machine compiles into the user's cache in 2 seconds."""
+    """cpu_kernels.cpp as a library. The first use on a machine compiles it into the user's cache in 2 seconds."""
     compiler = os.environ.get('CXX', 'g++')
     torch_folder = pathlib.Path(torch.__file__).parent
     key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {SOURCE.read_text()}'.encode(), digest_size=8)
-    path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'amx-{key.hexdigest()}.so'
+    path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'cpu_kernels-{key.hexdigest()}.so'
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile it too

@@ -1,5 +1,5 @@
-// Activations and causal attention in bfloat16, forward and backward, on processors whose matrix products take
-// tiles (Intel's AMX). kilogpt/amx.py compiles this file and calls it.
+// Activations and causal attention in bfloat16, forward and backward, on processors that multiply in bfloat16,
+// by vectors (AVX512-BF16) or tiles (AMX). kilogpt/cpu_kernels.py compiles this file and calls it.
 #include <ATen/native/CPUBlas.h>
 #include <algorithm>
 #include <cmath>
@@ -175,8 +175,17 @@ static inline __mmask16 mask_of(int64_t remaining) {
 
 extern "C" {
 
+// Whether oneDNN has products in bfloat16 here. It throws if not, as with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
 int is_supported() {
-    return at::native::cpublas::could_pack(at::kBFloat16);
+    const uint32_t ones[2] = {pair_of(1, 1), pair_of(1, 1)};  // as (2, 2), and as pairs of rows of (2, 2)
+    float product[4] = {};
+    try {
+        brgemm(2, 2, 2, 2, 2, 2, false, operand(ones), operand(ones), product);
+        brgemm_release();
+    } catch (const std::exception&) {
+        return false;
+    }
+    return product[0] == 2;
 }
 
 // --- activations -----------------------------------------------------------------------------------------
