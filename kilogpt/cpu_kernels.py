@@ -21,7 +21,7 @@ NO_BFLOAT16 = 'the processor does not multiply in bfloat16'
 
 
 def is_usable(processes, notes):
-    """Whether the processes are on CPUs, and cpu_kernels.cpp runs on all; they may have to wait for a compiler.
+    """Whether the processes are on CPUs and cpu_kernels.cpp runs on all, which may wait for a compiler.
 
     notes: gets the reason if it should run, but does not.
     """
@@ -48,7 +48,7 @@ def problem():
 
 @functools.cache
 def library():
-    """cpu_kernels.cpp as a library. The first use on a machine compiles it into the user's cache in 2 seconds."""
+    """cpu_kernels.cpp as a library. Its first use compiles it into the user's cache, in 2 seconds."""
     compiler = os.environ.get('CXX', 'g++')
     torch_folder = pathlib.Path(torch.__file__).parent
     key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {SOURCE.read_text()}'.encode(), digest_size=8)
