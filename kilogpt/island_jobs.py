@@ -78,13 +78,12 @@ class IslandJob(Islands):
             if not self.joins:
                 return line and line | dict(wait_s=line['wait_s'] + waited)
 
-    def _is_hopeless(self, passes):
-        """Whether to give up waiting, since the server has not answered for too long."""
+    def _check_others(self):
+        """Make it a problem, which ends the wait and the run, if the server has not answered for too long."""
         seconds = self.processes.max(self.wire.seconds_silent() if self._sends else 0)
         if seconds > self.config['comm_timeout']:
             self.problem = (f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
                             '(comm_timeout): start it again, then continue with --init_from=auto')
-        return bool(self.problem)
 
     def _has_arrived(self, agreement):
         mark = self.wire.done() if self._sends else None

@@ -257,19 +257,19 @@ class Islands:
         """Wait until all processes have what other islands send; False if something else ends the wait."""
         passes = 0
         while not self._has_arrived(agreement):
-            if agreement.stop_signal:
+            if agreement.stop_signal or self.problem:
                 return False
             beat()
             passes += 1
             if passes >= 500 and passes % 20 == 0:  # once a second
-                self._end_if_abandoned()
+                self._check_others()
             time.sleep(0.002 if passes < 500 else 0.05)
         return True
 
     def _has_arrived(self, agreement):
         return agreement.is_unanimous(not self._sends or self.wire.done())
 
-    def _end_if_abandoned(self):
+    def _check_others(self):
         """Ask this process to stop if an island has ended without its part: that takes the others along."""
         if self.processes.is_main and self.wire.is_abandoned(self.merged):
             signal.raise_signal(signal.SIGTERM)
