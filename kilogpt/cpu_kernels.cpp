@@ -5,11 +5,19 @@
 #include <cmath>
 #include <cstring>
 #include <immintrin.h>
+#include <optional>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <tuple>
 #include <vector>
 
 using at::BFloat16;
 using at::native::cpublas::brgemm;  // (M, N, K, row strides of A, B and C, whether to add to C, A, B, C)
 using at::native::cpublas::brgemm_release;
+using torch::headeronly::ScalarType;
+using torch::stable::empty_like;
+using torch::stable::new_empty;
+using torch::stable::Tensor;
 
 // Of attention, no matrix of all scores is kept: the backward pass computes them again, a block at a time
 // (FlashAttention-2, Dao 2023, algorithms 1 and 2). Tensors are (B, T, heads, D), contiguous. One task is a
@@ -19,10 +27,6 @@ using at::native::cpublas::brgemm_release;
 constexpr int64_t QUERIES = 64;  // of a block
 constexpr int64_t KEYS = 256;    // of a block, in the backward pass
 constexpr float MASKED = -1e30f; // the score of a key that comes after the query
-
-struct Shape {
-    int64_t B, T, H, G, D;  // sequences, positions, heads, key/value heads, width of a head; T and D are even
-};
 
 // --- numbers ---------------------------------------------------------------------------------------------
 
@@ -157,26 +161,31 @@ static void transpose(const BFloat16* x, int64_t T, int64_t stride, int64_t D, u
 
 // --- vectors of 16 numbers in bfloat16 -------------------------------------------------------------------
 
-static inline __m512i load_bits(const BFloat16* x, __mmask16 mask) {
-    return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, x));
-}
-
-static inline __m512 floats_of(__m512i bits) {
+static inline __m512 load(const BFloat16* x) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
     return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
 
-static inline void store(BFloat16* y, __mmask16 mask, __m512 values) {
-    _mm256_mask_storeu_epi16(y, mask, (__m256i)_mm512_cvtneps_pbh(values));
+static inline void store(BFloat16* y, __m512 values) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(y), (__m256i)_mm512_cvtneps_pbh(values));
 }
 
-static inline __mmask16 mask_of(int64_t remaining) {
-    return remaining < 16 ? (1 << remaining) - 1 : 0xffff;
+// --- tensors ---------------------------------------------------------------------------------------------
+
+static const BFloat16* numbers(const Tensor& x) {
+    return static_cast<const BFloat16*>(x.const_data_ptr());
 }
 
-extern "C" {
+static const float* floats(const Tensor& x) {
+    return static_cast<const float*>(x.const_data_ptr());
+}
+
+static BFloat16* output(const Tensor& x) {
+    return static_cast<BFloat16*>(x.mutable_data_ptr());
+}
 
 // Whether oneDNN has products in bfloat16 here. It throws if not, as with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
-int is_supported() {
+extern "C" int is_supported() {
     const uint32_t ones[2] = {pair_of(1, 1), pair_of(1, 1)};  // as (2, 2), and as pairs of rows of (2, 2)
     float product[4] = {};
     try {
@@ -190,43 +199,78 @@ int is_supported() {
 
 // --- activations -----------------------------------------------------------------------------------------
 
-// y = f(x), or f(x) factor. values: f of each of the 65,536 numbers, by its bits. Nearly all x are among a few
-// thousand of them, whose values stay in the nearest cache.
-void activation(const BFloat16* x, const BFloat16* factor, const float* values, BFloat16* y,
-                const int64_t* size) {
-    #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < *size; i += 16) {
-        const __mmask16 mask = mask_of(*size - i);
-        __m512 result = _mm512_i32gather_ps(load_bits(x + i, mask), values, 4);
-        if (factor)
-            result = _mm512_mul_ps(result, floats_of(load_bits(factor + i, mask)));
-        store(y + i, mask, result);
+constexpr int64_t BLOCK = 64;  // numbers that are looked up at a time, of which tensors have a multiple
+
+// out[i] = table[the bits of x[i]], for BLOCK numbers. One at a time, since AMD's processors take twice as long
+// with instructions that gather a vector.
+static inline void look_up(const BFloat16* x, const float* table, float* out) {
+    for (int64_t i = 0; i < BLOCK; i++) {
+        out[i] = table[x[i].x];
+        asm volatile("");  // keeps the compiler from gathering vectors
     }
 }
 
-// The gradients of x and of factor from that of y. slopes: the derivative of f at each number, by its bits.
-void activation_backward(const BFloat16* grad_y, const BFloat16* x, const BFloat16* factor,
-                         const float* values, const float* slopes, BFloat16* grad_x, BFloat16* grad_factor,
-                         const int64_t* size) {
+// f(x), or f(x) factor. values: f of each of the 65,536 numbers, by its bits. Nearly all x are among a few
+// thousand of them, whose values stay in the nearest cache.
+static Tensor activation(Tensor x, std::optional<Tensor> factor, Tensor values) {
+    const Tensor y = empty_like(x);
+    const BFloat16 *in = numbers(x), *factors = factor ? numbers(*factor) : nullptr;
+    const float* table = floats(values);
+    BFloat16* out = output(y);
+    const int64_t size = x.numel();
     #pragma omp parallel for schedule(static)
-    for (int64_t i = 0; i < *size; i += 16) {
-        const __mmask16 mask = mask_of(*size - i);
-        const __m512i bits = load_bits(x + i, mask);
-        __m512 grad = floats_of(load_bits(grad_y + i, mask));
-        if (factor) {
-            store(grad_factor + i, mask, _mm512_mul_ps(grad, _mm512_i32gather_ps(bits, values, 4)));
-            grad = _mm512_mul_ps(grad, floats_of(load_bits(factor + i, mask)));
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        float found[BLOCK];
+        look_up(in + start, table, found);
+        for (int64_t i = 0; i < BLOCK; i += 16) {
+            __m512 result = _mm512_loadu_ps(found + i);
+            if (factors)
+                result = _mm512_mul_ps(result, load(factors + start + i));
+            store(out + start + i, result);
         }
-        store(grad_x + i, mask, _mm512_mul_ps(grad, _mm512_i32gather_ps(bits, slopes, 4)));
     }
+    return y;
+}
+
+// The gradients of x and of factor from that of y; without a factor, nothing as its gradient.
+// slopes: the derivative of f at each number, by its bits.
+static std::tuple<Tensor, Tensor> activation_backward(Tensor grad_y, Tensor x, std::optional<Tensor> factor,
+                                                      Tensor values, Tensor slopes) {
+    const Tensor grad_x = empty_like(x), grad_factor = factor ? empty_like(x) : new_empty(x, {0});
+    const BFloat16 *grads = numbers(grad_y), *in = numbers(x);
+    const BFloat16* factors = factor ? numbers(*factor) : nullptr;
+    const float *value_table = floats(values), *slope_table = floats(slopes);
+    BFloat16 *out = output(grad_x), *factor_out = output(grad_factor);
+    const int64_t size = x.numel();
+    #pragma omp parallel for schedule(static)
+    for (int64_t start = 0; start < size; start += BLOCK) {
+        float found_slopes[BLOCK], found_values[BLOCK];
+        look_up(in + start, slope_table, found_slopes);
+        if (factors)
+            look_up(in + start, value_table, found_values);
+        for (int64_t i = 0; i < BLOCK; i += 16) {
+            __m512 grad = load(grads + start + i);
+            if (factors) {
+                store(factor_out + start + i, _mm512_mul_ps(grad, _mm512_loadu_ps(found_values + i)));
+                grad = _mm512_mul_ps(grad, load(factors + start + i));
+            }
+            store(out + start + i, _mm512_mul_ps(grad, _mm512_loadu_ps(found_slopes + i)));
+        }
+    }
+    return {grad_x, grad_factor};
 }
 
 // --- attention -------------------------------------------------------------------------------------------
 
-// y = softmax(q kᵀ / √D) v, causal. log_sums (B, H, T) are the logarithms of the softmax's denominators.
-void attention(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16* y, float* log_sums,
-               const Shape* shape) {
-    auto [B, T, H, G, D] = *shape;
+// y = softmax(q kᵀ / √D) v, causal, and log_sums (B, H, T), the logarithms of the softmax's denominators.
+static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor values) {
+    const int64_t B = queries.size(0), T = queries.size(1), H = queries.size(2), D = queries.size(3);
+    const int64_t G = keys.size(2);
+    const Tensor results = empty_like(queries);
+    const Tensor all_log_sums = new_empty(queries, {B, H, T}, ScalarType::Float);
+    const BFloat16 *q = numbers(queries), *k = numbers(keys), *v = numbers(values);
+    BFloat16* y = output(results);
+    float* log_sums = static_cast<float*>(all_log_sums.mutable_data_ptr());
     const float scale = 1 / std::sqrt(static_cast<float>(D));
     #pragma omp parallel
     {
@@ -278,23 +322,32 @@ void attention(const BFloat16* q, const BFloat16* k, const BFloat16* v, BFloat16
         }
         brgemm_release();
     }
+    return {results, all_log_sums};
 }
 
 // The gradients of q, k and v from that of y. y and log_sums are what `attention` gave.
-void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v, const BFloat16* y,
-                        const float* log_sums, const BFloat16* grad_y, BFloat16* grad_q, BFloat16* grad_k,
-                        BFloat16* grad_v, const Shape* shape) {
-    auto [B, T, H, G, D] = *shape;
+static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tensor queries, Tensor keys,
+                                                             Tensor values, Tensor results,
+                                                             Tensor all_log_sums) {
+    const int64_t B = queries.size(0), T = queries.size(1), H = queries.size(2), D = queries.size(3);
+    const int64_t G = keys.size(2);
+    const Tensor query_grads = empty_like(queries), key_grads = empty_like(keys);
+    const Tensor value_grads = empty_like(values);
+    const BFloat16 *q = numbers(queries), *k = numbers(keys), *v = numbers(values), *y = numbers(results);
+    const BFloat16* grad_y = numbers(grads);
+    const float* log_sums = floats(all_log_sums);
+    BFloat16 *grad_q = output(query_grads), *grad_k = output(key_grads), *grad_v = output(value_grads);
     const float scale = 1 / std::sqrt(static_cast<float>(D));
     #pragma omp parallel
     {
-        std::vector<BFloat16> k_transposed(D * T), weights(KEYS * QUERIES), grad_scores(KEYS * QUERIES);
-        std::vector<float> scores(KEYS * QUERIES), grad_weights(KEYS * QUERIES);
+        const int64_t size = std::min(KEYS, T) * QUERIES;  // of a block
+        std::vector<BFloat16> k_transposed(D * T), weights(size), grad_scores(size);
+        std::vector<float> scores(size), grad_weights(size);
         std::vector<float> grad_q_transposed(D * QUERIES), grad_k_sum(T * D), grad_v_sum(T * D);
         std::vector<uint32_t> k_pairs(T / 2 * D);
         std::vector<uint32_t> q_pairs(QUERIES / 2 * D), q_transposed(D / 2 * QUERIES);
         std::vector<uint32_t> grad_y_pairs(QUERIES / 2 * D), grad_y_transposed(D / 2 * QUERIES);
-        std::vector<uint32_t> grad_score_pairs(KEYS / 2 * QUERIES);
+        std::vector<uint32_t> grad_score_pairs(size / 2);
         float log_sum[QUERIES], mean[QUERIES], scales[QUERIES];
         std::fill(scales, scales + QUERIES, scale);
         #pragma omp for schedule(static)
@@ -373,6 +426,13 @@ void attention_backward(const BFloat16* q, const BFloat16* k, const BFloat16* v,
         }
         brgemm_release();
     }
+    return {query_grads, key_grads, value_grads};
 }
 
+// Their schemas are in kilogpt/cpu_kernels.py.
+STABLE_TORCH_LIBRARY_IMPL(kilogpt, CPU, library) {
+    library.impl("attention", TORCH_BOX(&attention));
+    library.impl("attention_backward", TORCH_BOX(&attention_backward));
+    library.impl("activation", TORCH_BOX(&activation));
+    library.impl("activation_backward", TORCH_BOX(&activation_backward));
 }

@@ -48,7 +48,7 @@ def problem():
 
 @functools.cache
 def library():
-    """cpu_kernels.cpp as a library. Its first use compiles it into the user's cache, in 2 seconds."""
+    """cpu_kernels.cpp as a library. Its first use compiles it into the user's cache, in 3 seconds."""
     compiler = os.environ.get('CXX', 'g++')
     torch_folder = pathlib.Path(torch.__file__).parent
     key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {SOURCE.read_text()}'.encode(), digest_size=8)
@@ -64,11 +64,23 @@ def library():
     return ctypes.CDLL(str(path))
 
 
-def pointers(*tensors):
-    return [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in tensors]
-
-
 # --- attention ----------------------------------------------------------------------------------------------
+
+torch.library.define('kilogpt::attention', '(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)')
+torch.library.define('kilogpt::attention_backward', '(Tensor grad_y, Tensor q, Tensor k, Tensor v, Tensor y, '
+                     'Tensor log_sums) -> (Tensor, Tensor, Tensor)')
+
+
+@torch.library.register_fake('kilogpt::attention')
+def _(q, k, v):
+    B, T, H, _ = q.shape
+    return torch.empty_like(q), q.new_empty((B, H, T), dtype=torch.float32)
+
+
+@torch.library.register_fake('kilogpt::attention_backward')
+def _(grad_y, q, k, v, y, log_sums):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
 
 def takes(q, k):
     """Whether `attention` computes q (B, H, T, D) and k (B, G, S, D): bfloat16, and both T = S and D even."""
@@ -81,56 +93,41 @@ def attention(q, k, v):
 
     Sums are in float32; the softmax's weights and the gradients of the scores are rounded to bfloat16.
     """
-    y, _ = attention_forward(*(x.transpose(1, 2) for x in (q, k, v)))
-    return y.transpose(1, 2)
+    return Attention.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
 
 
-@torch.library.custom_op('kilogpt::attention', mutates_args=())
-def attention_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D) and log_sums (B, H, T), float32."""
-    q, k, v = (x.contiguous() for x in (q, k, v))
-    B, T, H, D = q.shape
-    y, log_sums = torch.empty_like(q), torch.empty(B, H, T)
-    library().attention(*pointers(q, k, v, y, log_sums), (ctypes.c_int64 * 5)(B, T, H, k.size(2), D))
-    return y, log_sums
+class Attention(torch.autograd.Function):
+    """`attention` of contiguous q (B, T, H, D), k and v (B, T, G, D)."""
 
+    @staticmethod
+    def forward(ctx, q, k, v):
+        y, log_sums = torch.ops.kilogpt.attention(q, k, v)  # (B, T, H, D) and (B, H, T), in float32
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        return y
 
-@torch.library.custom_op('kilogpt::attention_backward', mutates_args=())
-def attention_backward(grad_y: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
-                       y: torch.Tensor, log_sums: torch.Tensor) -> list[torch.Tensor]:
-    """The gradients of q, k and v."""
-    q, k, v, grad_y = (x.contiguous() for x in (q, k, v, grad_y))
-    B, T, H, D = q.shape
-    gradients = [torch.empty_like(x) for x in (q, k, v)]
-    library().attention_backward(*pointers(q, k, v, y, log_sums, grad_y, *gradients),
-                                 (ctypes.c_int64 * 5)(B, T, H, k.size(2), D))
-    return gradients
-
-
-@attention_forward.register_fake
-def _(q, k, v):
-    B, T, H, D = q.shape
-    return q.new_empty(q.shape), q.new_empty((B, H, T), dtype=torch.float32)
-
-
-@attention_backward.register_fake
-def _(grad_y, q, k, v, y, log_sums):
-    return [x.new_empty(x.shape) for x in (q, k, v)]
-
-
-def _keep_inputs(ctx, inputs, output):
-    ctx.save_for_backward(*inputs, *output)
-
-
-def _attention_backward(ctx, grad_y, _):
-    return tuple(attention_backward(grad_y, *ctx.saved_tensors))
-
-
-attention_forward.register_autograd(_attention_backward, setup_context=_keep_inputs)
+    @staticmethod
+    def backward(ctx, grad_y):
+        return torch.ops.kilogpt.attention_backward(grad_y.contiguous(), *ctx.saved_tensors)
 
 
 # --- activations --------------------------------------------------------------------------------------------
 
+torch.library.define('kilogpt::activation', '(Tensor x, Tensor? factor, Tensor values) -> Tensor')
+torch.library.define('kilogpt::activation_backward', '(Tensor grad_y, Tensor x, Tensor? factor, '
+                     'Tensor values, Tensor slopes) -> (Tensor, Tensor)')
+
+
+@torch.library.register_fake('kilogpt::activation')
+def _(x, factor, values):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake('kilogpt::activation_backward')
+def _(grad_y, x, factor, values, slopes):
+    return torch.empty_like(x), x.new_empty(0) if factor is None else torch.empty_like(x)
+
+
+BLOCK = 64  # as in cpu_kernels.cpp
 ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=functools.partial(F.gelu, approximate='tanh'),
                    relu2=lambda x: F.relu(x).square(), swiglu=F.silu)
 
@@ -146,52 +143,26 @@ def tables(form):
     return values.detach().float(), slopes.float()
 
 
-@torch.library.custom_op('kilogpt::activation', mutates_args=())
-def activation(form: str, x: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """f(x), or f(x) * factor, where f is the activation of that form. All are in bfloat16.
+def activation(x, factor, values, slopes):
+    """f(x), or f(x) * factor, all in bfloat16 and of a multiple of BLOCK numbers. values, slopes: tables of f.
 
     A number in bfloat16 is one of 65,536: a table has the exact value, and is faster than a computation.
     """
-    values, _ = tables(form)
-    x, factor = contiguous(x, factor)
-    y = torch.empty_like(x)
-    library().activation(*pointers(x, factor, values, y), ctypes.byref(ctypes.c_int64(x.numel())))
-    return y
+    factor = None if factor is None else factor.contiguous()
+    return Activation.apply(x.contiguous(), factor, values, slopes)
 
 
-@torch.library.custom_op('kilogpt::activation_backward', mutates_args=())
-def activation_backward(form: str, grad_y: torch.Tensor, x: torch.Tensor,
-                        factor: torch.Tensor | None) -> list[torch.Tensor]:
-    """The gradient of x, and that of factor if there is one."""
-    grad_y, x, factor = contiguous(grad_y, x, factor)
-    gradients = [torch.empty_like(x), None if factor is None else torch.empty_like(x)]
-    library().activation_backward(*pointers(grad_y, x, factor, *tables(form), *gradients),
-                                  ctypes.byref(ctypes.c_int64(x.numel())))
-    return [gradient for gradient in gradients if gradient is not None]
+class Activation(torch.autograd.Function):
+    """`activation` of contiguous x and factor."""
 
+    @staticmethod
+    def forward(ctx, x, factor, values, slopes):
+        ctx.save_for_backward(x, factor, values, slopes)
+        return torch.ops.kilogpt.activation(x, factor, values)
 
-def contiguous(*tensors):
-    return [None if x is None else x.contiguous() for x in tensors]
-
-
-@activation.register_fake
-def _(form, x, factor):
-    return x.new_empty(x.shape)
-
-
-@activation_backward.register_fake
-def _(form, grad_y, x, factor):
-    return [x.new_empty(x.shape) for x in (x, factor) if x is not None]
-
-
-def _keep_arguments(ctx, inputs, output):
-    ctx.form, *tensors = inputs
-    ctx.save_for_backward(*tensors)
-
-
-def _activation_backward(ctx, grad_y):
-    grad_x, *grad_factor = activation_backward(ctx.form, grad_y, *ctx.saved_tensors)
-    return None, grad_x, *(grad_factor or [None])
-
-
-activation.register_autograd(_activation_backward, setup_context=_keep_arguments)
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, factor, values, slopes = ctx.saved_tensors
+        grad_x, grad_factor = torch.ops.kilogpt.activation_backward(
+            grad_y.contiguous(), x, factor, values, slopes)
+        return grad_x, None if factor is None else grad_factor, None, None
