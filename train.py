@@ -596,7 +596,7 @@ while True:
     # update
     with processes.waits_counted():
         generator_seed = np.random.SeedSequence([seed, iteration, outer.rank]).generate_state(1)
-        torch.manual_seed(int(generator_seed[0]))  # for dropout
+        processes.seed(int(generator_seed[0]))  # for dropout
         lr = learning_rate
         if decay_lr:
             lr = scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)

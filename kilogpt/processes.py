@@ -230,6 +230,15 @@ class Processes:
         if self._counts_waits:
             self._waits.append((begin, end))
 
+    def seed(self, number):
+        """Seed the generators of this process's device and of its CPU.
+
+        torch.manual_seed also records a stack trace for each kind of device that is not in use: 0.4 ms.
+        """
+        torch.default_generator.manual_seed(number)
+        if self.device.type != 'cpu':
+            torch.get_device_module(self.device).manual_seed(number)
+
     def device_time(self):
         """The present time on the device's clock: on a GPU an event in its stream, which costs no wait."""
         if self.device.type != 'cuda':
