@@ -64,6 +64,9 @@ def library():
     return ctypes.CDLL(str(path))
 
 
+# The operations themselves have no gradients: torch.library.register_autograd would call Python in each call,
+# in compiled code too, which for a small model takes as long as what it calls.
+
 # --- attention ----------------------------------------------------------------------------------------------
 
 torch.library.define('kilogpt::attention', '(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)')
