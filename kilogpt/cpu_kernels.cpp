@@ -20,10 +20,11 @@ using torch::stable::new_empty;
 using torch::stable::Tensor;
 
 // Of attention, no matrix of all scores is kept: the backward pass computes them again, a block at a time
-// (FlashAttention-2, Dao 2023, algorithms 1 and 2). Tensors are (B, T, heads, D), contiguous. One task is a
-// sequence and a key/value head, with all the query heads that read it, so that a result depends neither on
-// the batch nor on the number of threads. Scores are computed transposed, a row for each key and a column for
-// each of QUERIES queries: maxima and sums over keys then run along whole vectors of queries.
+// (FlashAttention-2, Dao 2023, algorithms 1 and 2). Tensors are contiguous: q and y (B, T, H, D), k and v
+// (B, T, G, D), where T and D are even. One task is a sequence and a key/value head, with all the query heads
+// that read it, so that a result depends neither on the batch nor on the number of threads. Scores are computed
+// transposed, a row for each key and a column for each of QUERIES queries: maxima and sums over keys then run
+// along whole vectors of queries.
 constexpr int64_t QUERIES = 64;  // of a block
 constexpr int64_t KEYS = 256;    // of a block, in the backward pass
 constexpr float MASKED = -1e30f; // the score of a key that comes after the query
@@ -182,19 +183,6 @@ static const float* floats(const Tensor& x) {
 
 static BFloat16* output(const Tensor& x) {
     return static_cast<BFloat16*>(x.mutable_data_ptr());
-}
-
-// Whether oneDNN has products in bfloat16 here. It throws if not, as with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
-extern "C" int is_supported() {
-    const uint32_t ones[2] = {pair_of(1, 1), pair_of(1, 1)};  // as (2, 2), and as pairs of rows of (2, 2)
-    float product[4] = {};
-    try {
-        brgemm(2, 2, 2, 2, 2, 2, false, operand(ones), operand(ones), product);
-        brgemm_release();
-    } catch (const std::exception&) {
-        return false;
-    }
-    return product[0] == 2;
 }
 
 // --- activations -----------------------------------------------------------------------------------------
@@ -429,7 +417,22 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
     return {query_grads, key_grads, value_grads};
 }
 
-// Their schemas are in kilogpt/cpu_kernels.py.
+// --- what kilogpt/cpu_kernels.py calls -------------------------------------------------------------------
+
+// Whether oneDNN has products in bfloat16 here. It throws if not, as with ONEDNN_MAX_CPU_ISA=AVX512_CORE.
+extern "C" int is_supported() {
+    const uint32_t ones[2] = {pair_of(1, 1), pair_of(1, 1)};  // as (2, 2), and as pairs of rows of (2, 2)
+    float product[4] = {};
+    try {
+        brgemm(2, 2, 2, 2, 2, 2, false, operand(ones), operand(ones), product);
+        brgemm_release();
+    } catch (const std::exception&) {
+        return false;
+    }
+    return product[0] == 2;
+}
+
+// The schemas are in kilogpt/cpu_kernels.py.
 STABLE_TORCH_LIBRARY_IMPL(kilogpt, CPU, library) {
     library.impl("attention", TORCH_BOX(&attention));
     library.impl("attention_backward", TORCH_BOX(&attention_backward));
