@@ -25,19 +25,22 @@ import torch
 from torch.profiler import record_function
 
 from data.loader import Batches, TokenLoader, find_dataset, prepare_small_dataset, read_meta
-from kilogpt import checkpoint, cpu, metrics, trace, weights
+from kilogpt import checkpoint, metrics, profiler
+from kilogpt.convert import weights
+from kilogpt.devices import cpu
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.forecast import forecast
-from kilogpt.health import Agreement, Ending, StopRequest, Watchdog
-from kilogpt.island_jobs import IslandJob
-from kilogpt.islands import Islands, needed_checkpoint
-from kilogpt.layout import Layout
+from kilogpt.plan.fits import forecast
+from kilogpt.signals import Agreement, Ending, StopRequest
+from kilogpt.watchdog import Watchdog
+from kilogpt.islands.jobs import IslandJob
+from kilogpt.islands.islands import Islands, needed_checkpoint
+from kilogpt.parallel.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
-from kilogpt.parallel import Parallel, bytes_held, fill
-from kilogpt.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
+from kilogpt.parallel.apply import Parallel, bytes_held, fill
+from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
 from kilogpt.replay import Replay
 from kilogpt.settings import check_settings, compare_settings
-from kilogpt.updates import NonfiniteUpdates, Spikes, Update
+from kilogpt.guard import NonfiniteUpdates, Spikes, Update
 from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -339,7 +342,7 @@ with exit_on_error():
     log = metrics.Metrics(out_dir, processes.is_main and not replay, wandb, tensorboard and is_training,
                           iteration, prints=processes.is_first)
 peak_flops = metrics.peak_flops(processes.device, dtype)
-profiler = trace.Profiler(profile_dir, **profiled) if profile and processes.is_main else None
+profiler = profiler.Profiler(profile_dir, **profiled) if profile and processes.is_main else None
 
 
 def report_update(kind, update, what):

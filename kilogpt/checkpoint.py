@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, SoftFileLock, Timeout
 
-from kilogpt.shards import ShardWriter, checksum, comes_true, safe_reader, size_of, write_json
+from kilogpt.checkpoint_files import ShardWriter, checksum, comes_true, safe_reader, size_of, write_json
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns of a run of one process
 

@@ -10,10 +10,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import ROOT
 from kilogpt.configurator import configure
-from kilogpt.layout import Layout
+from kilogpt.parallel.layout import Layout
 from kilogpt.optim import local_part
-from kilogpt.parallel import Parallel, bytes_held, fill
-from kilogpt.processes import Processes
+from kilogpt.parallel.apply import Parallel, bytes_held, fill
+from kilogpt.parallel.processes import Processes
 from model import GPT, GPTConfig
 
 TOKENS = {'openwebtext': 9e9, 'fineweb': 10e9, 'fineweb-edu': 1.3e12}  # as the configs' comments prepare them

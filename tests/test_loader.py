@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import data.loader
 from data.loader import Batches, Prefetcher, TokenLoader, read_meta, shuffled
-from kilogpt.layout import Layout
+from kilogpt.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
 
