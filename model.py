@@ -610,6 +610,12 @@ class GPT(nn.Module):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    def describe_size(self):
+        """The number of parameters, in words."""
+        n_parameters, n_active = self.num_params(), self.num_active_params()
+        of_a_token = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
+        return f'{n_parameters:,} parameters{of_a_token}'
+
     def num_active_params(self):
         """Parameters that take part in the computation of a token: of the experts, those that it goes to."""
         config, total = self.config, self.num_params()

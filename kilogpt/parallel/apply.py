@@ -20,6 +20,7 @@ import warnings
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from data.loader import Batches
 from kilogpt.devices import cpu, cpu_kernels, cuda
 from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.parallel.ddp import PowerSGD, Zero1, replicate
@@ -49,7 +50,7 @@ class Parallel:
         self._contexts = contextlib.ExitStack()  # stay open, since the backward pass needs them too
         self._zero1 = self._powersgd = None
 
-    def lay_out(self, model, *, global_tokens, micro_batch, micro_steps, block_size, compile=False, fp8=False,
+    def lay_out(self, model, *, global_batch, micro_batch, micro_steps, block_size, compile=False, fp8=False,
                 dtype='float32', activation_checkpoint='none', cpu_offload=False, grad_compress='none',
                 async_tp=False):
         """Put a model that was built on the meta device onto the processes.
@@ -57,14 +58,18 @@ class Parallel:
         Afterwards `forward_backward` and `evaluate` run it, and `named_parameters` are what this process
         holds: memory that `fill` or a checkpoint sets. Raises ValueError where check_layout does.
         model: has a `split_plan`, and a `config` with n_head, n_kv_head and n_embd.
-        global_tokens: those of an iteration, by which the sum of all losses is divided.
+        global_batch: the sequences of an iteration, by whose tokens the sum of all losses is divided.
         """
+        self.global_batch, self.block_size = global_batch, block_size
+        self.micro_batch, self.micro_steps = micro_batch, micro_steps
         check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
         layout, plan = self.layout, model.split_plan
         # DDP and FSDP2 average gradients over ranks; the loss of each rank is scaled up by their number.
-        self.loss_scale = layout.gradient_ranks / global_tokens
+        self.loss_scale = layout.gradient_ranks / (global_batch * block_size)
+        # A pipeline takes all micro-batches of an iteration in one step.
+        self._rows_per_step = micro_batch * micro_steps if layout.pp > 1 else micro_batch
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
         splits_backward = layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD
         self.compiles = compile = compile and set_up_compiler(self.processes, layout, self.notes)
@@ -159,11 +164,24 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def warm_up(self, x, y):
+    def batches(self, loader, sequences, starts):
+        """The data.loader.Batches of this process. sequences, starts: as there."""
+        layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
+        return Batches(loader, sequences, starts, steps=lambda total: -(-total // (rows * layout.dp)),
+                       rows=lambda total, step: layout.rows(rank, total, rows, step),
+                       positions=layout.positions(rank, loader.block_size), device=self.device)
+
+    def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.
 
         A resumed run then adds up gradients in the order of an unbroken one.
+        read_batch(): a micro-batch (x, y), which one process without a compiler does not need.
         """
+        if self.compiles:
+            self.processes.say('compiling the model (up to a minute or so) ...')
+        elif self.layout.world_size == 1:
+            return
+        x, y = read_batch()
         self.forward_backward(x, y)
         self._drop_gradients()
         self.balance.forget()
@@ -262,6 +280,18 @@ class Parallel:
         if self._zero1:
             return self._zero1.named_rows
         return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
+
+    def describe(self, optimizer, batch_size, islands):
+        """Lines that say what this layout is: the degrees, bytes on a rank, the batch, and `notes`."""
+        layout, processes = self.layout, self.processes
+        parameters, moments = (processes.max(n) for n in bytes_held(self._named_parameters, optimizer))
+        lines = [f'layout      {layout.describe()}',
+                 f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
+                 f'batch       tokens per iteration: {self.global_batch * self.block_size:,} = {self.global_batch} '
+                 f'sequences of {self.block_size}; micro-batch {self.micro_batch}, {self.micro_steps} '
+                 'micro-step(s) a process']
+        notes = layout.notes + layout.split_notes(self.global_batch, batch_size, islands) + self.notes
+        return lines + [f'note        {note}' for note in notes]
 
     def attach(self, optimizer):
         """For ZeRO-1: gather the parameters after each step."""
