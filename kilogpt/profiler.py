@@ -37,7 +37,7 @@ class Profiler(Hook):
         settle = min(5, max(0, iterations - self.traced))
         self.done = False
         warm_up = min(2, settle + 1)
-        schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=traced, repeat=1)
+        schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=self.traced, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, record_shapes=True, on_trace_ready=self._report)
         self.profiler.start()

@@ -5,7 +5,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_tensors
+from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_tensors, run_script
 
 from data.loader import TokenLoader, read_meta
 from kilogpt import checkpoint
@@ -111,8 +111,7 @@ def test_run_that_went_back_resumes_to_the_bit(train, dataset, tmp_path):
     assert again.stdout.count('going back') == 1
     resumed = train(*options, '--init_from=resume', out_dir=begun.out_dir, faults=SPIKES)
     assert curve(resumed) == curve(unbroken)
-    again = train(f'{resumed.out_dir}/config.json', '--replay=all', base=[], out_dir=resumed.out_dir,
-                  faults=SPIKES)
+    again = run_script('kilogpt.replay', resumed.out_dir, 'all', *SPIKES)
     assert 'iterations agree with' in again.stdout and 'to the bit' in again.stdout
 
 
@@ -121,7 +120,7 @@ def spike(iteration, norm, limit):
 
 
 def test_median_follows_norms_that_rise_for_good():
-    spikes = Spikes('skip', 5.0, lambda *update: 'a file', lambda text: None, {})
+    spikes = Spikes('skip', 5.0)
     for iteration in range(200):
         assert not spikes.check(spike(iteration, 1.0, spikes.limit()))
     assert spikes.limit() == 5 and len(spikes.norms) == Spikes.WINDOW
@@ -131,13 +130,14 @@ def test_median_follows_norms_that_rise_for_good():
 
 
 def test_there_are_no_spikes_without_a_policy_or_a_history():
-    assert Spikes('none', 5.0, None, None, dict(norms=[1.0] * 99)).limit() == NO_LIMIT
-    assert Spikes('skip', 5.0, None, None, dict(norms=[1.0] * 15)).limit() == NO_LIMIT
-    assert Spikes('skip', 5.0, None, None, dict(norms=[1.0] * 16)).limit() == 5
+    for on_spike, n_norms, limit in (('none', 99, NO_LIMIT), ('skip', 15, NO_LIMIT), ('skip', 16, 5)):
+        spikes = Spikes(on_spike, 5.0)
+        spikes.load_state(dict(norms=[1.0] * n_norms))
+        assert spikes.limit() == limit
 
 
 def test_fourth_return_to_one_checkpoint_ends_the_run():
-    spikes, said = Spikes('rollback', 5.0, None, None, {}), []
+    spikes, said = Spikes('rollback', 5.0), []
     for _ in range(4):
         said.append(spikes.go_back(dict(iteration=20)))
     assert said[:3] == [None] * 3 and 'returns to iteration 20' in said[3]

@@ -1,16 +1,15 @@
-"""train.py --replay: iterations computed again agree with the log, and what was wrong in a run is found."""
+"""kilogpt.replay: iterations computed again agree with the log, and what was wrong in a run is found."""
 import shutil
 
 import numpy as np
 import pytest
-from helpers import FAULTS
+from helpers import FAULTS, run_script
 
 RUN = '--max_iters=12 --eval_interval=100 --save_interval=4 --eval_iters=0 --keep_checkpoints=9'.split()
 
 
-def replayed(run, train, which, *options, **others):
-    return train(f'{run.out_dir}/config.json', f'--replay={which}', *options, out_dir=run.out_dir, base=[],
-                 check=False, **others)
+def replayed(run, which, *options, nproc=1):
+    return run_script('kilogpt.replay', run.out_dir, which, f'--nproc_per_node={nproc}', *options, check=False)
 
 
 def contents(folder):
@@ -20,14 +19,14 @@ def contents(folder):
 def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
     run = train(*RUN, '--dropout=0.1')
     before = contents(run.out_dir)
-    whole = replayed(run, train, 'all')
-    assert whole.returncode == 0 and 'replay: 12 iterations agree with' in whole.stdout, whole.outputs
+    whole = replayed(run, 'all')
+    assert whole.returncode == 0 and 'replay: 12 iterations agree with' in whole.stdout, whole.stderr
     assert 'metrics.jsonl to the bit' in whole.stdout and contents(run.out_dir) == before
-    one = replayed(run, train, '7')
-    assert 'at iteration 4' in one.stdout and 'replay: 3 iterations agree with' in one.stdout, one.outputs
+    one = replayed(run, '7')
+    assert 'iter 4:' not in one.stdout and 'replay: 3 iterations agree with' in one.stdout, one.stderr
     text = (run.out_dir / 'replay_00000007' / 'batch.txt').read_text()
     assert text.count('--- token ') == 12
-    other = replayed(run, train, '7', nproc=2)
+    other = replayed(run, '7', nproc=2)
     assert 'error: dropout=0.1 draws other numbers in another layout' in other.stderr
 
 
@@ -55,20 +54,20 @@ SLOW = ('--zero_stage=0', '--zero_stage=3', '--zero_stage=3 --dp_replicate=2', '
 def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds(train, layout):
     nproc = LAYOUTS[layout]
     run = train(*RUN, *layout.split(), nproc=nproc)
-    same = replayed(run, train, 'all', nproc=nproc)
-    assert same.returncode == 0 and 'to the bit' in same.stdout, same.outputs
+    same = replayed(run, 'all', nproc=nproc)
+    assert same.returncode == 0 and 'to the bit' in same.stdout, same.stderr
     if 'grad_compress' not in layout:  # on one process, nothing is compressed
-        one = replayed(run, train, 'all', *ONE_PROCESS)
-        assert one.returncode == 0 and 'losses within' in one.stdout, one.outputs
+        one = replayed(run, 'all', *ONE_PROCESS)
+        assert one.returncode == 0 and 'losses within' in one.stdout, one.stderr
 
 
 @pytest.mark.parametrize('what', ['gradient', pytest.param('weight', marks=pytest.mark.slow)])
 def test_flipped_bit_is_found_at_its_iteration(train, what):
     run = train(*RUN, faults=[FAULTS / 'flip_bit.py'], env=dict(FAULT_WHAT=what, FAULT_ITERATION='6'))
-    found = replayed(run, train, 'all')
-    assert found.returncode == 1, found.outputs
+    found = replayed(run, 'all')
+    assert found.returncode == 1, found.stderr
     iteration = dict(gradient=6, weight=7)[what]
-    assert f'error: iteration {iteration} is the first that differs' in found.stderr, found.outputs
+    assert f'error: iteration {iteration} is the first that differs' in found.stderr, found.stderr
 
 
 @pytest.mark.slow
@@ -76,33 +75,33 @@ def test_another_batch_is_found_at_its_iteration(train, dataset, tmp_path):
     shutil.copytree(dataset, tmp_path / 'data')
     run = train(*RUN, f'--dataset={tmp_path}/data')
     tokens = np.fromfile(tmp_path / 'data' / 'train.bin', '<u2')
-    first = replayed(run, train, '9', f'--dataset={tmp_path}/data')
+    first = replayed(run, '9', f'--dataset={tmp_path}/data')
     header = (run.out_dir / 'replay_00000009' / 'batch.txt').read_text().split('\n')[0]
     assert 'agree' in first.stdout
     tokens[int(header.split()[2]) + 3] ^= 1
     tokens.tofile(tmp_path / 'data' / 'train.bin')
-    found = replayed(run, train, 'all', f'--dataset={tmp_path}/data')
-    assert 'error: iteration 9 is the first that differs: loss is' in found.stderr, found.outputs
+    found = replayed(run, 'all', f'--dataset={tmp_path}/data')
+    assert 'error: iteration 9 is the first that differs: loss is' in found.stderr, found.stderr
 
 
 @pytest.mark.slow
 def test_weights_that_changed_between_iterations_are_found_in_the_next_checkpoint(train):
     run = train(*RUN, faults=[FAULTS / 'flip_bit.py'], env=dict(FAULT_WHAT='weight', FAULT_ITERATION='12'))
-    found = replayed(run, train, 'all')
-    assert 'error: the weights after iteration 12 differ' in found.stderr, found.outputs
+    found = replayed(run, 'all')
+    assert 'error: the weights after iteration 12 differ' in found.stderr, found.stderr
 
 
 @pytest.mark.slow
 def test_one_iteration_is_profiled(train):
     run = train(*RUN)
     for iteration in (9, 10, 12):
-        profiled = replayed(run, train, iteration, '--profile=True')
-        assert 'profile of 1 iteration(s)' in profiled.stdout, profiled.outputs
+        profiled = replayed(run, iteration, '--profile=True')
+        assert 'profile of 1 iteration(s)' in profiled.stdout, profiled.stderr
         assert (run.out_dir / f'replay_{iteration:08d}' / 'trace.json').exists()
 
 
 @pytest.mark.parametrize('which, message', [
-    ('13', "replay is '13': choose 'all', or an iteration that"), ('first', "replay is 'first'")])
+    ('13', "the iteration to replay is '13': choose 'all', or one that"), ('first', "replay is 'first'")])
 def test_iteration_that_was_not_logged_is_refused(train, which, message):
     run = train(*RUN, '--max_iters=1')
-    assert message in replayed(run, train, which).stderr
+    assert message in replayed(run, which).stderr

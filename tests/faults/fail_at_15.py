@@ -1,12 +1,12 @@
 """Every process fails soon after iteration 15, however often it is started. Also a config file."""
-from kilogpt.signals import Agreement
+from kilogpt.signals import Signals
 
-_exchange = Agreement.exchange
+_exchange = Signals.exchange
 
 
-def _failing_exchange(self, request_save=False, line=None):  # train.py calls it once an iteration
+def _failing_exchange(self, line=None):  # train.py calls it once an iteration
     assert not line or line['iter'] < 15, 'planted'
-    return _exchange(self, request_save, line)
+    return _exchange(self, line)
 
 
-Agreement.exchange = _failing_exchange
+Signals.exchange = _failing_exchange

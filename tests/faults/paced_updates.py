@@ -2,9 +2,9 @@
 import os
 import time
 
-from kilogpt.signals import Agreement
+from kilogpt.signals import Signals
 
-_exchange = Agreement.exchange
+_exchange = Signals.exchange
 
 
 def _paced_exchange(*args, **options):  # train.py calls it once an iteration
@@ -13,4 +13,4 @@ def _paced_exchange(*args, **options):  # train.py calls it once an iteration
     return _exchange(*args, **options)
 
 
-Agreement.exchange = _paced_exchange
+Signals.exchange = _paced_exchange

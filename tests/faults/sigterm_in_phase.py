@@ -10,7 +10,7 @@ import signal
 import time
 
 import model
-from kilogpt.signals import Agreement
+from kilogpt.signals import Signals
 
 phase, folder = os.environ['FAULT_PHASE'], pathlib.Path(os.environ['FAULT_FOLDER'])
 world_size = int(os.environ['WORLD_SIZE'])
@@ -46,9 +46,9 @@ def stopped_fsync(descriptor):
 
 (folder / f'pid-{os.getpid()}').touch()
 if phase in ('training', 'evaluation'):
-    Agreement.PERIOD = 0  # as if each micro-step took longer than a second
+    Signals.PERIOD = 0  # as if each micro-step took longer than a second
 if phase == 'iteration':
-    Agreement.PERIOD = 1e9  # as if iterations were short, on a loaded machine too
+    Signals.PERIOD = 1e9  # as if iterations were short, on a loaded machine too
 if os.environ['RANK'] == '1':
     if phase == 'saving':
         os.fsync = stopped_fsync

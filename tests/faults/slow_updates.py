@@ -1,9 +1,9 @@
 """Each update takes 100 ms longer, so that a test can meet a run in the middle. Also a config file."""
 import time
 
-from kilogpt.signals import Agreement
+from kilogpt.signals import Signals
 
-_exchange = Agreement.exchange
+_exchange = Signals.exchange
 
 
 def _slow_exchange(*args, **options):  # train.py calls it once an iteration
@@ -11,4 +11,4 @@ def _slow_exchange(*args, **options):  # train.py calls it once an iteration
     return _exchange(*args, **options)
 
 
-Agreement.exchange = _slow_exchange
+Signals.exchange = _slow_exchange
