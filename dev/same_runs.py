@@ -282,7 +282,7 @@ def run_or_remember(path, scenario, *arguments):
 
 
 def compare(names, workers, options, trees, runs, dataset):
-    """Run scenarios in both trees, so many at a time, and print a line for each; yields whether it is good."""
+    """Run scenarios in both trees, so many at a time: print a line for each, and yield whether it is good."""
     with contextlib.ExitStack() as stack:
         pool = ThreadPoolExecutor(workers)
         stack.callback(pool.shutdown, cancel_futures=True)  # at Ctrl-C, what has not begun does not begin
