@@ -199,7 +199,8 @@ def read_checkpoint(path):
 def first_difference(base, other, where=''):
     """The first difference between two objects of JSON, in words, or ''."""
     if isinstance(base, list) and isinstance(other, list):
-        base, other = dict(enumerate(base, 1)), dict(enumerate(other, 1))
+        base, other = ({f'#{number}': value for number, value in enumerate(values, 1)}
+                       for values in (base, other))
     if not (isinstance(base, dict) and isinstance(other, dict)):
         # As text, a NaN equals a NaN, and 0.0 is not -0.0.
         is_same = json.dumps(base) == json.dumps(other)
