@@ -101,7 +101,7 @@ def start_logged(command, tree, folder, **environment):
 
 
 def kill(process):
-    """End a process and its children, as a loss of power would."""
+    """End a process and its children, as a loss of power would. Linux alone tells which those are."""
     with contextlib.suppress(OSError):
         children = pathlib.Path(f'/proc/{process.pid}/task/{process.pid}/children').read_text().split()
         for pid in (process.pid, *map(int, children)):
