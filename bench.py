@@ -17,7 +17,7 @@ communicates in an iteration: those of the whole tensor of each collective, what
 wire. Bubble is the idle share of the pipeline: by formula for equal stages / measured on the main process,
 without the optimizer and the data (on a CPU, Python between operators counts as idle).
 
-With --gpu a layout's row also has the memory and the time that kilogpt.plan foretells, and the measured as a
+With --gpu a layout's row also has the memory and the time that kilogpt.plan predicts, and the measured as a
 multiple of each. On a CPU the measured memory has some 0.4 GB of Python and PyTorch in it.
 
 MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that
@@ -61,7 +61,7 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
     """A row of medians over `iters` iterations after `warmup`. RuntimeError with the run's error if it fails.
 
     profile: also where the time and the bytes of an iteration go. trace: a file to leave the trace in.
-    gpu: what kilogpt.plan takes for --gpu, to add what it foretells. keys: further settings.
+    gpu: what kilogpt.plan takes for --gpu, to add what it predicts. keys: further settings.
     """
     if profile:
         warmup = max(warmup, 9)  # the trace takes iterations 6 to 9, and slows them
@@ -73,7 +73,7 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
         if profile:
             row |= profile_row(run)
         if gpu:
-            row |= script_runs.foretell(arguments, processes, gpu)
+            row |= script_runs.predict(arguments, processes, gpu)
         if trace:
             row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
             if processes == 1:
@@ -115,7 +115,7 @@ def roofline(arguments, config):
     peak = max(peak, *(metrics.peak_flops(device, dtype) for _ in range(4)))
     bandwidth = max(calibrate.memory_rate(device) for _ in range(4))
 
-    def foretold_ms(rate):
+    def predicted_ms(rate):
         """Milliseconds of an iteration with memory of that many bytes/s."""
         machine = Machine('the best rates', device.type, memory=math.inf, dtype=dtype, peak=peak, launch=0.0,
                           products={name: [(1, peak)] for name in (dtype, 'float8')},
@@ -123,10 +123,10 @@ def roofline(arguments, config):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'machine.json')
             write_machine(machine, path)
-            return script_runs.foretell(arguments, 1, path)['foretold_ms']
+            return script_runs.predict(arguments, 1, path)['predicted_ms']
 
-    products_ms = foretold_ms(math.inf)
-    return dict(products_ms=products_ms, products_rate=peak, memory_ms=foretold_ms(bandwidth) - products_ms,
+    products_ms = predicted_ms(math.inf)
+    return dict(products_ms=products_ms, products_rate=peak, memory_ms=predicted_ms(bandwidth) - products_ms,
                 memory_rate=bandwidth)
 
 
@@ -200,9 +200,9 @@ def sweep_text(row):
         if 'bubble_theory' in row:
             shares = f'{row["bubble_theory"]:.1%} / {row["bubble_measured"]:.1%}'
         lines[0] += f' {shares:>15}'
-    if 'foretold_gb' in row:
-        for measured, foretold in (('mem_gb', 'foretold_gb'), ('dt_ms', 'foretold_ms')):
-            lines[0] += f' {row[foretold]:>12,.2f} {row[measured] / row[foretold]:>7.2f}'
+    if 'predicted_gb' in row:
+        for measured, predicted in (('mem_gb', 'predicted_gb'), ('dt_ms', 'predicted_ms')):
+            lines[0] += f' {row[predicted]:>12,.2f} {row[measured] / row[predicted]:>7.2f}'
     if 'bytes' in row:
         moved = [f'{name} {count / 1e6:,.2f}MB' for name, count in row['bytes'].items() if count >= 5000]
         lines.append(f'    communicates {", ".join(moved) or "nothing to speak of"}')
@@ -238,8 +238,8 @@ class Table(NamedTuple):
 
 SWEEP = Table(f'{"":<48} {"tokens/s":>12} {"ms/iter":>10} {"MFU":>7} {"GB":>8}', '<48', sweep_text)
 LAYOUTS = SWEEP._replace(header=f'{SWEEP.header} {"bubble":>15}')
-FORETOLD = LAYOUTS._replace(header=f'{LAYOUTS.header} {"GB foretold":>12} {"times":>7} '
-                                   f'{"ms foretold":>12} {"times":>7}')
+PREDICTED = LAYOUTS._replace(header=f'{LAYOUTS.header} {"GB predicted":>12} {"times":>7} '
+                                   f'{"ms predicted":>12} {"times":>7}')
 SCALING = Table(f'{"processes":>9} {"weak":>14} {"efficiency":>11} {"strong":>14} {"efficiency":>11}'
                 '   (tokens/s)', '>9', scaling_text)
 SAVES = Table(f'{"async_checkpoint":<16} {"first save":>12} {"ratio":>7} {"later saves":>12} {"ratio":>7} '
@@ -271,7 +271,7 @@ def parse_arguments():
     add('--layouts', default='', metavar='"LAYOUT; ..."',
         help='layouts, as above; every one is a row (of each combination)')
     add('--gpu', default='', metavar='GPU',
-        help='with --layouts: add what kilogpt.plan foretells for this GPU, or for a file of its --calibrate')
+        help='with --layouts: add what kilogpt.plan predicts for this GPU, or for a file of its --calibrate')
     add('--scaling', metavar='N,N...',
         help='instead: weak (gradient_accumulation_steps times processes) and strong scaling by number of '
         'processes, of OMP_NUM_THREADS threads each (1)')
@@ -289,7 +289,7 @@ def parse_arguments():
     if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):
         sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
     if options.gpu and not options.layouts:
-        sys.exit('error: --gpu foretells layouts: give --layouts too')
+        sys.exit('error: --gpu predicts layouts: give --layouts too')
     for mode in ('scaling', 'saves'):
         if getattr(options, mode) and (options.layouts or options.sweep or options.profile):
             sys.exit(f'error: --{mode} makes a table of its own: '
@@ -319,7 +319,7 @@ def main():
             rows = sweep(run, arguments, layouts, combinations, keep_traces=options.profile)
             table = SWEEP
             if options.layouts:
-                table = FORETOLD if options.gpu else LAYOUTS
+                table = PREDICTED if options.gpu else LAYOUTS
         complete = print_rows(rows, table, options.json)
     sys.exit(0 if complete else 1)
 

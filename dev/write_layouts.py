@@ -8,7 +8,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests' / 'plan')]
 from kilogpt.configurator import config_of
 from kilogpt.machines import find_machine
 from kilogpt.plan.planner import Planner
-from published import ROWS, judge
+from published import ROWS, predict
 
 PAGE = ROOT / 'docs' / 'layouts.md'
 GPT2, XL, LLAMA, BIG = 'train_gpt2', 'gpt2_xl_fsdp', 'llama_7b_tp_fsdp', 'gpt_70b_3d'
@@ -59,11 +59,11 @@ def examples():
 
 
 def published():
-    """The table of published runs: foretold beside measured."""
-    lines = header('Llama 3.1', 'GPUs', 'tokens a sequence', 'tokens/s/GPU measured', 'foretold',
-                   'GiB measured', 'foretold', '')
+    """The table of published runs: predicted beside measured."""
+    lines = header('Llama 3.1', 'GPUs', 'tokens a sequence', 'tokens/s/GPU measured', 'predicted',
+                   'GiB measured', 'predicted', '')
     for row in ROWS:
-        speed, gib = judge(row)
+        speed, gib = predict(row)
         memory = f'{row.gib} | {gib:.0f} ({gib / row.gib - 1:+.0%})' if row.gib else '- | -'
         note = f'fitted: {row.fitted}' if row.fitted else row.misses
         lines.append(f'| {row.name} | {row.gpus} | {row.block_size:,} | {row.tokens_per_sec:,} '

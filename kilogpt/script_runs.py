@@ -102,15 +102,15 @@ def train(arguments, out_dir, processes=1, **keys):
                stalls_ms=[line['ckpt_stall_ms'] for line in lines if 'ckpt_stall_ms' in line])
 
 
-def foretell(arguments, processes, gpu):
-    """A layout's foretold_gb and foretold_ms, by kilogpt.plan. RuntimeError with its error if it fails."""
+def predict(arguments, processes, gpu):
+    """A layout's predicted_gb and predicted_ms, by kilogpt.plan. RuntimeError with its error if it fails."""
     command = [sys.executable, '-m', 'kilogpt.plan', *arguments, f'--gpus={processes}', f'--gpu={gpu}',
                '--as_given', '--json']
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     row, = json.loads(done.stdout)
-    return dict(foretold_gb=row['memory_gb'], foretold_ms=row['ms'])
+    return dict(predicted_gb=row['memory_gb'], predicted_ms=row['ms'])
 
 
 def last_error(stderr):

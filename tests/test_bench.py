@@ -132,12 +132,12 @@ def test_sharded_layouts_communicate_the_bytes_that_theory_says(dataset):
 
 
 @pytest.mark.slow
-def test_layouts_have_what_the_planner_foretells(dataset):
+def test_layouts_have_what_the_planner_predicts(dataset):
     rows = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--layouts=dp1; dp2 zero3', '--gpu=T4')
     assert [row['layout'] for row in rows] == ['dp1', 'dp2 zero3']
     for row in rows:
-        assert row['mem_gb'] > 0 and row['foretold_gb'] > 1.5  # CUDA's own
-        assert row['dt_ms'] > 0 and row['foretold_ms'] > 0
+        assert row['mem_gb'] > 0 and row['predicted_gb'] > 1.5  # CUDA's own
+        assert row['dt_ms'] > 0 and row['predicted_ms'] > 0
 
 
 @pytest.mark.slow
@@ -170,7 +170,7 @@ def test_too_few_saves_are_a_sentence():
 @pytest.mark.parametrize('arguments, message', [
     (['--scaling=1,2', '--profile'], '--scaling makes a table of its own'),
     (['--saves=3', '--sweep=batch_size=1,2'], '--saves makes a table of its own'),
-    (['--gpu=H100', '--sweep=batch_size=1,2'], '--gpu foretells layouts: give --layouts too'),
+    (['--gpu=H100', '--sweep=batch_size=1,2'], '--gpu predicts layouts: give --layouts too'),
     (['--scaling=1,0'], '--scaling takes numbers of processes such as 1,2,4'),
     (['--iters=0'], '--iters must be at least 1'),
     (['--sweep=batch_size'], "--sweep takes key=value,value ... separated by spaces, but has 'batch_size'"),
@@ -189,7 +189,7 @@ def test_tables_line_up(capsys):
     tables = (
         (bench.SWEEP, 'n_head=4', dict(measured, layout='')),
         (bench.LAYOUTS, 'pp2', profiled),
-        (bench.FORETOLD, 'pp2', dict(profiled, foretold_gb=1.2, foretold_ms=10.0)),
+        (bench.PREDICTED, 'pp2', dict(profiled, predicted_gb=1.2, predicted_ms=10.0)),
         (bench.SCALING, '2', dict(weak_tokens_per_sec=2e4, weak_efficiency=0.9, strong_tokens_per_sec=1e4,
                                   strong_efficiency=0.5)),
         (bench.SAVES, 'True', dict(first_ms=100.0, first_ratio=0.5, later_ms=10.0, later_ratio=0.1,

@@ -37,7 +37,7 @@ from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.script_runs import ROOT, parse_layouts
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.settings import check_settings
-from kilogpt.prove.runs import Trials
+from kilogpt.prove.runs import LayoutRuns
 from model import GPT, GPTConfig
 
 ITERATIONS = 3  # that are compared, before the save
@@ -215,7 +215,7 @@ class Prover:
         self.small, self.facts = small, diagnosis.inspect(self.model)
         self.n_blocks = len(self.model.get_submodule(self.model.split_plan['blocks']))
         in_float64 = options.float64 or config['mlp'] == 'moe'
-        self.trials = Trials(folder, small, VOCABULARY, ITERATIONS, in_float64)
+        self.trials = LayoutRuns(folder, small, VOCABULARY, ITERATIONS, in_float64)
         self.report = Report(options.json, total=1 + len(layouts))
         shrunk = [f'{key} {config[key]} -> {small[key]}' for key in SHRUNK if config[key] != small[key]]
         self.report.say(f'{self.model.num_params():,} parameters, {"float64" if in_float64 else "float32"}; '
@@ -263,7 +263,7 @@ class Prover:
             lines = diagnosis.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'
             advice = diagnosis.advise(keys, self.facts, differences, run.first_wrong,
-                                   random=trials.testimonies[0].random)
+                                   random=trials.observations[0].random)
             return dict(verdict='wrong', lines=lines, advice=advice, **figures)
         if not self.options.quick:
             lines = trials.continue_from(self.source, processes, arguments)

@@ -11,7 +11,7 @@ from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
 
 
-class Testimony(NamedTuple):
+class Observation(NamedTuple):
     """What one process saw in one iteration."""
     gradients: list  # [(parameter's name, whole gradient before clipping)]; a tied pair may be there twice
     weights: list  # [(parameter's name, whole parameter before the update)]
@@ -24,15 +24,15 @@ def path_of(folder, iteration, rank):
 
 
 def read(folder, iteration, processes):
-    """[Testimony] of each process for an iteration, the first of which is 1."""
-    testimonies = []
+    """[Observation] of each process for an iteration, the first of which is 1."""
+    observations = []
     for rank in range(processes):
-        testimonies.append(Testimony(**torch.load(path_of(folder, iteration, rank))))
-    return testimonies
+        observations.append(Observation(**torch.load(path_of(folder, iteration, rank))))
+    return observations
 
 
 def install(folder, in_float64=False):
-    """Make the train.py that will run in this process write a Testimony for each iteration into a folder.
+    """Make the train.py that will run in this process write a Observation for each iteration into a folder.
 
     in_float64: compute in float64, where no rounding is large enough to send a token to another expert.
     """
@@ -60,8 +60,8 @@ def install(folder, in_float64=False):
             if parameter.grad is not None:
                 gradients.append((name, whole(parameter.grad)))
         weights = [(name, whole(parameter)) for name, parameter in self.named_parameters()]
-        testimony = Testimony(gradients, weights, observer.activations, sorted(observer.random))
-        torch.save(testimony._asdict(), path_of(folder, iteration, self.processes.rank))
+        observation = Observation(gradients, weights, observer.activations, sorted(observer.random))
+        torch.save(observation._asdict(), path_of(folder, iteration, self.processes.rank))
         observer.forget()
         return clip_gradients(self, max_norm, limit)
 

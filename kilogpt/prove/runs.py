@@ -26,7 +26,7 @@ CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes
 FIRST_PORT = 15_000
 
 
-class Trials:
+class LayoutRuns:
     """Runs of one config in forked processes, each in a folder of its own within `folder`.
 
     config: train.py's, of one process. iterations: those that are compared, after which each run saves.
@@ -87,13 +87,13 @@ class Trials:
         """Run one process two iterations longer than the others, and keep what it saw and saved."""
         self.one = self.train(1, [], max_iters=self.iterations + 2)
         if not self.one.error:
-            self.testimonies = [observer.read(self.one.folder, i + 1, 1)[0] for i in range(self.iterations)]
+            self.observations = [observer.read(self.one.folder, i + 1, 1)[0] for i in range(self.iterations)]
             self.saved = saved_weights(self.one.out_dir, self.iterations)
         return self.one
 
     def unused_parameters(self, model):
         """Names of the model's parameters that should be trained, but got no gradient on one process."""
-        trained = {name for name, _ in self.testimonies[0].gradients}
+        trained = {name for name, _ in self.observations[0].gradients}
         return [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]
 
     def continue_from(self, source, processes, arguments):
@@ -120,24 +120,24 @@ class Trials:
         The differences are those of the first iteration that has any.
         """
         errors = {}
-        for iteration, reference in enumerate(self.testimonies, start=1):
+        for iteration, reference in enumerate(self.observations, start=1):
             differences = []
-            testimonies = observer.read(run.folder, iteration, run.processes)
+            observations = observer.read(run.folder, iteration, run.processes)
             if iteration == 1:
                 differences += self._compare_tensors(iteration, 'starting weight', reference.weights,
-                                                     [each.weights for each in testimonies], errors)
+                                                     [each.weights for each in observations], errors)
             else:
                 of_ranks = [self._compare_updates(iteration - 1, each.weights, reference.weights, errors)
-                            for each in testimonies]
-                held = [{name for name, _ in each.weights} for each in testimonies]
+                            for each in observations]
+                held = [{name for name, _ in each.weights} for each in observations]
                 differences += compare.unite_ranks(of_ranks, held)
             if not differences:
                 differences += self._compare_tensors(iteration, 'gradient', reference.gradients,
-                                                     [each.gradients for each in testimonies], errors)
+                                                     [each.gradients for each in observations], errors)
             differences += [each for each in compare.compare_curves(run, self.one)
                             if each.iteration == iteration]
             if iteration == 1:
-                run.first_wrong = first_wrong_value([each.activations for each in testimonies],
+                run.first_wrong = first_wrong_value([each.activations for each in observations],
                                                     reference.activations)
             if differences:
                 return differences, errors
@@ -169,7 +169,7 @@ class Trials:
 
         found, expected: [(name, parameter)]; errors: takes the largest error.
         """
-        start, expected, differences = dict(self.testimonies[0].weights), dict(expected), []
+        start, expected, differences = dict(self.observations[0].weights), dict(expected), []
         for name, weight in found:
             is_clear = self._has_clear_gradient(name)
             update, right_update = weight - start[name], expected[name] - start[name]
@@ -187,8 +187,8 @@ class Trials:
         AdamW makes a whole step of the others too, in any direction.
         """
         is_clear = torch.ones_like(self.saved[name], dtype=torch.bool)
-        for testimony in self.testimonies:
-            gradients = dict(testimony.gradients)
+        for observation in self.observations:
+            gradients = dict(observation.gradients)
             if name in gradients:
                 floor = compare.NEGLIGIBLE * compare.norm_of_all(gradients.values())
                 size = max(gradients[name].norm().item(), floor) / gradients[name].numel() ** 0.5
@@ -199,7 +199,7 @@ class Trials:
 def first_wrong_value(activations, expected):
     """The first input or output of a module that has another mean square than expected, or ''.
 
-    activations: `Testimony.activations` of each process; expected: those of one process. Where the processes
+    activations: `Observation.activations` of each process; expected: those of one process. Where the processes
     compute padding too, nothing is known.
     """
     squares, counts = {}, {}
