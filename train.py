@@ -218,6 +218,8 @@ processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype
 for line in (*parallel.describe(optimizer, batch_size, islands), *all_islands.describe(),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
+if saved:
+    processes.say(f'resuming {source} at iteration {run.iteration}')
 
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
 saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
