@@ -66,11 +66,14 @@ class Parallel:
         # DDP and FSDP2 average gradients over ranks; the loss of each rank is scaled up by their number.
         self.loss_scale = layout.gradient_ranks / global_tokens
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
-        splits_backward = layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD
+        splits_backward = layout.splits_backward(activation_checkpoint)
+        if layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD and not splits_backward:
+            self.notes.append(f'pp_schedule={layout.pp_schedule} does not split the backward pass: '
+                              f'activation_checkpoint={activation_checkpoint} would recompute a block for '
+                              'each of its weights')
         self.compiles = compile = compile and set_up_compiler(self.processes, layout, self.notes)
         if async_tp:
             set_up_async_tp(self.processes, compile, self.mesh.get_group('tp'), self.notes)
-
         use_kernels = compile and cpu_kernels.is_usable(self.processes, self.notes)
         self.stages = {0: model}
         if layout.pp > 1:
@@ -119,7 +122,7 @@ class Parallel:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=micro_batch, micro_steps=micro_steps,
                 block_size=block_size, n_embd=model.config.n_embd, dtype=dtype, tied=model.tied,
-                loss_scale=self.loss_scale)
+                loss_scale=self.loss_scale, splits_backward=splits_backward)
         self._named_parameters = []
         for stage in self.stages.values():
             for name, parameter in name_parameters(stage, self.processes):

@@ -12,7 +12,8 @@ import pytest
 from helpers import FAULTS, ROOT, run_forked
 
 FLOORS = [
-    {'model', 'kilogpt.configurator', 'kilogpt.costs', 'kilogpt.forecast', 'kilogpt.hugging_face',
+    {'model', 'kilogpt.configurator', 'kilogpt.costs', 'kilogpt.errors', 'kilogpt.forecast',
+     'kilogpt.hugging_face',
      'kilogpt.layout', 'kilogpt.machines', 'kilogpt.metrics', 'kilogpt.optim', 'kilogpt.settings',
      'kilogpt.stream', 'kilogpt.times', 'kilogpt.trace', 'kilogpt.updates', 'data.fetch', 'data.loader',
      'data.prepare', 'data.tokenizer'},
