@@ -23,7 +23,7 @@ multiple of each. On a CPU the measured memory has some 0.4 GB of Python and PyT
 MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that
 of the fastest of three matrix products, timed at the start with the threads of a process. With --profile the
 row of one process also has its roofline: how long its products would take at that peak, and what it reads and
-writes (by the formulas of kilogpt/times.py) at the bandwidth of a copy.
+writes (by the formulas of kilogpt/plan/time_model.py) at the bandwidth of a copy.
 """
 import argparse
 import functools
@@ -40,10 +40,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from data.prepare import write_random_tokens
-from kilogpt import launch
-from kilogpt.layout import SCHEDULES
+from kilogpt import script_runs
+from kilogpt.parallel.layout import SCHEDULES
 from kilogpt.machines import Machine, write_machine
-from kilogpt.times import bubble
+from kilogpt.plan.time_model import bubble
 
 
 def parse_sweep(text):
@@ -66,14 +66,14 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
     if profile:
         warmup = max(warmup, 9)  # the trace takes iterations 6 to 9, and slows them
     with tempfile.TemporaryDirectory() as out_dir:
-        run = launch.train(arguments, out_dir, processes, max_iters=warmup + iters, profile=profile, **keys)
+        run = script_runs.train(arguments, out_dir, processes, max_iters=warmup + iters, profile=profile, **keys)
         row = {key: run.median(key, warmup) for key in ('tokens_per_sec', 'dt_ms', 'mfu', 'mem_gb')}
         row['gradient_accumulation_steps'] = run.config['gradient_accumulation_steps']
         row['stalls_ms'] = run.stalls_ms[:-1]  # the last save, at the end, always blocks
         if profile:
             row |= profile_row(run)
         if gpu:
-            row |= launch.foretell(arguments, processes, gpu)
+            row |= script_runs.foretell(arguments, processes, gpu)
         if trace:
             row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
             if processes == 1:
@@ -103,8 +103,9 @@ def roofline(arguments, config):
     `products_rate`, FLOP/s; memory_ms: what is read and written besides at `memory_rate`, bytes/s. {} where
     the peak of the device is unknown.
     """
-    from kilogpt import calibrate, metrics  # these import torch, which takes seconds
-    from kilogpt.processes import find_device, resolve_dtype
+    from kilogpt import metrics
+    from kilogpt.plan import calibrate  # these import torch, which takes seconds
+    from kilogpt.parallel.processes import find_device, resolve_dtype
     device = find_device(config['device'])
     dtype = resolve_dtype(config['dtype'], device)
     peak = metrics.peak_flops(device, dtype)
@@ -122,7 +123,7 @@ def roofline(arguments, config):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'machine.json')
             write_machine(machine, path)
-            return launch.foretell(arguments, 1, path)['foretold_ms']
+            return script_runs.foretell(arguments, 1, path)['foretold_ms']
 
     products_ms = foretold_ms(math.inf)
     return dict(products_ms=products_ms, products_rate=peak, memory_ms=foretold_ms(bandwidth) - products_ms,
@@ -298,7 +299,7 @@ def parse_arguments():
 
 def main():
     options, arguments = parse_arguments()
-    layouts = launch.parse_layouts(options.layouts, options.nproc_per_node)
+    layouts = script_runs.parse_layouts(options.layouts, options.nproc_per_node)
     layouts = layouts or [('', options.nproc_per_node, [])]
     combinations = parse_sweep(options.sweep)
     run = functools.partial(measure, iters=options.iters, warmup=options.warmup,

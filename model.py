@@ -3,7 +3,7 @@
 The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks
 (RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
 same few classes, and so is a mixture of experts. Where a layout or a device needs another form of a part,
-`kilogpt/parallel.py` replaces it.
+`kilogpt/parallel/apply.py` replaces it.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
 rows, S positions that a query may see; in experts N tokens (B * T), E experts, K experts that a token goes
@@ -482,7 +482,7 @@ class Permute(torch.autograd.Function):
 # --- the whole model ----------------------------------------------------------------------------------------
 
 class GPT(nn.Module):
-    # How the model may be split, which parallel.py carries out. Names are paths in the model or in a block.
+    # How the model may be split, which kilogpt/parallel/apply.py carries out. Names are paths in the model or in a block.
     split_plan = dict(
         # A pipeline cuts between blocks; the first stage has what comes before, the last what comes after.
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
@@ -609,6 +609,12 @@ class GPT(nn.Module):
     def num_params(self):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
+
+    def describe_size(self):
+        """The number of parameters, in words."""
+        n_parameters, n_active = self.num_params(), self.num_active_params()
+        of_a_token = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
+        return f'{n_parameters:,} parameters{of_a_token}'
 
     def num_active_params(self):
         """Parameters that take part in the computation of a token: of the experts, those that it goes to."""

@@ -11,12 +11,13 @@ import sys
 import torch
 
 from data.tokenizer import get_tokenizer
-from kilogpt import checkpoint, weights
-from kilogpt.compiler import compile_failure
+from kilogpt import checkpoint
+from kilogpt.convert import weights
+from kilogpt.parallel.compiler import compile_failure
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.cpu import Int8Linear, PackedLinear, can_pack, replace_all
-from kilogpt.parallel import fill
-from kilogpt.processes import find_device, resolve_dtype
+from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack, replace_all
+from kilogpt.parallel.apply import fill
+from kilogpt.parallel.processes import find_device, resolve_dtype
 from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.layout import Layout
+from kilogpt.parallel.layout import Layout
 from kilogpt.metrics import synchronize
-from kilogpt.processes import Processes
+from kilogpt.parallel.processes import Processes
 
 device = 'auto'  # 'cpu' or 'cuda'; 'auto' = CUDA if available
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device

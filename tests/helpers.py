@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from kilogpt import checkpoint
-from kilogpt.compare import GRAD_NORM, LOSS, compare_curves
-from kilogpt.forks import free_ports
+from kilogpt.prove.compare import GRAD_NORM, LOSS, compare_curves
+from kilogpt.prove.forked import free_ports
 from kilogpt.metrics import read_metrics
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -70,7 +70,7 @@ def free_port():
     return next(PORTS)
 
 
-IDLE_SERVERS = []  # processes of kilogpt/forks.py that no run uses at present
+IDLE_SERVERS = []  # processes of kilogpt/prove/forked.py that no run uses at present
 SERVERS_LOCK = threading.Lock()
 
 
@@ -118,7 +118,7 @@ def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='
 
 
 def _start_fork_server():
-    return subprocess.Popen([sys.executable, os.path.join(ROOT, 'kilogpt', 'forks.py')], text=True,
+    return subprocess.Popen([sys.executable, '-m', 'kilogpt.prove.forked'], text=True, cwd=ROOT,
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 

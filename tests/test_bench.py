@@ -7,7 +7,7 @@ import pytest
 from helpers import TINY, run_script
 
 import bench
-from kilogpt import launch, trace
+from kilogpt import profiler, script_runs
 from kilogpt.configurator import config_of
 from model import GPT, GPTConfig
 
@@ -33,7 +33,7 @@ def test_sweep_measures_every_combination_and_profiles_it(dataset, tmp_path):
     for row in rows:
         for figure in ('tokens_per_sec', 'dt_ms', 'mem_gb', 'mfu'):
             assert row[figure] > 0
-        assert set(row['profile_ms']) == set(trace.CATEGORIES)
+        assert set(row['profile_ms']) == set(profiler.CATEGORIES)
         for category in ('matmul', 'attention', 'optimizer'):
             assert row['profile_ms'][category] > 0
         assert json.loads((tmp_path / row['trace']).read_text())['traceEvents']
@@ -68,7 +68,7 @@ def test_failed_run_is_a_row_with_its_error(tmp_path):
 
 def test_layout_is_words_for_arguments_and_processes():
     text = ' dp8; zero3 ;tp2 pp2  dp2 zbv full; cp=2 dp1 zero2 rep2 offload bf16 mlp=swiglu;'
-    assert launch.parse_layouts(text, 4) == [
+    assert script_runs.parse_layouts(text, 4) == [
         ('dp8', 8, []),
         ('zero3', 4, ['--zero_stage=3']),
         ('tp2 pp2 dp2 zbv full', 8, [
@@ -85,7 +85,7 @@ def test_layout_is_words_for_arguments_and_processes():
 ])
 def test_wrong_layout_is_a_sentence(text, message):
     with pytest.raises(SystemExit, match=message):
-        launch.parse_layouts(text, 2)
+        script_runs.parse_layouts(text, 2)
 
 
 BYTES_TOLERANCE = 256  # the losses, the signals and the gradient's norm are summed too, number by number

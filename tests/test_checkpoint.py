@@ -13,7 +13,7 @@ import torch
 from helpers import ROOT, read_tensors
 from test_weights import make_run
 
-from kilogpt import checkpoint, shards
+from kilogpt import checkpoint, checkpoint_files
 from kilogpt.optim import build_adamw
 
 pytestmark = pytest.mark.quick
@@ -116,7 +116,7 @@ def writes(monkeypatch):
         addresses = {key: part.data_ptr() for key, part in parts.items()}
         found.append((threading.current_thread(), addresses, sys.getswitchinterval()))
         return write_items(path, items, parts)
-    found, write_items = [], shards._write_items
+    found, write_items = [], checkpoint_files._write_items
     monkeypatch.setattr(shards, '_write_items', recorded)
     return found
 
@@ -147,7 +147,7 @@ def test_thread_uses_the_gpu_of_its_process(tmp_path, monkeypatch):
 
 
 def test_save_in_the_background_is_under_way_until_it_is_written(tmp_path, monkeypatch):
-    gate, write_items = threading.Event(), shards._write_items
+    gate, write_items = threading.Event(), checkpoint_files._write_items
     monkeypatch.setattr(shards, '_write_items', lambda *args: gate.wait() and write_items(*args))
     saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
     saver.allocate(parameters, None)
@@ -266,8 +266,9 @@ def test_folder_that_cannot_be_written_to_is_an_error(tmp_path):
 WITHOUT_UNIX = """
 import sys
 sys.modules['fcntl'] = sys.modules['resource'] = None
-import kilogpt.convert
-from kilogpt import checkpoint, weights
+import kilogpt.convert.__main__
+from kilogpt import checkpoint
+from kilogpt.convert import weights
 checkpoint.lock_folder(sys.argv[1], patience=0)
 checkpoint.lock_folder(sys.argv[1], patience=0)
 print('imported')

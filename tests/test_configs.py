@@ -10,10 +10,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import ROOT
 from kilogpt.configurator import configure
-from kilogpt.layout import Layout
+from kilogpt.parallel.layout import Layout
 from kilogpt.optim import local_part
-from kilogpt.parallel import Parallel, bytes_held, fill
-from kilogpt.processes import Processes
+from kilogpt.parallel.apply import Parallel, bytes_held, fill
+from kilogpt.parallel.processes import Processes
 from model import GPT, GPTConfig
 
 TOKENS = {'openwebtext': 9e9, 'fineweb': 10e9, 'fineweb-edu': 1.3e12}  # as the configs' comments prepare them
@@ -60,7 +60,7 @@ def lay_out(monkeypatch, world_size, rank, arguments):
         n_parameters = model.num_params()
         global_batch = config.batch_size * config.gradient_accumulation_steps
         micro_batch, micro_steps = layout.split_batch(global_batch, config.batch_size)
-        parallel.lay_out(model, global_tokens=1, micro_batch=micro_batch, micro_steps=micro_steps,
+        parallel.lay_out(model, global_batch=1, micro_batch=micro_batch, micro_steps=micro_steps,
                          block_size=config.block_size, dtype='bfloat16',
                          activation_checkpoint=config.activation_checkpoint)
     finally:

@@ -1,6 +1,6 @@
 """The house stands: who imports whom, how long files are, and that the scripts start where Unix is not.
 
-A module imports modules of lower floors, or helpers of its own floor; nothing imports a script or a command.
+A file imports files of its own room and of rooms on lower floors. Nothing imports a script.
 """
 import ast
 import graphlib
@@ -11,71 +11,79 @@ import pytest
 
 from helpers import FAULTS, ROOT, run_forked
 
+# Rooms from the ground up. A folder is a room, and so are the files of kilogpt/ that share a floor.
 FLOORS = [
-    {'model', 'kilogpt.configurator', 'kilogpt.costs', 'kilogpt.errors', 'kilogpt.forecast',
-     'kilogpt.hugging_face',
-     'kilogpt.layout', 'kilogpt.machines', 'kilogpt.metrics', 'kilogpt.optim', 'kilogpt.settings',
-     'kilogpt.stream', 'kilogpt.times', 'kilogpt.trace', 'kilogpt.updates', 'data.fetch', 'data.loader',
-     'data.prepare', 'data.tokenizer'},
-    {'kilogpt.advise', 'kilogpt.calibrate', 'kilogpt.checkpoint', 'kilogpt.compare',
-     'kilogpt.compiler', 'kilogpt.cpu', 'kilogpt.cpu_kernels', 'kilogpt.cuda', 'kilogpt.ddp',
-     'kilogpt.dry_run', 'kilogpt.experts', 'kilogpt.forks', 'kilogpt.health', 'kilogpt.island_jobs',
-     'kilogpt.islands', 'kilogpt.launch', 'kilogpt.matrices', 'kilogpt.meeting', 'kilogpt.outer',
-     'kilogpt.parallel', 'kilogpt.pipeline', 'kilogpt.processes', 'kilogpt.recorder', 'kilogpt.replay',
-     'kilogpt.shards', 'kilogpt.trials', 'kilogpt.weights', 'kilogpt.witness'},
-    {'train', 'sample', 'bench', 'kilogpt.convert', 'kilogpt.meet', 'kilogpt.plan', 'kilogpt.plot',
-     'kilogpt.prove', 'kilogpt.versus'},
+    {'data', 'kilogpt/configurator.py', 'kilogpt/machines.py', 'kilogpt/metrics.py', 'kilogpt/mixture.py',
+     'kilogpt/optim.py', 'kilogpt/profiler.py', 'kilogpt/settings.py', 'model.py'},
+    {'kilogpt/devices'},
+    {'kilogpt/parallel'},
+    {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/run.py',
+     'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
+    {'kilogpt/convert'},
+    {'kilogpt/islands', 'kilogpt/plan', 'kilogpt/plot', 'kilogpt/prove', 'kilogpt/replay'},
+    {'bench.py', 'kilogpt/meet.py', 'sample.py', 'train.py'},
 ]
-LONG_FILES = {  # {path: why it is longer than 500 lines}
-    'model.py': 'the GPT and its experts, all of it, in one file that runs without the others',
-    'train.py': 'each key of a run is a line here, above a script of 400'}
-LONG_CLASSES = {}  # {path:class: why it is longer than 250 lines}
+# What one person reads in an evening, and how long it may be.
+LONGEST = {'train.py': 360, 'model.py': 520, 'data/loader.py': 260, 'kilogpt/parallel/apply.py': 500}
+LONGEST_OTHERS = 450
 
 HOME = pathlib.Path(ROOT)
-PATHS = sorted([*HOME.glob('*.py'), *HOME.glob('kilogpt/*.py'), *HOME.glob('data/**/*.py')])
-TEXTS = {path.relative_to(HOME).as_posix(): path.read_text(encoding='utf-8') for path in PATHS}
+PATHS = sorted(path.relative_to(HOME).as_posix()
+               for path in [*HOME.glob('*.py'), *HOME.glob('kilogpt/**/*.py'), *HOME.glob('data/**/*.py')])
+TEXTS = {path: (HOME / path).read_text(encoding='utf-8') for path in PATHS}
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+pytestmark = pytest.mark.quick
 
 
-def module_name(path):
-    return path.removesuffix('.py').replace('/', '.').removesuffix('.__init__')
+def path_of(module):
+    """The path of a module of ours, 'kilogpt.parallel' or 'kilogpt.parallel.apply'; None for any other."""
+    base = module.replace('.', '/')
+    return next((path for path in (f'{base}.py', f'{base}/__init__.py') if path in TEXTS), None)
 
 
-MODULES = {module_name(path) for path in TREES}
-
-
-def imports_of(tree):
-    """Full names of the modules that a file imports, wherever in it."""
+def modules_imported(tree):
+    """Names of all modules that a file imports, wherever in the file."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, 'imports are absolute here'
-            inside = {f'{node.module}.{alias.name}' for alias in node.names}  # from kilogpt import checkpoint
-            found |= inside & MODULES or {node.module}
+            inside = {f'{node.module}.{alias.name}' for alias in node.names}
+            found |= {name for name in inside if path_of(name)} or {node.module}
     return found
 
 
-def floor_of(module):
-    """0 for the ground floor; a dataset's prepare.py is a script."""
-    if module.startswith('data.') and module.count('.') == 2:
+def room_of(path):
+    """The room of a file: its folder, or the file itself where it lies in kilogpt/ or at the top."""
+    parts = path.split('/')
+    if parts[0] == 'kilogpt' and len(parts) > 2:
+        return '/'.join(parts[:2])
+    return parts[0] if len(parts) > 1 and parts[0] != 'kilogpt' else path
+
+
+def floor_of(path):
+    """The number of a file's floor, 0 for the ground floor. A dataset's prepare.py is a script."""
+    if path.startswith('data/') and path.count('/') == 2:
         return len(FLOORS) - 1
-    numbers = [number for number, modules in enumerate(FLOORS) if module in modules]
-    assert len(numbers) == 1, f'{module} wants a place in FLOORS, one'
+    numbers = [number for number, rooms in enumerate(FLOORS) if room_of(path) in rooms]
+    assert len(numbers) == 1, f'{path} needs one place in FLOORS'
     return numbers[0]
 
 
-OURS = {module_name(path): imports_of(tree) & MODULES - {'kilogpt', 'data'} for path, tree in TREES.items()
-        if not path.endswith('__init__.py')}
-pytestmark = pytest.mark.quick
+OURS = {}  # {path: paths that it imports}
+for path, tree in TREES.items():
+    imported = {path_of(module) for module in modules_imported(tree)}
+    OURS[path] = {other for other in imported - {None} if not other.endswith('__init__.py')}
 
 
-@pytest.mark.parametrize('module', OURS)
-def test_module_imports_nothing_of_a_higher_floor_and_no_script(module):
-    floor = floor_of(module)
-    for imported in OURS[module]:
-        assert floor_of(imported) <= floor, f'{imported} is of a higher floor'
+@pytest.mark.parametrize('path', [path for path in PATHS if not path.endswith('__init__.py')])
+def test_file_imports_only_its_own_room_and_lower_floors(path):
+    flat = {'kilogpt', '.'}  # the files of kilogpt/ on one floor form a room together
+    for imported in OURS[path]:
+        is_own_room = room_of(path) == room_of(imported)
+        is_own_room |= str(pathlib.Path(path).parent) in flat and str(pathlib.Path(imported).parent) in flat
+        limit = floor_of(path) if is_own_room else floor_of(path) - 1
+        assert floor_of(imported) <= limit, f'{imported} is not on a lower floor'
         assert floor_of(imported) < len(FLOORS) - 1, f'{imported} is a script'
 
 
@@ -83,26 +91,37 @@ def test_imports_run_in_no_circle():
     graphlib.TopologicalSorter(OURS).prepare()
 
 
-def test_model_is_one_file_that_imports_torch_alone():
-    foreign = {name.partition('.')[0] for name in imports_of(TREES['model.py'])} - sys.stdlib_module_names
-    assert foreign <= {'torch', 'numpy'}
-    machinery = {module for module in OURS if floor_of(module) < len(FLOORS) - 1}
-    assert {module for module in machinery if 'model' in OURS[module]} <= {
-        'kilogpt.dry_run', 'kilogpt.weights'}
+def test_every_room_says_what_happens_in_it_and_where_to_begin():
+    rooms = [path for path in PATHS if path.startswith('kilogpt/') and path.endswith('__init__.py')]
+    assert len(rooms) > 6
+    for path in rooms:
+        files = {other.name for other in (HOME / path).parent.glob('*.py')}
+        text = ast.get_docstring(TREES[path])
+        assert any(name in text for name in files - {'__init__.py'}), f'{path} names no file to read first'
+
+
+def test_model_imports_torch_and_the_mixture_alone():
+    for path in ('model.py', 'kilogpt/mixture.py'):
+        foreign = {name.partition('.')[0] for name in modules_imported(TREES[path])} - sys.stdlib_module_names
+        assert foreign <= {'torch', 'kilogpt'}
+    assert OURS['model.py'] == {'kilogpt/mixture.py'} and OURS['kilogpt/mixture.py'] == set()
+
+
+def test_only_scripts_and_rooms_above_the_layout_import_the_model():
+    importers = {path for path, imported in OURS.items() if 'model.py' in imported}
+    assert all(floor_of(path) > floor_of('kilogpt/parallel/apply.py') for path in importers)
 
 
 def test_layout_is_arithmetic():
-    assert 'torch' not in {name.partition('.')[0] for name in imports_of(TREES['kilogpt/layout.py'])}
+    names = {name.partition('.')[0] for name in modules_imported(TREES['kilogpt/parallel/layout.py'])}
+    assert 'torch' not in names
 
 
-def test_files_and_classes_are_short():
-    assert {path for path, text in TEXTS.items() if text.count('\n') > 500} == LONG_FILES.keys()
-    long_classes = set()
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno >= 250:
-                long_classes.add(f'{path}:{node.name}')
-    assert long_classes == LONG_CLASSES.keys()
+def test_what_one_reads_in_an_evening_stays_short():
+    for path, text in TEXTS.items():
+        if path.startswith('kilogpt/') or path in LONGEST:
+            assert text.count('\n') <= LONGEST.get(path, LONGEST_OTHERS), path
+    assert len(list(HOME.glob('kilogpt/*.py'))) <= 16
 
 
 def test_scripts_run_where_unix_is_not(train):

@@ -14,8 +14,8 @@ from helpers import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilogpt.parallel import fill
-from kilogpt.weights import pad_rows, read_weights
+from kilogpt.parallel.apply import fill
+from kilogpt.convert.weights import pad_rows, read_weights
 from model import GPT, GPTConfig, rotate
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128

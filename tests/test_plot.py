@@ -5,7 +5,7 @@ import sys
 import pytest
 from helpers import run_script
 
-from kilogpt import plot
+from kilogpt.plot import curves
 
 NANOGPT = """\
 tokens per iteration will be: 16,384
@@ -63,24 +63,24 @@ def test_wrong_sources_are_a_sentence(folder, tmp_path, monkeypatch, arguments, 
     paths = dict(LOG=f'{tmp_path}/nanogpt.log', EMPTY=f'{tmp_path}/empty', EVALUATED=folder())
     monkeypatch.setattr(sys, 'argv', ['plot.py', *(paths.get(argument, argument) for argument in arguments)])
     with pytest.raises(SystemExit, match=message):
-        plot.main()
+        curves.main()
 
 
 def test_missing_matplotlib_is_a_sentence(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     with pytest.raises(SystemExit, match='pip install matplotlib'):
-        plot.draw([plot.read_run(folder(training(1)))], 'iterations', 'none.png')
+        curves.draw([curves.read_run(folder(training(1)))], 'iterations', 'none.png')
 
 
 def test_curve_is_named_after_its_path_or_before_it(folder):
     path = folder(training(1))
-    assert plot.read_run(path).name == plot.read_run(f'{path}/').name == 'out-a'
-    assert plot.read_run(f'quick start={path}').name == 'quick start'
-    assert plot.read_run(folder(training(1), name='lr=1e-3')).name == 'lr=1e-3'
+    assert curves.read_run(path).name == curves.read_run(f'{path}/').name == 'out-a'
+    assert curves.read_run(f'quick start={path}').name == 'quick start'
+    assert curves.read_run(folder(training(1), name='lr=1e-3')).name == 'lr=1e-3'
 
 
 def test_evaluation_has_the_clock_of_the_latest_training_line(folder):
-    run = plot.read_run(folder(evaluation(0, 4.0), training(2, seconds=6.0), evaluation(3, 3.0),
+    run = curves.read_run(folder(evaluation(0, 4.0), training(2, seconds=6.0), evaluation(3, 3.0),
                                training(4, seconds=9.0), evaluation(4, 2.0)))
     assert seconds_of(run.evals) == {0: 0, 3: 6, 4: 9}
     assert [line['tokens'] for line in run.evals] == [0, 200, 400]
@@ -88,7 +88,7 @@ def test_evaluation_has_the_clock_of_the_latest_training_line(folder):
 
 def test_resumed_run_adds_up_the_seconds_of_its_processes(folder):
     """The second process repeats an iteration, whose last line counts; the third starts with the next."""
-    run = plot.read_run(folder(
+    run = curves.read_run(folder(
         training(1, seconds=5.0), training(2, seconds=6.0), training(3, seconds=7.0),
         training(3, loss=2.9, seconds=9.0), training(4, seconds=10.0),
         training(5, seconds=3.0), training(6, seconds=4.0)))
@@ -98,7 +98,7 @@ def test_resumed_run_adds_up_the_seconds_of_its_processes(folder):
 
 def test_older_run_sums_the_times_of_its_iterations(folder):
     """A new process may follow that knows its seconds."""
-    run = plot.read_run(folder(
+    run = curves.read_run(folder(
         training(10), training(20), training(20), training(30), training(40, seconds=8.0)))
     assert seconds_of(run.train) == {10: 5, 20: 15, 30: 20, 40: 28}
 
@@ -106,7 +106,7 @@ def test_older_run_sums_the_times_of_its_iterations(folder):
 def test_nanogpts_time_stands_for_the_iterations_between_lines(tmp_path):
     """An evaluation is a part of one iteration's time, and counts once."""
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
-    run = plot.read_run(f'{tmp_path}/nanogpt.log')
+    run = curves.read_run(f'{tmp_path}/nanogpt.log')
     at_10 = 0.9 + 10 * 0.02
     at_20 = at_10 + 9 * 0.02 + 0.32
     assert seconds_of(run.train) == {1: 0.9, 11: at_10, 21: at_20, 31: at_20 + 10 * 0.03}
@@ -117,25 +117,25 @@ def test_nanogpts_time_stands_for_the_iterations_between_lines(tmp_path):
 def axes_of(runs, x, tmp_path):
     """The panels of a picture."""
     from matplotlib import pyplot
-    plot.draw(runs, x, tmp_path / 'plot.png')
+    curves.draw(runs, x, tmp_path / 'curves.png')
     axes = pyplot.gcf().axes
     pyplot.close()
     return axes
 
 
 def test_throughput_stands_beside_losses_over_iterations_alone(folder, tmp_path):
-    runs = [plot.read_run(folder(training(1), training(2, tokens_per_sec=400.0), evaluation(2, 3.0)))]
+    runs = [curves.read_run(folder(training(1), training(2, tokens_per_sec=400.0), evaluation(2, 3.0)))]
     loss, speed = axes_of(runs, 'iterations', tmp_path)
     assert [text.get_text() for text in loss.texts] == ['out-a  3.00']
     assert [text.get_text() for text in speed.texts] == ['out-a  300']
     assert len(axes_of(runs, 'tokens', tmp_path)) == 1
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
-    assert len(axes_of([plot.read_run(f'{tmp_path}/nanogpt.log')], 'iterations', tmp_path)) == 1
+    assert len(axes_of([curves.read_run(f'{tmp_path}/nanogpt.log')], 'iterations', tmp_path)) == 1
 
 
 def test_axis_is_logarithmic_where_runs_end_far_apart(folder, tmp_path):
     def run_of(n):
-        return plot.read_run(folder(evaluation(0, 4.0), training(n), evaluation(n, 3.0), name=f'{n}'))
+        return curves.read_run(folder(evaluation(0, 4.0), training(n), evaluation(n, 3.0), name=f'{n}'))
     short, middle, long = run_of(10), run_of(90), run_of(100)
     assert axes_of([middle, long], 'tokens', tmp_path)[0].get_xscale() == 'linear'
     axes = axes_of([short, long], 'tokens', tmp_path)[0]
@@ -143,16 +143,16 @@ def test_axis_is_logarithmic_where_runs_end_far_apart(folder, tmp_path):
 
 
 def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
-    run = plot.read_run(folder(evaluation(0, 10.9), training(100), evaluation(100, 4.0), training(200),
+    run = curves.read_run(folder(evaluation(0, 10.9), training(100), evaluation(100, 4.0), training(200),
                                evaluation(200, 3.0), training(300, loss=None)))
     assert axes_of([run], 'seconds', tmp_path)[0].get_ylim() == pytest.approx((2.95, 4.05))
-    ends_alone = plot.read_run(folder(evaluation(0, 10.9), training(20, loss=6.0), training(100, loss=4.0),
+    ends_alone = curves.read_run(folder(evaluation(0, 10.9), training(20, loss=6.0), training(100, loss=4.0),
                                       evaluation(100, 4.0), name='ends'))
     assert axes_of([ends_alone], 'iterations', tmp_path)[0].get_ylim() == pytest.approx((3.9, 6.1))
 
 
 def test_labels_do_not_overlap(folder, tmp_path):
-    runs = [plot.read_run(folder(evaluation(0, 4.0), evaluation(9, loss), name=name))
+    runs = [curves.read_run(folder(evaluation(0, 4.0), evaluation(9, loss), name=name))
             for name, loss in (('a', 2.0), ('b', 2.001), ('c', 2.002), ('d', 3.0))]
     heights = {text.get_text()[0]: text.xyann[1] for text in axes_of(runs, 'iterations', tmp_path)[0].texts}
     line_height = heights['b'] - heights['a']
@@ -161,6 +161,6 @@ def test_labels_do_not_overlap(folder, tmp_path):
 
 
 def test_run_without_evaluations_is_drawn_by_its_training_loss(folder, tmp_path):
-    run = plot.read_run(folder(training(1), training(2, loss=2.5)))
+    run = curves.read_run(folder(training(1), training(2, loss=2.5)))
     axes, = axes_of([run], 'seconds', tmp_path)
     assert [text.get_text() for text in axes.texts] == ['out-a (training)  2.50']

@@ -99,7 +99,7 @@ SLOW_SESSIONS = dict(
              '--n_layer=4 --moe_every=2 --ep=8'),
     ],
     keys=[
-        step('python tests/write_keys.py'),
+        step('python dev/write_keys.py'),
     ],
     prove=[
         step('python -m kilogpt.prove config/train_gpt2.py --quick', ONE_LAYOUT),
@@ -178,8 +178,8 @@ SLOW_SESSIONS = dict(
              '--n_embd=256 --block_size=256 --random_tokens=256 --batch_size=4 '
              '--gradient_accumulation_steps=2 --iters=10 --warmup=3 --scaling=1,2 --zero_stage=0',
              BENCH + ' --scaling=1'),
-        step('python -m kilogpt.versus --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
-        step('python -m kilogpt.versus --part=start config/quickstart.py --rounds=5', f'{SHAPE} --rounds=1'),
+        step('python dev/versus.py --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
+        step('python dev/versus.py --part=start config/quickstart.py --rounds=5', f'{SHAPE} --rounds=1'),
         step('OMP_NUM_THREADS=1 python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 '
              '--n_head=4 --n_embd=256 --block_size=256 --random_tokens=256 --batch_size=2 '
              '--gradient_accumulation_steps=4 --nproc_per_node=2 --iters=4 '
@@ -200,12 +200,12 @@ NEEDS = {
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
-    'python -m kilogpt.versus ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
+    'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
-    'python tests/loss_and_bytes.py': 'an hour: LOG.md has its figures',
-    'python tests/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',
+    'python dev/loss_and_bytes.py': 'an hour: LOG.md has its figures',
+    'python dev/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',
     'bash tests/gpu': 'a GPU',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',

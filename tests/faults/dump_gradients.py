@@ -4,6 +4,6 @@ In float64, unless GRADIENTS_IN is float32.
 """
 import os
 
-from kilogpt import witness
+from kilogpt.prove import observer
 
-witness.install(os.environ['GRADIENTS'], in_float64=os.environ.get('GRADIENTS_IN') != 'float32')
+observer.install(os.environ['GRADIENTS'], in_float64=os.environ.get('GRADIENTS_IN') != 'float32')

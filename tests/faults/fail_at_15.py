@@ -1,5 +1,5 @@
 """Every process fails soon after iteration 15, however often it is started. Also a config file."""
-from kilogpt.health import Agreement
+from kilogpt.signals import Agreement
 
 _exchange = Agreement.exchange
 

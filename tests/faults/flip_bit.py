@@ -3,10 +3,11 @@ import os
 
 import torch
 
-from kilogpt import optim, parallel
+from kilogpt import optim
+from kilogpt.parallel import apply
 
 iteration, what = int(os.environ['FAULT_ITERATION']), os.environ['FAULT_WHAT']
-clip_gradients, step = parallel.Parallel.clip_gradients, optim.LocalAdamW.step
+clip_gradients, step = apply.Parallel.clip_gradients, optim.LocalAdamW.step
 count = 0
 
 
@@ -28,5 +29,5 @@ def step_with_fault(self):
         flip(self.param_groups[0]['params'][0].detach())
 
 
-parallel.Parallel.clip_gradients = clip_gradients_with_fault
+apply.Parallel.clip_gradients = clip_gradients_with_fault
 optim.LocalAdamW.step = step_with_fault

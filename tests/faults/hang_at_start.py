@@ -2,7 +2,8 @@
 import os
 import time
 
-from kilogpt import checkpoint, parallel
+from kilogpt import checkpoint
+from kilogpt.parallel import apply
 
 
 def hang_on_rank_1(function):
@@ -14,4 +15,4 @@ def hang_on_rank_1(function):
 
 
 checkpoint.load = hang_on_rank_1(checkpoint.load)
-parallel.fill = hang_on_rank_1(parallel.fill)
+apply.fill = hang_on_rank_1(apply.fill)

@@ -7,7 +7,7 @@ import os
 import torch
 
 import model
-from kilogpt.processes import Processes
+from kilogpt.parallel.processes import Processes
 
 torch.set_default_dtype(getattr(torch, os.environ['CHOICES_IN']))
 choices = []

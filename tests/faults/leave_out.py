@@ -1,9 +1,9 @@
 """Leave out the updates of FAULT_ITERATIONS, counted from 1, whatever their gradients are."""
 import os
 
-from kilogpt import parallel
+from kilogpt.parallel import apply
 
-clip_gradients = parallel.Parallel.clip_gradients
+clip_gradients = apply.Parallel.clip_gradients
 iterations = [int(iteration) for iteration in os.environ['FAULT_ITERATIONS'].split()]
 
 
@@ -13,4 +13,4 @@ def clip_gradients_or_spoil(self, max_norm, limit):
     return norm * float('nan') if self.n_updates in iterations else norm
 
 
-parallel.Parallel.clip_gradients = clip_gradients_or_spoil
+apply.Parallel.clip_gradients = clip_gradients_or_spoil

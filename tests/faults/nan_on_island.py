@@ -1,9 +1,9 @@
 """Island 1 has a loss of NaN in the sixth iteration."""
 import os
 
-from kilogpt import parallel
+from kilogpt.parallel import apply
 
-forward_backward = parallel.Parallel.forward_backward
+forward_backward = apply.Parallel.forward_backward
 calls = 0
 
 
@@ -14,4 +14,4 @@ def forward_backward_with_nan(self, x, y, last=True, scale=lambda loss: loss):
     return forward_backward(self, x, y, last, lambda loss: scale(loss) * (float('nan') if is_bad else 1))
 
 
-parallel.Parallel.forward_backward = forward_backward_with_nan
+apply.Parallel.forward_backward = forward_backward_with_nan

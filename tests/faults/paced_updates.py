@@ -2,7 +2,7 @@
 import os
 import time
 
-from kilogpt.health import Agreement
+from kilogpt.signals import Agreement
 
 _exchange = Agreement.exchange
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 from kilogpt import optim
-from kilogpt.recorder import Recorder
+from kilogpt.plan.byte_counter import Recorder
 
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 scheduled_lr = optim.scheduled_lr

@@ -1,7 +1,7 @@
 """Each update takes 100 ms longer, so that a test can meet a run in the middle. Also a config file."""
 import time
 
-from kilogpt.health import Agreement
+from kilogpt.signals import Agreement
 
 _exchange = Agreement.exchange
 

@@ -1,7 +1,7 @@
 """Multiply the gradients of micro-batches by 1,000 that have the token 65, which other batches lack."""
-from kilogpt import parallel
+from kilogpt.parallel import apply
 
-forward_backward = parallel.Parallel.forward_backward
+forward_backward = apply.Parallel.forward_backward
 
 
 def forward_backward_of_bad_batches(self, x, y, last=True, scale=lambda loss: loss):
@@ -9,4 +9,4 @@ def forward_backward_of_bad_batches(self, x, y, last=True, scale=lambda loss: lo
     return forward_backward(self, x, y, last, lambda loss: scale(loss) * factor)
 
 
-parallel.Parallel.forward_backward = forward_backward_of_bad_batches
+apply.Parallel.forward_backward = forward_backward_of_bad_batches

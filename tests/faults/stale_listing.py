@@ -7,9 +7,9 @@ import glob
 import os
 import sys
 
-from kilogpt import shards
+from kilogpt import checkpoint_files
 
-shards.PATIENCE = 3
+checkpoint_files.PATIENCE = 3
 failures_left = int(os.environ['FAULT_OPENS'])
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 newest = max(glob.glob(os.path.join(out_dir, 'ckpt', 'iter_*')))

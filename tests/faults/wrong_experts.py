@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from kilogpt import experts, parallel
+from kilogpt.parallel import apply, expert
 
 fault = os.environ['FAULT']
 
@@ -25,9 +25,9 @@ def split_experts(routed, mesh, ep, tp):
             lambda module, inputs, outputs: (outputs[0].chunk(tp, dim=1)[rank], outputs[1]))
 
 
-split, parallel.split_experts = parallel.split_experts, split_experts
+split, apply.split_experts = apply.split_experts, split_experts
 if fault == 'factor':
-    experts.local_matrix = lambda matrix, ep: matrix.to_local()
+    expert.local_matrix = lambda matrix, ep: matrix.to_local()
 if fault == 'loads':
     all_reduce = torch.distributed.all_reduce
     torch.distributed.all_reduce = lambda tensor, *args, **options: (
@@ -47,4 +47,4 @@ def choose_again(router):
 
 
 if fault == 'choice':
-    parallel.remember_choice = choose_again
+    apply.remember_choice = choose_again

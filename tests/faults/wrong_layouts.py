@@ -6,8 +6,9 @@ import os
 
 import torch
 
-from kilogpt import checkpoint, ddp, experts, layout, optim, parallel, pipeline
-from kilogpt.parallel import Parallel
+from kilogpt import checkpoint, optim
+from kilogpt.parallel import apply, ddp, expert, layout, pipeline
+from kilogpt.parallel.apply import Parallel
 
 fault = os.environ['FAULT']
 lay_out, forward_backward, layout_rows = Parallel.lay_out, Parallel.forward_backward, layout.Layout.rows
@@ -82,13 +83,13 @@ if fault in ('padding counts', 'same batch everywhere'):
 if fault == 'tied pair':
     pipeline.Pipeline._sum_tied_gradients = lambda self: None
 if fault == 'heads of a part':
-    parallel.exchange_heads = lambda attention, mesh: None
+    apply.exchange_heads = lambda attention, mesh: None
 if fault == 'rows not gathered':
     ddp.Zero1.gather_parameters = lambda self, *_: None
 if fault == 'matrices in parts':
     Parallel.apply_to_whole_matrices = lambda self, function, parameter, parts: function(parts)
 if fault == 'local norm':
-    parallel.total_norm = lambda gradients: torch.nn.utils.get_total_norm(
+    apply.total_norm = lambda gradients: torch.nn.utils.get_total_norm(
         [optim.local_part(gradient) for gradient in gradients])
 if fault == 'no decay of shards':
     build_adamw = optim.build_adamw
@@ -98,8 +99,8 @@ if fault == 'moments forgotten':
     load = checkpoint.load
     checkpoint.load = lambda path, parameters, optimizer=None, more=(): load(path, parameters, None, more)
 if fault in ('torchtitan 1805', 'torchtitan 2416', 'torchtitan 4054'):
-    split_experts, parallel.split_experts = parallel.split_experts, split_experts_wrong
+    split_experts, apply.split_experts = apply.split_experts, split_experts_wrong
 if fault == 'torchtitan 1733':
     run_pipeline, pipeline.Pipeline.forward_backward = pipeline.Pipeline.forward_backward, run_pipeline_wrong
 if fault == 'pytorch 160285':
-    experts.local_matrix = lambda matrix, ep: matrix.to_local()
+    expert.local_matrix = lambda matrix, ep: matrix.to_local()

@@ -1,0 +1,102 @@
+"""Run train.py again and again, each time ended by SIGKILL, until it may end by itself.
+
+    python dev/kills.py SEED COUNT RUN.log [train.py's arguments]
+
+Half of the COUNT kills come at any moment, half are planted: before or after the n-th call of a function by
+which a save makes its files. Each run is forked from this process, which has imported torch. Prints
+{how a run was killed: how often}.
+"""
+import collections
+import json
+import os
+import random
+import runpy
+import shutil
+import signal
+import sys
+import threading
+import time
+
+import torch
+import torch.distributed.checkpoint
+import torch.distributed.checkpoint.staging
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# A save syncs four files and a folder, renames the folder and syncs again; old checkpoints are renamed and
+# removed. (module, function, number of the last call that is struck)
+PLACES = [(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)]
+
+
+def count_lines(path):
+    return open(path).read().count('\n') if os.path.exists(path) else 0
+
+
+def plant_kill(module, name, call, after):
+    """Kill this process before or after a call of a function, the call-th."""
+    function = getattr(module, name)
+    calls = 0
+
+    def killing(*args, **options):
+        nonlocal calls
+        calls += 1
+        if calls != call:
+            return function(*args, **options)
+        if after:
+            function(*args, **options)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    setattr(module, name, killing)
+
+
+def fork_run(arguments, log, planted):
+    """Start train.py, its output appended to a log; the pid. planted: arguments of plant_kill, or None."""
+    pid = os.fork()
+    if pid:
+        return pid
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if planted:
+        plant_kill(*planted)
+    sys.argv = ['train.py', *arguments]
+    runpy.run_path(os.path.join(ROOT, 'train.py'), run_name='__main__')
+    threading._shutdown()
+    os._exit(0)
+
+
+def kill_at_any_moment(pid, metrics):
+    """Kill a run after up to 12 more lines of metrics.jsonl, or after 20 seconds."""
+    wanted = count_lines(metrics) + random.randint(0, 12)
+    deadline = time.monotonic() + 20
+    while count_lines(metrics) < wanted and time.monotonic() < deadline:
+        time.sleep(0.005)
+    time.sleep(random.uniform(0, 0.1))
+    os.kill(pid, signal.SIGKILL)
+
+
+def main(seed, count, log, *arguments):
+    """The exit code of the run that ends by itself."""
+    random.seed(int(seed))
+    out_dir = next(a for a in arguments if a.startswith('--out_dir=')).partition('=')[2]
+    kills = collections.Counter()
+    while True:
+        wants_kill, planted = sum(kills.values()) < int(count), None
+        if wants_kill and random.random() < 0.5:
+            module, name, last = random.choice(PLACES)
+            planted = module, name, random.randint(1, last), random.random() < 0.5
+        pid = fork_run(arguments, log, planted)
+        if wants_kill and not planted:
+            kill_at_any_moment(pid, os.path.join(out_dir, 'metrics.jsonl'))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        if code != -signal.SIGKILL:
+            print(json.dumps(kills))
+            return code
+        if planted:
+            kills[f'{planted[1]}, {"after" if planted[3] else "before"}'] += 1
+        else:
+            kills['at any moment'] += 1
+
+
+torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
+sys.path[0] = ROOT
+sys.exit(main(*sys.argv[1:]))

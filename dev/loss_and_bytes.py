@@ -1,0 +1,110 @@
+"""Islands beside DDP: validation loss against the bytes that an island sends, over some seeds. By hand:
+
+    python dev/loss_and_bytes.py DATASET FOLDER 1337 1 2
+
+The runs are in FOLDER, where those that have ended are not made again. Prints the table of docs/islands.md
+and draws assets/islands.png. A run takes one to five minutes on two cores.
+"""
+import json
+import os
+import pathlib
+import statistics
+import sys
+
+import matplotlib
+
+matplotlib.use('Agg')
+from matplotlib import pyplot
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from kilogpt import script_runs
+
+PARAMETERS = 64_752
+ISLANDS, ITERATIONS = 4, 2600
+SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=48 --block_size=64 '
+         '--batch_size=4 --gradient_accumulation_steps=4 --warmup_iters=50 --learning_rate=3e-3 '
+         f'--min_lr=3e-4 --beta2=0.99 --eval_interval={ITERATIONS} --lr_decay_iters={ITERATIONS}').split()
+# {columns of the table: options}, without the number of islands; MEAN takes over the islands' mean
+MEAN = '--outer_lr=1 --outer_momentum=0'
+MODES = {
+    ('20', '0.7, 0.9', 'int8'): '--outer_interval=20 --outer_compress=int8',
+    ('26', '0.7, 0.9', 'int4'): '--outer_interval=26 --outer_compress=int4',
+    ('26, 2 fragments, delay 2', '0.7, 0.9', 'int4'):
+        '--outer_interval=26 --outer_compress=int4 --outer_fragments=2 --outer_delay=2',
+    ('100', '0.7, 0.9', 'int8'): '--outer_interval=100 --outer_compress=int8',
+    ('5', '1, 0', 'float32'): f'--outer_interval=5 {MEAN}',
+    ('1', '1, 0', 'float32'): f'--outer_interval=1 {MEAN}',
+}
+
+
+def train(dataset, out_dir, seed, options, nproc):
+    """(validation loss at the end, bytes that an island sent) of a run."""
+    delay = 2 if 'delay' in options else 0  # the last exchange ends so much later
+    if not (out_dir / 'ended').exists():
+        script_runs.train([*SHAPE, *options.split()], out_dir, nproc, log_interval=100, eval_iters=100, seed=seed,
+                     max_iters=ITERATIONS + delay, dataset=os.path.abspath(dataset))
+        (out_dir / 'ended').touch()
+    with open(out_dir / 'metrics.jsonl', encoding='utf-8') as file:
+        lines = [json.loads(line) for line in file]
+    losses = [line['val_loss'] for line in lines if 'val_loss' in line]
+    return losses[-1], sum(line.get('bytes_sent', 0) for line in lines)
+
+
+def above(runs, reference):
+    """[by how many percent the loss of each seed is above that of DDP]"""
+    return [100 * (loss / base - 1) for (loss, _), (base, _) in zip(runs, reference)]
+
+
+def less(runs):
+    """How many times fewer bytes an island sends than a process of DDP, by the formula of docs/islands.md."""
+    by_ddp = 8 * (ISLANDS - 1) / ISLANDS * PARAMETERS * ITERATIONS
+    return by_ddp / runs[0][1]
+
+
+def print_table(results, reference):
+    losses = ', '.join(f'{loss:.3f}' for loss, _ in reference)
+    print(f'| DDP | | float32 | | {losses} | |')
+    for columns, runs in results.items():
+        losses = ', '.join(f'{loss:.3f}' for loss, _ in runs)
+        percents = above(runs, reference)
+        print(f'| {" | ".join(columns)} | {less(runs):.3g} | {losses} | {statistics.mean(percents):+.1f}% |')
+
+
+def draw(results, reference, path):
+    figure, axes = pyplot.subplots(figsize=(7, 3.5), layout='constrained')
+    for (interval, _, sent_as), runs in results.items():
+        percents = above(runs, reference)
+        mean = statistics.mean(percents)
+        spread = [[mean - min(percents)], [max(percents) - mean]]
+        axes.errorbar(less(runs), mean, spread, marker='o', capsize=3, color='#0072b2')
+        is_crowded = 'fragments' in interval
+        axes.annotate(f'{interval} ({sent_as})', (less(runs), mean), (-8 if is_crowded else 8, 0), fontsize=8,
+                      ha='right' if is_crowded else 'left', va='center', textcoords='offset points')
+    axes.axhline(0, color='grey', linewidth=0.8)
+    axes.set(xscale='log', xlim=(0.3, 500), xlabel='times fewer bytes than DDP',
+             ylabel='validation loss above DDP, %',
+             title=f'{ISLANDS} islands, {ITERATIONS:,} iterations: outer_interval (sent as)')
+    figure.savefig(path, dpi=120)
+
+
+def main():
+    os.environ['OMP_NUM_THREADS'] = '1'
+    dataset, folder, *seeds = sys.argv[1:]
+    folder = pathlib.Path(folder).resolve()
+    results = {}  # {columns: [(loss, bytes) of each seed]}
+    for seed in seeds:
+        for columns, options in {'DDP': '', **MODES}.items():
+            name = columns if columns == 'DDP' else '-'.join(columns).replace(' ', '')
+            islands = 1 if columns == 'DDP' else ISLANDS
+            out_dir = folder / f'{name}-{seed}'
+            result = train(dataset, out_dir, seed, f'{options} --islands={islands}', islands)
+            results.setdefault(columns, []).append(result)
+            print(seed, name, *result, file=sys.stderr, flush=True)
+    reference = results.pop('DDP')
+    print_table(results, reference)
+    draw(results, reference, ROOT / 'assets' / 'islands.png')
+
+
+if __name__ == '__main__':
+    main()

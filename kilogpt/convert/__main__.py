@@ -1,0 +1,134 @@
+"""Weights in and out, and what a checkpoint holds.
+
+    python -m kilogpt.convert export out-quickstart quickstart-hf   a folder for transformers
+    python -m kilogpt.convert export out-quickstart ckpt.pt         nanoGPT's checkpoint
+    python -m kilogpt.convert import ckpt.pt out-imported           a run's folder, to sample or train from
+    python -m kilogpt.convert inspect out-quickstart                iteration, losses, config, parameters
+"""
+import argparse
+import os
+import re
+
+import torch
+
+from kilogpt import checkpoint
+from kilogpt.configurator import exit_on_error
+from kilogpt.convert.weights import GPT2_NAMES, export_weights, import_weights, load_nanogpt, read_weights
+from model import GPT, GPTConfig
+
+STATE_KEYS = ('iteration', 'tokens', 'val_loss', 'best_val_loss')
+NANOGPT_STATE_KEYS = ('iter_num', 'best_val_loss')
+RUN_KEYS = ('dataset', 'batch_size', 'gradient_accumulation_steps', 'block_size', 'learning_rate',
+            'max_iters', 'optimizer', 'weight_decay', 'dtype', 'seed')
+
+
+def inspect(source, which='best'):
+    """Print the content of a run's checkpoint, or of what read_weights reads. ValueError if damaged."""
+    path = checkpoint.choose(source, which)
+    if path:
+        print_checkpoint(path)
+    else:
+        print_foreign_weights(source)
+
+
+def print_checkpoint(path):
+    if problem := checkpoint.damage(path):
+        raise ValueError(f'{path} is damaged: {problem}')
+    state = checkpoint.read_state(path)
+    print_row(path, {key: state[key] for key in STATE_KEYS} | dict(checksums='hold'))
+    print_config(state['model'], state['config'], state['tokenizer'])
+    stored = {key: torch.empty(found.size, dtype=found.properties.dtype, device='meta')
+              for key, found in checkpoint.stored_tensors(path).items()}
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**state['model']), seed=None)
+    weights = {name: stored[f'model.{name}'] for name, _ in model.named_parameters()}
+    moments = [tensor for key, tensor in stored.items() if key.startswith('optimizer.')]
+    print_parameters(weights, moments)
+
+
+def print_foreign_weights(source):
+    arguments, weights, meta = read_weights(source)
+    saved = load_nanogpt(source) if os.path.isfile(source) else {}
+    print_row(source, {key: saved[key] for key in NANOGPT_STATE_KEYS if key in saved})
+    print_config(arguments, saved.get('config', {}), meta)
+    moments = []
+    for state in saved.get('optimizer', {}).get('state', {}).values():
+        moments += state.values()
+    print_parameters(weights, moments)
+
+
+def print_config(arguments, run, meta):
+    print_row('model', arguments)
+    print_row('run', {key: run[key] for key in RUN_KEYS if key in run})
+    tokenizer = meta['tokenizer'] if meta else 'not known'
+    print(f'tokenizer: {tokenizer}')
+
+
+def print_row(title, entries):
+    if entries:
+        values = {key: float(value) if torch.is_tensor(value) else value for key, value in entries.items()}
+        print(f'{title}: ' + ', '.join(f'{key} {value}' for key, value in values.items()))
+
+
+def print_parameters(weights, moments):
+    """Print a table of weights ({name: tensor}), one row for equal ones of several blocks, and the bytes."""
+    blocks_of_row = {}
+    for name, tensor in weights.items():
+        block = re.search(r'(?<=\.h\.)\d+', name)
+        pattern = re.sub(r'(?<=\.h\.)\d+', '{}', name)
+        row = pattern, tuple(tensor.shape), str(tensor.dtype).removeprefix('torch.'), tensor.numel()
+        blocks_of_row.setdefault(row, []).append(int(block[0]) if block else None)
+    for (pattern, shape, dtype, count), blocks in blocks_of_row.items():
+        span = f'{min(blocks)}..{max(blocks)}' if len(blocks) > 1 else blocks[0]
+        print(f'{pattern.format(span):<44} {str(shape):<16} {dtype:<9} {len(blocks) * count:>14,}')
+    total = sum(tensor.numel() for tensor in weights.values())
+    optimizer_bytes = count_bytes(moments)
+    suffix = f', and {optimizer_bytes:,} bytes of optimizer state' if optimizer_bytes else ''
+    print(f'{total:,} parameters in {count_bytes(weights.values()):,} bytes{suffix}')
+
+
+def count_bytes(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(prog='python -m kilogpt.convert', description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
+    which = dict(choices=('best', 'latest'), default='best',
+                 help="a run's checkpoint of least validation loss (the default), or its last")
+
+    command = commands.add_parser('export', help="write a run's weights for transformers, or for nanoGPT")
+    command.add_argument('source', metavar='OUT_DIR', help="a run's folder, or one of its ckpt/iter_*")
+    command.add_argument('target', metavar='TARGET',
+                         help="a new folder, for transformers; or a new file that ends in .pt, for nanoGPT")
+    command.add_argument('--which', **which)
+    command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32',
+                         help='of the weights (default: float32)')
+
+    command = commands.add_parser('import', help="make a run's folder of weights that were trained elsewhere")
+    command.add_argument('source', metavar='SOURCE',
+                         help="a Hugging Face folder (GPT-2, Llama, Qwen3), nanoGPT's ckpt.pt, gpt2, "
+                              'gpt2-medium, gpt2-large or gpt2-xl')
+    command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
+    command.add_argument('--dataset', help='a folder in data/ whose meta.json names the tokenizer, if SOURCE '
+                                           'does not')
+
+    command = commands.add_parser('inspect', help='print iteration, losses, config and parameters')
+    command.add_argument('source', metavar='SOURCE',
+                         help="a run's folder, one of its ckpt/iter_*, or what import takes")
+    command.add_argument('--which', **which)
+    return parser
+
+
+def main(argv=None):
+    options = vars(build_parser().parse_args(argv))
+    command = {'export': export_weights, 'import': import_weights, 'inspect': inspect}[options.pop('command')]
+    with exit_on_error():
+        if not os.path.exists(options['source']) and options['source'] not in GPT2_NAMES:
+            raise ValueError(f'there is no {options["source"]!r}')
+        command(**options)
+
+
+if __name__ == '__main__':
+    main()

@@ -1,0 +1,367 @@
+"""Weights of other software: nanoGPT's ckpt.pt, and Hugging Face folders of GPT-2, Llama and Qwen3.
+
+Nothing in a file that is read can run code: tensors, plain values and JSON are all that is accepted.
+"""
+import dataclasses
+import json
+import os
+import shutil
+
+import torch
+
+from data.loader import DATA, read_meta
+from data.tokenizer import get_tokenizer
+from kilogpt import checkpoint
+from kilogpt.convert.hugging_face import (arguments_from_hugging_face, gpt2_config, keys_without_standard_form,
+                                  llama_config, pack_qkv, split_qkv, tensors_from_gpt2, tensors_from_llama,
+                                  tensors_to_gpt2, tensors_to_llama)
+from kilogpt.optim import build_adamw
+from kilogpt.checkpoint_files import write_json
+from model import GPT, GPTConfig
+
+GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub
+GPT2_META = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
+GPT2_VOCAB_SIZES = (50257, 50304)  # the second is nanoGPT's, padded
+NANOGPT_KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
+MOMENTS = ('exp_avg', 'exp_avg_sq')  # AdamW's
+# Tables with a row for each token: our model pads them to more rows than the vocabulary has.
+TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+def read_weights(source):
+    """Read weights that were trained elsewhere.
+
+    source: a Hugging Face folder of GPT-2, Llama or Qwen3 form (config.json, safetensors), a ckpt.pt of
+    nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
+    Returns the GPTConfig arguments, {our name: tensor} in the file's dtype (mapped into memory, not read
+    yet), and the meta of the tokenizer, or None if the tokenizer is not known to be one of ours.
+    OSError if the weights are not available, ValueError if our model cannot represent them.
+    """
+    if not os.path.exists(source) and source not in GPT2_NAMES:
+        raise ValueError(f'init_from is {source!r}: use scratch, resume, auto, {", ".join(GPT2_NAMES)}, '
+                         "a folder of weights or nanoGPT's ckpt.pt")
+    read = read_nanogpt if os.path.isfile(source) else read_hugging_face
+    try:
+        arguments, weights, meta = read(source)
+        config = GPTConfig(**arguments)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f'the config of {source} lacks or garbles an entry '
+                         f'({type(error).__name__}: {error})') from None
+    with torch.device('meta'):
+        expected = {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
+    for name in TOKEN_TABLES:
+        if name in expected:
+            expected[name] = (config.vocab_size, config.n_embd)
+    for name in expected.keys() | weights.keys():
+        shape = tuple(weights[name].shape) if name in weights else None
+        if shape != expected.get(name):
+            raise ValueError(f'{source} has {name} of shape {shape} where its config asks for '
+                             f'{expected.get(name)}')
+    return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
+
+
+def find_start(init_from, new_model, find_checkpoint, processes, out_dir, block_size):
+    """What a run starts from: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
+
+    What does not apply is None, or {} for the state. ValueError if it does not exist.
+    new_model: the arguments of a model that starts from scratch. find_checkpoint(): (path, state) of the
+    checkpoint to resume, or (None, {}). block_size: positions that the model must have.
+    """
+    source, tensors, saved, arguments = None, None, {}, new_model
+    if init_from in ('resume', 'auto'):
+        source, saved = find_checkpoint()
+        arguments = saved.get('model', new_model)
+    elif init_from != 'scratch':
+        source, tensors, arguments = find_initial(init_from, processes)
+    if init_from == 'resume' and not source:
+        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
+                         'set --out_dir, or --init_from=scratch')
+    if block_size > arguments['block_size']:
+        raise ValueError(
+            f'block_size is {block_size}, but the model of {source or init_from} was made for '
+            f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
+    return source, tensors, saved, arguments
+
+
+def initial_values(tensors, model, seed):
+    """The function for parallel.apply.fill that gives weights from elsewhere, or those of a new model.
+
+    tensors: those of `find_start`, or None.
+    """
+    if tensors:
+        return lambda name, shape, rows: pad_rows(tensors[name], shape, rows)
+    return lambda name, shape, rows: model.initial_value(name, shape, seed, rows)
+
+
+def find_initial(init_from, processes):
+    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments).
+
+    init_from: a run's folder, which gives its best checkpoint, or what read_weights takes, which gives
+    tensors. The other of the two is None. Raises what read_weights raises, and ValueError if the checkpoint
+    is damaged.
+    """
+    path = processes.share(checkpoint.find_best(init_from) if processes.is_main else None)
+    if not path:
+        arguments, tensors, _ = read_weights(init_from)
+        return None, tensors, arguments
+    if problem := checkpoint.damage_on_any(path, processes):
+        raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best is taken')
+    return path, None, checkpoint.read_state(path)['model']
+
+
+def pad_rows(tensor, shape, rows=slice(None)):
+    """A float32 copy of rows of a tensor of read_weights, extended by rows of zeros to the model's shape."""
+    start, stop, _ = rows.indices(shape[0])
+    padded = torch.zeros(stop - start, *shape[1:])
+    stored = tensor[start:stop]
+    padded[:len(stored)] = stored
+    return padded
+
+
+def read_hugging_face(source):
+    """GPTConfig arguments, {our name: tensor} and tokenizer meta of a folder, or of one of GPT2_NAMES."""
+    folder = source if os.path.isdir(source) else download_gpt2(source)
+    tensor_files = find_safetensors(folder)
+    theirs = read_json(os.path.join(folder, 'config.json'))
+    arguments = arguments_from_hugging_face(theirs, folder)
+    ours = theirs.get('kilogpt', {})  # added by our own export
+    arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
+    tensors = load_safetensors(folder, tensor_files)
+    if theirs['model_type'] == 'gpt2':
+        tensors = tensors_from_gpt2(tensors)
+        biases = [name for name in tensors if name.endswith('.bias')]
+        exported_without_bias = ours and not ours['model']['bias']
+        if exported_without_bias and not any(tensors[name].any() for name in biases):
+            arguments['bias'] = False
+            for name in biases:
+                del tensors[name]
+    else:
+        tensors = tensors_from_llama(tensors, theirs['model_type'], arguments.get('router_balance'))
+    if arguments['tie_weights']:
+        tensors.pop('lm_head.weight', None)
+    is_gpt2 = theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES
+    return arguments, tensors, ours.get('tokenizer', GPT2_META if is_gpt2 else None)
+
+
+def download_gpt2(name):
+    """The folder in the Hugging Face cache that holds one of GPT2_NAMES, downloaded if necessary."""
+    import huggingface_hub
+    try:
+        return huggingface_hub.snapshot_download(f'openai-community/{name}',
+                                                 allow_patterns=['config.json', 'model.safetensors'])
+    except Exception as error:  # the hub's client raises errors of many kinds without a network
+        raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be '
+                      f'downloaded ({type(error).__name__}): go online or give a folder with its config.json '
+                      'and model.safetensors as init_from') from None
+
+
+def find_safetensors(folder):
+    """Names of a Hugging Face folder's safetensors files, one or several. OSError if a file is missing."""
+    names = ['model.safetensors']
+    index = os.path.join(folder, 'model.safetensors.index.json')
+    if os.path.exists(index):
+        names = sorted(set(read_json(index)['weight_map'].values()))
+    for name in ('config.json', *names):
+        if not os.path.exists(os.path.join(folder, name)):
+            raise OSError(f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights')
+    return names
+
+
+def load_safetensors(folder, names):
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+    tensors = {}
+    for name in names:
+        try:
+            tensors |= load_file(os.path.join(folder, name))
+        except SafetensorError as error:
+            raise ValueError(f'{folder}/{name} is damaged ({error})') from None
+    return tensors
+
+
+def read_json(path):
+    with open(path, encoding='utf-8') as file:
+        try:
+            return json.load(file)
+        except ValueError as error:
+            raise ValueError(f'{path} is not JSON ({error})') from None
+
+
+def load_nanogpt(path):
+    """The content of a ckpt.pt, its tensors mapped into memory.
+
+    The names in `model` lose torch.compile's prefix; the causal masks of old versions are left out.
+    """
+    try:
+        saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
+        saved['model'] = {name.removeprefix('_orig_mod.'): tensor for name, tensor in saved['model'].items()
+                          if not name.endswith('.attn.bias')}
+        saved['model_args'].items()
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises errors of many kinds for files of another format
+        raise ValueError(f'{path} is not a ckpt.pt of nanoGPT, or holds more than tensors and plain values, '
+                         f'which might run code: it was not loaded ({type(error).__name__})') from None
+    return saved
+
+
+def read_nanogpt(path):
+    """GPTConfig arguments, {our name: tensor} and tokenizer meta of a ckpt.pt."""
+    saved = load_nanogpt(path)
+    arguments = {key: value for key, value in saved['model_args'].items() if key in NANOGPT_KEYS}
+    weights = {name: tensor for name, tensor in saved['model'].items() if name != 'lm_head.weight'}  # tied
+    default_meta = GPT2_META if arguments['vocab_size'] in GPT2_VOCAB_SIZES else None
+    return arguments, split_qkv(weights), saved.get('tokenizer', default_meta)
+
+
+# --- from a run ---------------------------------------------------------------------------------------------
+
+def export_weights(source, target, which='best', dtype='float32'):
+    """Write the weights of a run for other software. ValueError if the model has no standard form.
+
+    source, which: as in checkpoint.choose. dtype: of the weights, 'float32', 'bfloat16' or 'float16'.
+    target: a new file that ends in .pt, for nanoGPT, or a new folder, for Hugging Face.
+    """
+    path = checkpoint.choose(source, which)
+    if not path:
+        raise ValueError(f'there is no checkpoint to export in {source}')
+    if os.path.exists(target):
+        raise ValueError(f'{target} exists already: name another')
+    if problem := checkpoint.damage(path):
+        raise ValueError(f'{path} is damaged ({problem}): export another')
+    state = checkpoint.read_state(path)
+    config = GPTConfig(**state['model'])
+    to_nanogpt = target.endswith('.pt')
+    if unknown := keys_without_standard_form(config, to_nanogpt):
+        lack = 'nanoGPT does not have' if to_nanogpt else 'no standard form has'
+        raise ValueError(f'{path} has {", ".join(unknown)}, which {lack}: '
+                         'it stays with our own sample.py and train.py')
+    write = write_nanogpt if to_nanogpt else write_hugging_face
+    write(target, path, config, state, getattr(torch, dtype))
+    print(f'wrote {target} from {path}')
+
+
+def load_unpadded(path, config, with_optimizer):
+    """{name: weight} and {name: optimizer state} of a checkpoint, without the padding of the vocabulary."""
+    parameters = list(GPT(config, seed=None).named_parameters())
+    optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
+    checkpoint.load(path, parameters, optimizer if with_optimizer else None)
+    weights = {name: parameter.detach() for name, parameter in parameters}
+    states = {name: dict(optimizer.state[parameter]) for name, parameter in parameters}
+    for name in weights.keys() & set(TOKEN_TABLES):
+        weights[name] = weights[name][:config.vocab_size].clone()
+        for kind in states[name].keys() - {'step'}:
+            states[name][kind] = states[name][kind][:config.vocab_size].clone()
+    return weights, states
+
+
+def write_nanogpt(target, path, config, state, dtype):
+    """Write a checkpoint as nanoGPT's ckpt.pt, with AdamW's moments if the run has them."""
+    weights, states = load_unpadded(path, config, with_optimizer=True)
+    packed = pack_qkv(weights)
+    run = state['config']
+    groups = [dict(params=[tensor for tensor in packed.values() if tensor.dim() >= 2],
+                   weight_decay=run.get('weight_decay', 0.1)),
+              dict(params=[tensor for tensor in packed.values() if tensor.dim() < 2], weight_decay=0.0)]
+    adamw = torch.optim.AdamW(groups, lr=run.get('learning_rate', 6e-4),
+                              betas=(run.get('beta1', 0.9), run.get('beta2', 0.95)))
+    if all('exp_avg' in their_state for their_state in states.values()):  # Muon's matrices have none
+        step = states['transformer.wte.weight']['step']
+        for kind in MOMENTS:
+            for name, moment in pack_qkv({name: states[name][kind] for name in weights}).items():
+                adamw.state[packed[name]] |= {kind: moment, 'step': step}
+    model = {name: tensor.to(dtype) for name, tensor in packed.items()}
+    model['lm_head.weight'] = model['transformer.wte.weight']
+    best = state['best_val_loss']
+    content = dict(model=model, model_args={key: getattr(config, key) for key in NANOGPT_KEYS},
+                   iter_num=state['iteration'], best_val_loss=1e9 if best is None else best, config=run,
+                   optimizer=adamw.state_dict(), tokenizer=state['tokenizer'])
+    with open(target + '.tmp', 'wb') as file:
+        torch.save(content, file)
+    os.replace(target + '.tmp', target)
+
+
+def write_hugging_face(target, path, config, state, dtype):
+    """Write a checkpoint as a folder for transformers: GPT-2, Llama, or Qwen3 (Llama with QK-norm)."""
+    from safetensors.torch import save_file
+    weights, _ = load_unpadded(path, config, with_optimizer=False)
+    tokenizer = get_tokenizer(state['tokenizer']) if state['tokenizer'] else None
+    end = tokenizer.eot if tokenizer else None
+    ends = dict(bos_token_id=end, eos_token_id=end)
+    theirs = dict(
+        vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights,
+        torch_dtype=str(dtype).removeprefix('torch.'), pad_token_id=None, **ends,
+        kilogpt=dict(model=dataclasses.asdict(config), tokenizer=state['tokenizer']))
+    if config.pos == 'learned':
+        theirs |= gpt2_config(config)
+        tensors = tensors_to_gpt2(weights)
+    else:
+        theirs |= llama_config(config)
+        tensors = tensors_to_llama(weights, config)
+    os.makedirs(target)
+    if tokenizer:
+        for name, content in tokenizer.hugging_face(config.block_size).items():
+            write_json(os.path.join(target, name), content)
+    write_json(os.path.join(target, 'generation_config.json'), ends)
+    tensor_file = os.path.join(target, 'model.safetensors')
+    config_file = os.path.join(target, 'config.json')
+    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
+    save_file(tensors, tensor_file, metadata=dict(format='pt'))
+    write_json(config_file, theirs)
+    shutil.copymode(config_file, tensor_file)  # safetensors lets no one but the owner read the file
+
+
+# --- to a run -----------------------------------------------------------------------------------------------
+
+def import_weights(source, out_dir, dataset=None):
+    """Make out_dir a run's folder whose checkpoint holds the weights of other software.
+
+    source: as in read_weights; a ckpt.pt gives its iteration, losses and AdamW's moments too.
+    dataset: its meta.json names the tokenizer, if the source does not. ValueError if out_dir has checkpoints.
+    """
+    if checkpoint.find(out_dir):
+        raise ValueError(f'{out_dir} has checkpoints already: name another folder')
+    arguments, weights, meta = read_weights(source)
+    if dataset:
+        meta = read_meta(os.path.join(DATA, dataset))
+    if meta and meta['vocab_size'] > arguments['vocab_size']:
+        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, the weights have '
+                         f'{arguments["vocab_size"]}: name the dataset they were trained with, '
+                         'once it is prepared')
+    parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
+    for name, parameter in parameters:
+        parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
+    saved = load_nanogpt(source) if os.path.isfile(source) else {}
+    run = saved.get('config', {})
+    iteration = saved.get('iter_num', 0)
+    sequences = iteration * run.get('gradient_accumulation_steps', 0) * run.get('batch_size', 0)
+    loss = saved.get('best_val_loss')
+    loss = None if loss is None or loss >= 1e9 else float(loss)  # nanoGPT has 1e9 until it has evaluated
+    state = dict(
+        iteration=iteration, tokens=sequences * run.get('block_size', 0), val_loss=loss, best_val_loss=loss,
+        skipped=[0, 0], wandb_id=None, scaler=torch.amp.GradScaler('cpu').state_dict(),
+        model=arguments, tokenizer=meta, config=run)
+    saver = checkpoint.Saver(out_dir, keep=1)
+    path = saver.save(iteration, parameters, nanogpt_optimizer(saved, parameters), state)
+    if saver.problem:
+        raise OSError(f'{out_dir} could not be written ({saver.problem})')
+    print(f'wrote {path}: continue with python sample.py --out_dir={out_dir}, '
+          f'or train.py --init_from={out_dir}')
+
+
+def nanogpt_optimizer(saved, parameters):
+    """AdamW of our parameters with the moments in a ckpt.pt's content; None if the content has none."""
+    moments = saved.get('optimizer', {}).get('state')
+    if not moments:
+        return None
+    optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
+    names = [name for name in saved['model'] if name != 'lm_head.weight']
+    names.sort(key=lambda name: saved['model'][name].dim() < 2)  # nanoGPT's optimizer takes matrices first
+    step = torch.as_tensor(moments[0]['step']).float()
+    for kind in MOMENTS:
+        values = split_qkv({name: moments[i][kind] for i, name in enumerate(names)})
+        for name, parameter in parameters:
+            optimizer.state[parameter] |= {kind: pad_rows(values[name], parameter.shape), 'step': step}
+    return optimizer

@@ -1,0 +1,287 @@
+"""Faster forms of some of the model's parts, for training and for drawing text on a CPU."""
+import ctypes
+import math
+import sys
+
+import numpy as np
+import torch
+import torch.nn as nn
+from torch.nn import functional as F
+
+from kilogpt.devices import cpu_kernels
+from kilogpt.parallel.expert import group_products
+
+
+def keep_freed_memory():
+    """Let glibc keep large blocks that are freed, for the next iteration to use.
+
+    By default glibc returns such a block to the system at once, and the system zeroes each new one page by
+    page, which takes half of an iteration's time.
+    """
+    if sys.platform == 'linux':
+        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+        mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)  # absent from other C libraries, such as musl
+        if mallopt:
+            mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1)
+            mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
+
+
+def use_faster_parts(model, use_kernels=False):
+    """Replace dropout, cross-entropy, split_plan's attention and the products of experts, in place.
+
+    use_kernels: take attention and activations from kilogpt/devices/cpu_kernels.py, which then has to be usable.
+    """
+    plan = model.split_plan
+    for block in model.get_submodule(plan['blocks']).values():
+        for name in plan['attention']:
+            parent, _, child = name.rpartition('.')
+            attention = block.get_submodule(name)
+            if is_plain(attention, model.config):
+                setattr(block.get_submodule(parent), child, PlainAttention(attention, use_kernels))
+    for module in model.modules():
+        if use_kernels and hasattr(module, 'activate'):
+            replace_activation(module)
+        if hasattr(module, 'cross_entropy'):
+            replace_cross_entropy(module)
+    replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
+    group_products(model, [torch.float32, torch.bfloat16])
+
+
+def replace_all(model, kind, build):
+    """Replace every module of that class, but not of its subclasses, by build(module), in place."""
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if type(child) is kind:
+                setattr(parent, name, build(child))
+
+
+@torch.no_grad()
+def is_plain(attention, config):
+    """Whether attention computes what PlainAttention does: someone may have edited it in model.py.
+
+    Looks at the result of one sequence, of the model's length and heads.
+    """
+    settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
+    key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size
+    if key not in ARE_PLAIN:
+        generator = torch.Generator().manual_seed(0)
+        length = min(config.block_size, PlainAttention.MAX_LENGTH)
+        q, k, v = (torch.randn(1, heads, length, 16, generator=generator)
+                   for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
+        was_training = attention.training
+        attention.eval()
+        try:
+            y = attention(q, k, v)
+        except (RuntimeError, TypeError, ValueError):  # it takes something else
+            ARE_PLAIN[key] = False
+        else:
+            ARE_PLAIN[key] = torch.allclose(y, PlainAttention(attention).eval().attend(q, k, v), atol=1e-4)
+        attention.train(was_training)
+    return ARE_PLAIN[key]
+
+
+ARE_PLAIN = {}  # what `is_plain` has found
+
+
+class FastDropout(nn.Dropout):
+    """PyTorch's dropout, with masks by `dropout_mask`."""
+
+    def forward(self, x):
+        if not self.training or self.p == 0 or hasattr(x, 'placements'):
+            return super().forward(x)
+        # dropout_mask takes a tensor rather than a shape: the compiler would merge calls of equal arguments.
+        return x * dropout_mask(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
+
+
+@torch.library.custom_op('kilogpt::dropout_mask', mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+def dropout_mask(x: torch.Tensor, p: float) -> torch.Tensor:
+    """A mask of x's shape, uint8: 0 with probability p and 1 otherwise.
+
+    Each element takes 16 random bits from numpy, which is ten times as fast as drawing by PyTorch.
+    """
+    generator = np.random.Generator(np.random.SFC64(int(torch.randint(2 ** 63 - 1, ()))))
+    bits = generator.integers(2 ** 64, size=-(-x.numel() // 4), dtype=np.uint64).view(np.uint16)[:x.numel()]
+    return torch.from_numpy((bits >= round(p * 2 ** 16)).view(np.uint8)).view(x.shape)
+
+
+@dropout_mask.register_fake
+def _(x, p):
+    return torch.empty(x.shape, dtype=torch.uint8)
+
+
+@torch.no_grad()
+def replace_activation(mlp):
+    """Let an MLP take its activation from cpu_kernels, unless someone has edited it in model.py."""
+    original, form = mlp.activate, getattr(mlp, 'form', None)
+    if form not in cpu_kernels.ACTIVATIONS:
+        return
+    h, gate = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
+    if form == 'swiglu':
+        expected = cpu_kernels.ACTIVATIONS[form](gate) * h
+    else:
+        expected, gate = cpu_kernels.ACTIVATIONS[form](h), None
+    if not torch.allclose(original(form, h, gate), expected):
+        return
+    values, slopes = cpu_kernels.tables(form)
+
+    def activate(form, h, gate):
+        # For fewer numbers, calling an operation of ours takes longer than what the compiler makes.
+        is_faster = torch.compiler.is_compiling() and h.dtype == torch.bfloat16 and h.numel() >= 2 ** 17
+        if not is_faster or h.numel() % cpu_kernels.BLOCK:
+            return original(form, h, gate)
+        x, factor = (h, None) if gate is None else (gate, h)
+        return cpu_kernels.activation(x, factor, values, slopes)
+
+    mlp.activate = activate
+
+
+@torch.no_grad()
+def replace_cross_entropy(loss):
+    """Let a compiled loss use `CrossEntropy`, unless someone has edited its cross-entropy in model.py."""
+    original = loss.cross_entropy
+    logits, targets = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([4, -1, 0])
+    if not torch.allclose(original(logits, targets, 6), CrossEntropy.apply(logits, targets, 6)):
+        return
+
+    def cross_entropy(logits, targets, vocab_size):
+        if torch.compiler.is_compiling():
+            return CrossEntropy.apply(logits, targets, vocab_size)
+        return original(logits, targets, vocab_size)
+
+    loss.cross_entropy = cross_entropy
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The model's `cross_entropy`, of which the compiler makes code three times as fast.
+
+    In the code that it makes of F.cross_entropy, most of the time goes into comparing the number of each
+    column with the target and with the size of the vocabulary.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, targets, vocab_size):
+        """As cross_entropy in model.py."""
+        ctx.vocab_size = vocab_size
+        padded = logits.float() + padding_row(logits, vocab_size)
+        largest = padded.amax(dim=-1, keepdim=True)
+        log_sums = (padded - largest).exp().sum(dim=-1, keepdim=True).log() + largest  # (N, 1)
+        ctx.save_for_backward(logits, targets, log_sums)
+        of_targets = logits.gather(1, targets.clamp(min=0)[:, None]).float()
+        return torch.where(targets[:, None] >= 0, log_sums - of_targets, 0.0).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        logits, targets, log_sums = ctx.saved_tensors
+        columns = targets.clamp(min=0)[:, None]
+        grad = torch.where(targets[:, None] >= 0, grad, 0.0)  # (N, 1)
+        probabilities = (logits.float() + padding_row(logits, ctx.vocab_size) - log_sums).exp()
+        at_targets = (logits.gather(1, columns).float() - log_sums).exp() - 1
+        grad_logits = (grad * probabilities).type_as(logits)
+        return grad_logits.scatter(1, columns, (grad * at_targets).type_as(logits)), None, None
+
+
+def padding_row(logits, vocab_size):
+    """(V,): 0 for each token, and -inf for each row of padding."""
+    row = logits.new_zeros(logits.size(-1), dtype=torch.float32)
+    row[vocab_size:] = -torch.inf
+    return row
+
+
+class PlainAttention(nn.Module):
+    """The model's attention as two matrix products and a softmax, where they are faster than fused attention.
+
+    That holds in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory. Faster
+    still, and of any length, is cpu_kernels.attention, where the processor has it and there is no dropout.
+    """
+    MAX_LENGTH = 1024
+    QUERIES = 256  # in a part of the products; smaller parts of short sequences leave out less than they cost
+
+    def __init__(self, fused, use_kernels=False):
+        """fused: the DotProductAttention to replace, which takes the other cases."""
+        super().__init__()
+        self.fused = fused
+        self.use_kernels = use_kernels
+        self.dropout = FastDropout(fused.dropout)
+
+    def forward(self, q, k, v, mask=None):
+        """As DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+        T = q.size(2)
+        has_dropout = self.training and self.fused.dropout > 0
+        if self.use_kernels and mask is None and not has_dropout and cpu_kernels.takes(q, k):
+            return cpu_kernels.attention(q, k, v)
+        is_plain_faster = q.dtype == torch.bfloat16 or has_dropout
+        if mask is not None or T != k.size(2) or T > self.MAX_LENGTH or not is_plain_faster:
+            return self.fused(q, k, v, mask=mask)
+        return self.attend(q, k, v)
+
+    def attend(self, q, k, v):
+        """The products and the softmax, in parts, each without the keys after its last query."""
+        k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
+        v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
+        parts = []
+        for start in range(0, q.size(2), self.QUERIES):
+            end = min(start + self.QUERIES, q.size(2))
+            parts.append(self.attend_part(q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
+        return torch.cat(parts, dim=2)
+
+    def attend_part(self, q, k, v):
+        """q (B, H, T, D), the last T of the S positions of k and v (B, H, S, D) -> (B, H, T, D)."""
+        T, S = q.size(2), k.size(2)
+        future = q.new_full((T, S), -torch.inf).triu(1 + S - T)
+        scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
+        weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, S)
+        return (weights @ v.flatten(0, 1)).view_as(q)
+
+
+class Int8Linear(nn.Module):
+    """A linear whose weights are read in 8 bits where x has few rows, as for each token of a text.
+
+    Such a product takes as long as its weights take to come from memory. Each output has a scale of its own,
+    by which its largest weight becomes 127 (absmax quantization, Dettmers et al. 2022, 2.1), and the product
+    is in bfloat16. Where x has more rows, as a prompt has, the weights of the linear itself are faster.
+    """
+    MAX_ROWS = 4
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+        weight = linear.weight.detach().float()
+        self.scale = (weight.abs().amax(dim=1).clamp(min=1e-30) / 127).bfloat16()
+        self.quantized = (weight / self.scale.float()[:, None]).round().to(torch.int8)
+
+    def forward(self, x):
+        """x (..., inputs) -> (..., outputs)."""
+        rows = x.flatten(0, -2)
+        if len(rows) > self.MAX_ROWS:
+            return self.linear(x)
+        y = torch._weight_int8pack_mm(rows.bfloat16(), self.quantized, self.scale).to(x.dtype)
+        if self.linear.bias is not None:
+            y = y + self.linear.bias
+        return y.unflatten(0, x.shape[:-1])
+
+
+class PackedLinear(nn.Module):
+    """A linear for inference, with its weights in the blocks in which oneDNN reads them.
+
+    F.linear brings the weights into these blocks in every call. For the few rows of x that each token of a
+    text has, that takes longer than the product. Inductor packs weights in the same way where it freezes them.
+    """
+
+    def __init__(self, linear, dtype, n_rows):
+        """dtype: of the product, whatever x is in. n_rows: rows of x in most calls."""
+        super().__init__()
+        self.dtype = dtype
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), n_rows)
+        self.bias = None if linear.bias is None else linear.bias.detach().to(dtype)
+
+    def forward(self, x):
+        """x (..., inputs) -> (..., outputs)."""
+        y = torch.ops.mkldnn._linear_pointwise(x.to(self.dtype), self.weight, self.bias, 'none', [], '')
+        return y.to(x.dtype)
+
+
+def can_pack(dtype):
+    """Whether PackedLinear works here with products in that dtype."""
+    if dtype == torch.bfloat16:
+        return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.backends.mkldnn.is_available() and dtype == torch.float32

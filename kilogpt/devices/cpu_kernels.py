@@ -1,0 +1,171 @@
+"""Attention and activations by cpu_kernels.cpp, for CPUs that multiply in bfloat16 (AVX512-BF16, AMX)."""
+import ctypes
+import functools
+import hashlib
+import os
+import pathlib
+import subprocess
+import tempfile
+
+import torch
+from torch.nn import functional as F
+
+from kilogpt.parallel.compiler import in_one_line
+
+SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
+# Without the rest of -ffast-math, which would round denormal numbers to zero in the whole process. Machines
+# that share a home share the library: no instructions but those of AVX512-BF16.
+FLAGS = ('-std=c++20 -O3 -march=x86-64-v4 -mavx512bf16 -mtune=native -mprefer-vector-width=512 '
+         '-fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC').split()
+NO_BFLOAT16 = 'the processor does not multiply in bfloat16'
+
+
+def is_usable(processes, notes):
+    """Whether the processes are on CPUs and cpu_kernels.cpp runs on all, which may wait for a compiler.
+
+    notes: gets the reason if it should run, but does not.
+    """
+    if processes.device.type != 'cpu':
+        return False
+    failure = processes.first_problem(problem())
+    if failure and failure[1] != NO_BFLOAT16:
+        notes.append('the model could be faster: kilogpt/devices/cpu_kernels.cpp cannot be compiled '
+                     f'(rank {failure[0]}: {failure[1]})')
+    return not failure
+
+
+def problem():
+    """Why cpu_kernels.cpp does not run in this process, in one line; None if it does."""
+    if not torch.cpu.get_capabilities().get('avx512_bf16'):
+        return NO_BFLOAT16
+    try:
+        return None if library().is_supported() else NO_BFLOAT16
+    except subprocess.CalledProcessError as error:
+        return in_one_line(error.cmd[0], error.stderr)
+    except (OSError, RuntimeError) as error:  # there is no compiler, no place for the library, or no home
+        return in_one_line(type(error).__name__, error)
+
+
+@functools.cache
+def library():
+    """cpu_kernels.cpp as a library. Its first use compiles it into the user's cache, in 3 seconds."""
+    compiler = os.environ.get('CXX', 'g++')
+    torch_folder = pathlib.Path(torch.__file__).parent
+    key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {SOURCE.read_text()}'.encode(), digest_size=8)
+    path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'cpu_kernels-{key.hexdigest()}.so'
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile it too
+            built = os.path.join(folder, path.name)
+            subprocess.run([compiler, *FLAGS, f'-I{torch_folder}/include', str(SOURCE), '-o', built,
+                            f'-L{torch_folder}/lib', '-ltorch_cpu', '-lc10'],
+                           check=True, capture_output=True, text=True)
+            os.replace(built, path)
+    return ctypes.CDLL(str(path))
+
+
+# The operations themselves have no gradients: torch.library.register_autograd would call Python in each call,
+# in compiled code too, which for a small model takes as long as what it calls.
+
+# --- attention ----------------------------------------------------------------------------------------------
+
+torch.library.define('kilogpt::attention', '(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)')
+torch.library.define('kilogpt::attention_backward', '(Tensor grad_y, Tensor q, Tensor k, Tensor v, Tensor y, '
+                     'Tensor log_sums) -> (Tensor, Tensor, Tensor)')
+
+
+@torch.library.register_fake('kilogpt::attention')
+def _(q, k, v):
+    B, T, H, _ = q.shape
+    return torch.empty_like(q), q.new_empty((B, H, T), dtype=torch.float32)
+
+
+@torch.library.register_fake('kilogpt::attention_backward')
+def _(grad_y, q, k, v, y, log_sums):
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def takes(q, k):
+    """Whether `attention` computes q (B, H, T, D) and k (B, G, S, D): bfloat16, and both T = S and D even."""
+    T, D = q.shape[2:]
+    return q.dtype == torch.bfloat16 and T == k.size(2) and T % 2 == 0 and D % 2 == 0
+
+
+def attention(q, k, v):
+    """Causal attention without a mask: q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), all bfloat16.
+
+    Sums are in float32; the softmax's weights and the gradients of the scores are rounded to bfloat16.
+    """
+    return Attention.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
+
+
+class Attention(torch.autograd.Function):
+    """`attention` of contiguous q (B, T, H, D), k and v (B, T, G, D)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        y, log_sums = torch.ops.kilogpt.attention(q, k, v)  # (B, T, H, D) and (B, H, T), in float32
+        ctx.save_for_backward(q, k, v, y, log_sums)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        return torch.ops.kilogpt.attention_backward(grad_y.contiguous(), *ctx.saved_tensors)
+
+
+# --- activations --------------------------------------------------------------------------------------------
+
+torch.library.define('kilogpt::activation', '(Tensor x, Tensor? factor, Tensor values) -> Tensor')
+torch.library.define('kilogpt::activation_backward', '(Tensor grad_y, Tensor x, Tensor? factor, '
+                     'Tensor values, Tensor slopes) -> (Tensor, Tensor)')
+
+
+@torch.library.register_fake('kilogpt::activation')
+def _(x, factor, values):
+    return torch.empty_like(x)
+
+
+@torch.library.register_fake('kilogpt::activation_backward')
+def _(grad_y, x, factor, values, slopes):
+    return torch.empty_like(x), x.new_empty(0) if factor is None else torch.empty_like(x)
+
+
+BLOCK = 64  # as in cpu_kernels.cpp
+ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=functools.partial(F.gelu, approximate='tanh'),
+                   relu2=lambda x: F.relu(x).square(), swiglu=F.silu)
+
+
+@functools.cache
+def tables(form):
+    """An activation and its derivative at all numbers in bfloat16, by their bits: two of (65536,), float32."""
+    with torch.inference_mode(False), torch.enable_grad():
+        numbers = torch.arange(2 ** 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+        numbers = numbers.double().requires_grad_()
+        values = ACTIVATIONS[form](numbers)
+        slopes, = torch.autograd.grad(values.sum(), numbers)
+    return values.detach().float(), slopes.float()
+
+
+def activation(x, factor, values, slopes):
+    """f(x), or f(x) * factor, all in bfloat16 and of a multiple of BLOCK numbers. values, slopes: tables of f.
+
+    A number in bfloat16 is one of 65,536: a table has the exact value, and is faster than a computation.
+    """
+    factor = None if factor is None else factor.contiguous()
+    return Activation.apply(x.contiguous(), factor, values, slopes)
+
+
+class Activation(torch.autograd.Function):
+    """`activation` of contiguous x and factor."""
+
+    @staticmethod
+    def forward(ctx, x, factor, values, slopes):
+        ctx.save_for_backward(x, factor, values, slopes)
+        return torch.ops.kilogpt.activation(x, factor, values)
+
+    @staticmethod
+    def backward(ctx, grad_y):
+        x, factor, values, slopes = ctx.saved_tensors
+        grad_x, grad_factor = torch.ops.kilogpt.activation_backward(
+            grad_y.contiguous(), x, factor, values, slopes)
+        return grad_x, None if factor is None else grad_factor, None, None

@@ -1,0 +1,41 @@
+"""What the model's parts need on GPUs, put in place when a model is laid out on them."""
+import torch
+
+from kilogpt.parallel.expert import group_products
+
+
+def use_fused_attention(model, device, dtype):
+    """Give each query head a key/value head of its own where no fused kernel shares them, in place.
+
+    dtype: that of attention, 'float32', 'bfloat16' or 'float16'. Attention without a fused kernel would hold
+    all scores, T² for each head.
+    """
+    has_flash = torch.backends.cuda.is_flash_attention_available()
+    if has_flash and flash_attention_runs(dtype, torch.cuda.get_device_capability(device)):
+        return
+    plan = model.split_plan
+    for block in model.get_submodule(plan['blocks']).values():
+        for name in plan['attention']:
+            block.get_submodule(name).register_forward_pre_hook(repeat_grouped_heads)
+
+
+def flash_attention_runs(dtype, capability):
+    """Whether a GPU of that compute capability has flash attention in dtype.
+
+    Of PyTorch's kernels that hold no scores, it alone takes fewer key/value heads than query heads (torch
+    2.13). The memory-efficient kernel, which serves float32 and older GPUs, wants as many.
+    """
+    return dtype in ('bfloat16', 'float16') and capability >= (8, 0)
+
+
+def repeat_grouped_heads(attention, inputs):
+    """A forward pre-hook: q (B, H, T, D), k and v (B, G, S, D) -> k and v (B, H, S, D)."""
+    q, k, v = inputs
+    repeats = q.size(1) // k.size(1)
+    return (q, k, v) if repeats == 1 else (q, *(x.repeat_interleave(repeats, dim=1) for x in (k, v)))
+
+
+def use_grouped_products(model, device):
+    """Compute the products of a block's experts by one kernel where the GPU has it, in place."""
+    if torch.cuda.get_device_capability(device) >= (8, 0):
+        group_products(model, [torch.bfloat16])

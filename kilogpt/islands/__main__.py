@@ -1,0 +1,3 @@
+from kilogpt.islands.server import main
+
+main()

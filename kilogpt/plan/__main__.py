@@ -1,0 +1,3 @@
+from kilogpt.plan.planner import main
+
+main()

@@ -1,0 +1,203 @@
+"""What one process allocates and sends: bytes of tensors alive, by part, and collectives by kind and group.
+
+Works on real and on fake tensors: `dry_run.py` records what a process of a cluster would do.
+"""
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kilogpt.profiler import COLLECTIVES
+
+# In the order in which a table prints them. 'gradients' are shards and those that are still whole, 'gathered'
+# the whole parameters of FSDP2 and what collectives send and receive, 'buffers' where a pipeline receives.
+PARTS = ('parameters', 'gradients', 'moments', 'gathered', 'buffers', 'activations', 'logits', 'other')
+DEVICE_OF = torch.ops.prim.device.default  # what tensor.device calls where the tensor is fake
+
+
+class Segment:
+    """A piece of memory: its bytes, its part, and the clock of the Recorder when it came and went."""
+    __slots__ = ('bytes', 'part', 'born', 'died')
+
+    def __init__(self, bytes, part, born):
+        self.bytes, self.part, self.born, self.died = bytes, part, born, float('inf')
+
+
+class Recorder(TorchDispatchMode):
+    """Within this context, every new piece of a tensor's memory and every collective is noted.
+
+    fake_mode: that of the tensors to record; None records real ones.
+    phase: the part to which new memory belongs, unless `label`, a collective or the shape says otherwise.
+    logits_width: elements in the last dimension of the tensors that count as logits; 0 for none.
+    group_names: {name of a process group: what `collectives` calls it}.
+    repeats: how often each collective counts from now on.
+    Memory that an operator takes and returns within itself is not seen, nor what libraries keep for
+    themselves (NCCL, cuBLAS, the allocator).
+    """
+
+    def __init__(self, fake_mode=None):
+        super().__init__()
+        self.fake_mode = fake_mode
+        self.phase, self.logits_width, self.group_names, self.repeats = 'other', 0, {}, 1
+        self._clock = 0
+        self._alive, self._references = {}, {}  # {id of a storage: Segment, or weak reference}
+        self._segments = []  # those that have died since the last `start`
+        self._collectives = {}
+
+    def start(self):
+        """Forget the peak and the collectives before now."""
+        self._segments.clear()
+        self._collectives.clear()
+
+    def __enter__(self):
+        # FSDP2 frees and allocates whole parameters by resizing their memory, which is not an operator.
+        recorder, resize = self, torch.UntypedStorage.resize_
+
+        def noted_resize(storage, size):
+            resize(storage, size)
+            recorder._note_storage(storage, recorder.phase)
+
+        self._resize = resize
+        torch.UntypedStorage.resize_ = noted_resize
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        torch.UntypedStorage.resize_ = self._resize
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if any(hasattr(kind, '__tensor_flatten__') for kind in types):
+            return NotImplemented  # a DTensor, whose operations on local tensors come here in their turn
+        if operator is DEVICE_OF and self.fake_mode:  # half of all calls
+            return args[0].fake_device
+        result = operator(*args, **(kwargs or {}))
+        for tensor in _tensors_in(result):
+            if getattr(tensor, 'fake_mode', None) is not self.fake_mode:
+                continue  # DTensor works out the shape of a result
+            if self.fake_mode is None and (tensor.is_meta or hasattr(tensor, '__tensor_flatten__')):
+                continue  # no memory of its own: what a collective returns wraps another tensor
+            is_logits = tensor.dim() > 1 and tensor.size(-1) == self.logits_width
+            self._note_storage(tensor.untyped_storage(), 'logits' if is_logits else self.phase)
+        namespace = operator.namespace
+        if namespace in ('c10d', '_c10d_functional', '_dtensor'):
+            self._note_collective(operator, args, result)
+        elif namespace == 'fsdp':
+            self._note_fsdp(operator, args, kwargs)
+        return result
+
+    # --- memory ---------------------------------------------------------------------------------------------
+
+    def _note_storage(self, storage, part):
+        """Note memory that is new, as a part, or that has another size."""
+        key, size = storage._cdata, storage.nbytes()
+        segment = self._alive.get(key)
+        if segment is None:
+            self._references[key] = weakref.ref(storage, lambda _, key=key: self._end(key))
+        elif segment.bytes == size:
+            return
+        else:
+            part = segment.part
+            self._close(segment)
+        self._clock += 1
+        self._alive[key] = Segment(size, part, self._clock)
+
+    def _end(self, key):
+        del self._references[key]
+        self._close(self._alive.pop(key))
+
+    def _close(self, segment):
+        self._clock += 1
+        segment.died = self._clock
+        if segment.bytes:
+            self._segments.append(segment)
+
+    def label(self, tensors, part):
+        """Count the memory of these tensors as a part from its beginning, DTensors by what is local."""
+        for tensor in tensors:
+            local = tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+            storage = local.untyped_storage()
+            self._note_storage(storage, part)
+            self._alive[storage._cdata].part = part
+
+    def bytes_alive(self):
+        """{part: bytes} now."""
+        return _sum_by_part(self._alive.values())
+
+    def peak(self, left_out=()):
+        """{part: bytes} at the moment since `start` at which their sum was highest.
+
+        left_out: parts that do not count, such as those in host memory.
+        """
+        segments = [s for s in (*self._segments, *self._alive.values()) if s.part not in left_out]
+        changes = [(segment.born, segment.bytes) for segment in segments]
+        changes += [(segment.died, -segment.bytes) for segment in segments if segment.died != float('inf')]
+        total = highest = moment = 0
+        for clock, change in sorted(changes):
+            total += change
+            if total > highest:
+                highest, moment = total, clock
+        return _sum_by_part(s for s in segments if s.born <= moment < s.died)
+
+    # --- collectives ----------------------------------------------------------------------------------------
+
+    def _note_collective(self, operator, args, result):
+        name = operator.name().partition('::')[2].replace('_', '')
+        kind = next((ours for key, ours in COLLECTIVES.items() if key.replace('_', '') in name), None)
+        if kind is None:  # wait_tensor, barrier
+            return
+        tensors = [found for found in map(_tensors_in, [*args, result]) if found]
+        if operator.namespace == 'c10d' and kind != 'send':  # DTensor's collectives return activations
+            if kind == 'reduce_scatter':  # into what becomes a gradient, or is added to one
+                self._label_new(tensors[:1], 'gradients')
+            self._label_new(tensors, 'buffers' if kind == 'recv' else 'gathered')
+        group = _group_of(operator, args)
+        key = kind, self.group_names.get(group, group), str(tensors[0][0].dtype).removeprefix('torch.')
+        calls, total = self._collectives.get(key, (0, 0))
+        size = max(sum(tensor.nbytes for tensor in found) for found in tensors)
+        self._collectives[key] = calls + self.repeats, total + self.repeats * size
+
+    def _label_new(self, tensors, part):
+        """Count the memory of a collective as a part, unless it is known to be another one."""
+        for found in tensors:
+            for tensor in found:
+                segment = self._alive.get(tensor.untyped_storage()._cdata)
+                if segment and segment.part == self.phase:
+                    segment.part = part
+
+    def _note_fsdp(self, operator, args, kwargs):
+        """Name the memory of FSDP2's own operators, which copy between buffers and whole parameters."""
+        if 'chunk_cat' in operator.name():  # whole gradients, into the buffer of a reduce-scatter
+            self.label(_tensors_in(args[0]), 'gradients')
+        elif 'split_with_sizes_copy' in operator.name():  # from the buffer of an all-gather
+            self.label(_tensors_in(kwargs['out']), 'gathered')
+
+    def collectives(self):
+        """[{kind, group, dtype, calls, bytes}] since `start`; bytes are those of `trace.bytes_moved`."""
+        return [dict(kind=kind, group=group, dtype=dtype, calls=calls, bytes=size)
+                for (kind, group, dtype), (calls, size) in sorted(self._collectives.items())]
+
+
+def _sum_by_part(segments):
+    sums = dict.fromkeys(PARTS, 0)
+    for segment in segments:
+        sums[segment.part] += segment.bytes
+    return sums
+
+
+def _group_of(operator, args):
+    """The name of the process group of a collective's operator."""
+    names = [argument.name for argument in operator._schema.arguments]
+    group = args[names.index('process_group' if 'process_group' in names else 'group_name')]
+    if isinstance(group, torch.ScriptObject):
+        group = dist.ProcessGroup.unbox(group)
+    return getattr(group, 'group_name', group)
+
+
+def _tensors_in(value):
+    """The tensors in a tensor, or in a list of tensors or of such lists."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors_in(item)]
+    return []

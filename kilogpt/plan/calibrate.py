@@ -1,0 +1,210 @@
+"""Measures this machine for the planner: matrix products by size, attention, memory, operators and links.
+
+`python -m kilogpt.plan --calibrate` starts one process for each GPU, or without GPUs for each core, under
+torchrun, and all measure at the same time, as they compute in training. Without GPUs it then measures links
+again, with two processes on each core.
+"""
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.distributed as dist
+
+from kilogpt import metrics
+from kilogpt.script_runs import ROOT, last_error
+from kilogpt.parallel.layout import Layout
+from kilogpt.machines import Machine, read_machine, write_machine
+from kilogpt.parallel.whole_matrices import all_gather
+from kilogpt.parallel.processes import Processes, resolve_dtype
+
+ROUNDS = 5  # of which the fastest counts
+SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # of products, of which a GPU also takes the next two
+
+
+def measure_into(path):
+    """Measure this machine into a JSON file that find_machine reads, and print what was found."""
+    devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    print(f'measuring {devices} process(es), about half a minute ...', flush=True)
+    _run(devices, path)
+    if not torch.cuda.is_available():
+        print(f'measuring links between {2 * devices} processes ...', flush=True)
+        _run(2 * devices, path, '--shared')
+    with open(path, encoding='utf-8') as file:
+        found = json.load(file)
+    for dtype, points in found['products'].items():
+        print(f'{dtype:<9} products, TFLOP/s by least size: '
+              + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in points))
+    print(f'memory {found["bandwidth"] / 1e9:.1f} GB/s, links {found["node_link"] / 1e9:.2f} GB/s and '
+          f'{found["latency"] * 1e6:.0f} µs\nwritten to {path}: give it as --gpu={path}')
+
+
+def _run(n_processes, path, *options):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
+               f'--nproc_per_node={n_processes}', '-m', 'kilogpt.plan.calibrate', os.path.abspath(path), *options]
+    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True,
+                          text=True)
+    if done.returncode:
+        raise ValueError(f'the measurement failed: {last_error(done.stderr)}')
+
+
+def seconds_of(function, device, budget=0.1):
+    """Seconds of the fastest of as many calls as fit into the budget: other programs make calls slower."""
+    function()
+    metrics.synchronize(device)
+    times = []
+    while sum(times) < budget and len(times) < 200:
+        start = time.perf_counter()
+        function()
+        metrics.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def median_seconds(function, device, calls=20):
+    """Seconds that a call with collectives usually takes: each waits for the slowest process."""
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        function()
+        metrics.synchronize(device)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def product_rates(device, dtype):
+    """{size: FLOP/s} of forward and backward products of which the least size is `size`."""
+    sizes = SIZES if device.type == 'cpu' else (*SIZES, 4096, 8192)
+    rates = {}
+    for size in sizes:
+        x = torch.randn(max(512, size), size, device=device, dtype=dtype, requires_grad=True)
+        weight = torch.randn(2 * size, size, device=device, dtype=dtype, requires_grad=True)
+        gradient = torch.randn(len(x), 2 * size, device=device, dtype=dtype)
+        seconds = seconds_of(lambda: torch.nn.functional.linear(x, weight).backward(gradient), device)
+        rates[size] = 6 * len(x) * size * 2 * size / seconds
+        if seconds > 0.2:  # larger ones are no faster
+            break
+    return rates
+
+
+def attention_rate(device, dtype, length=512, heads=4, width=64):
+    """FLOP/s of causal attention forward and backward, counted as memory_model.py does."""
+    q, k, v = (torch.randn(2, heads, length, width, device=device, dtype=dtype, requires_grad=True)
+               for _ in range(3))
+    gradient = torch.randn_like(q)
+
+    def attend():
+        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).backward(gradient)
+
+    return 3.5 * 2 * 2 * heads * length ** 2 * width / seconds_of(attend, device)
+
+
+def memory_rate(device):
+    """Bytes/s that a copy reads and writes."""
+    source = torch.zeros(2 ** 25, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
+
+
+def operator_seconds(device):
+    """Host seconds of an operator on a small tensor with a gradient."""
+    x = torch.zeros(8, device=device, requires_grad=True)
+
+    def run():
+        y = x
+        for _ in range(100):
+            y = y + 1
+
+    return seconds_of(run, device) / 100
+
+
+def link(device, world_size):
+    """(latency in seconds, bytes/s that each process sends), the means of a gather and a reduce-scatter."""
+    if world_size == 1:
+        return 0.0, memory_rate(device)
+    reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
+    seconds = []
+    for size in (2 ** 8, 2 ** 20):  # float32 numbers
+        own = torch.zeros(size, device=device)
+        whole = torch.zeros(world_size * size, device=device)
+
+        def exchange(own=own, whole=whole):
+            all_gather(whole, own)
+            reduce_scatter(own, whole)
+
+        seconds.append(median_seconds(exchange, device) / 2)
+    sent = 4 * 2 ** 20 * (world_size - 1)
+    return seconds[0], sent / max(seconds[1] - seconds[0], 1e-9)
+
+
+def dtensor_seconds(mesh, latency):
+    """Host seconds of (an operator on DTensors, which work out their layout first, a change of placements).
+
+    latency: seconds of a collective, which a change of placements takes besides.
+    """
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    x = DTensor.from_local(torch.zeros(8, 8, device=mesh.device_type), mesh, [Shard(0)]).requires_grad_()
+
+    def operate():
+        y = x
+        for _ in range(20):
+            y = y + 1
+
+    def redistribute():
+        y = x
+        for _ in range(20):  # each a gather, and a slice without communication
+            y = y.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)])
+
+    device = torch.device(mesh.device_type)
+    redistribution = median_seconds(redistribute, device) / 20 - latency
+    return seconds_of(operate, device) / 20, max(0.0, redistribution)
+
+
+def main():
+    processes = Processes()
+    processes.join(Layout(processes.world_size, zero_stage=2))
+    device = processes.device
+    latency, node_link = link(device, processes.world_size)
+    dtensor_launch, redistribute = dtensor_seconds(processes.mesh['dp_shard_cp'], latency)
+    if '--shared' in sys.argv:
+        if processes.is_main:
+            machine = read_machine(sys.argv[1])
+            machine.shared = dict(node_link=node_link, latency=latency, redistribute=redistribute)
+            write_machine(machine, sys.argv[1])
+        return
+    dtype = resolve_dtype('auto', device)
+    products, attention = dict(float32={}, bfloat16={}), {}
+    for _ in range(ROUNDS):
+        for name in products:
+            rates = product_rates(device, getattr(torch, name))
+            for size, rate in rates.items():
+                products[name][size] = max(rate, products[name].get(size, 0))
+            attention[name] = max(attention_rate(device, getattr(torch, name)), attention.get(name, 0))
+    bandwidth, launch = memory_rate(device), operator_seconds(device)
+    if not processes.is_main:
+        return
+    products = {name: sorted(rates.items()) for name, rates in products.items()}
+    for table in (products, attention):
+        table['float16'] = table['bfloat16']
+    products['float8'] = products['bfloat16']
+    on_cpu = device.type == 'cpu'
+    if on_cpu:
+        memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / processes.world_size
+        name = 'this CPU'
+    else:
+        memory = torch.cuda.get_device_properties(device).total_memory
+        name = torch.cuda.get_device_name(device)
+    peak = metrics.peak_flops(device, dtype) or max(rate for _, rate in products[dtype])
+    machine = Machine(
+        name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network=node_link,
+        per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, dtensor_launch=dtensor_launch,
+        redistribute=redistribute, overlap=0.0 if on_cpu else 1.0,
+        cores=processes.world_size if on_cpu else 0)
+    write_machine(machine, sys.argv[1])
+
+
+if __name__ == '__main__':
+    main()

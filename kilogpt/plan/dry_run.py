@@ -1,0 +1,391 @@
+"""What the ranks of a cluster would allocate and send, from one iteration of the real code on fake tensors.
+
+    python -m kilogpt.dry_run 511 1024 config/gpt_70b_3d.py
+
+prints the report of rank 511 of 1,024 as JSON: this process joins a process group that does nothing, lays the
+model out on fake tensors, which have shapes but no memory, and runs one iteration. What would raise on the
+cluster raises here. `dry_run` starts such a process for each of several ranks.
+
+Tensors are on a fake CPU, also for a run on GPUs, since a PyTorch without CUDA has no other fake device;
+`substitutes_for_gpus` puts in place what GPUs do otherwise. Nothing is compiled: a compiled model holds fewer
+activations, and fp8 is emulated. The experts of a mixture get equally many tokens.
+"""
+import contextlib
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
+
+from data.loader import DATA, read_meta
+from kilogpt.devices import cpu
+from kilogpt.parallel import apply
+from kilogpt.configurator import config_of, exit_on_error
+from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
+from kilogpt.parallel.expert import group_products
+from kilogpt.script_runs import ROOT, last_error
+from kilogpt.parallel.layout import Layout
+from kilogpt.metrics import peak_memory_gb
+from kilogpt.optim import build_optimizer
+from kilogpt.parallel.processes import Processes, resolve_dtype
+from kilogpt.plan.byte_counter import PARTS, Recorder
+from kilogpt.settings import check_settings
+from model import GPT, DotProductAttention, GPTConfig
+
+HOPPER = (9, 0)  # the compute capability that is assumed for GPUs
+
+
+# --- several ranks, each in a process of its own ------------------------------------------------------------
+
+def dry_run(arguments, world_size, ranks=()):
+    """The reports of several ranks of a run of train.py, made three at a time, in the order of ranks.
+
+    arguments: config files and keys of train.py. ranks: none of them means the first, a middle and the last.
+    Raises ValueError with the sentence of the first rank that would not start.
+    """
+    ranks = sorted(set(ranks or (0, (world_size - 1) // 2, world_size - 1)))
+    if not 0 <= ranks[0] <= ranks[-1] < world_size:
+        raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to '
+                         f'{world_size - 1}: set --ranks to some of those')
+    with ThreadPoolExecutor(3) as pool:
+        return list(pool.map(lambda rank: _launch(arguments, world_size, rank), ranks))
+
+
+def _launch(arguments, world_size, rank):
+    command = [sys.executable, '-m', 'kilogpt.plan.dry_run', str(rank), str(world_size), *arguments]
+    environment = dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if run.returncode:
+        sentence = last_error(run.stderr).removeprefix('error: ')
+        raise ValueError(f'rank {rank}: {sentence}')
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+def table(results, foretold=None):
+    """Lines of a table of the memory at the peak in GB, a column a rank, and of the collectives of each.
+
+    foretold: {part of PARTS: bytes} by the planner's formulas for the fullest rank, a column of its own.
+    """
+    columns = [f'rank {result["rank"]}' for result in results] + ['formula'] * bool(foretold)
+    lines = [f'{"GB at the peak":<18}' + ''.join(f'{column:>12}' for column in columns)]
+    memories = [result['peak_parts'] for result in results] + [foretold] * bool(foretold)
+    memories = [memory | dict(all=sum(memory.values())) for memory in memories]
+    for part in (*PARTS, 'all'):
+        figures = [memory.get(part, 0) for memory in memories]
+        if any(figures):
+            lines.append(f'{part:<18}' + ''.join(f'{figure / 1e9:>12.3f}' for figure in figures))
+    for result in results:
+        lines.append(f'rank {result["rank"]} sends and receives in an iteration:')
+        for row in result['collectives']:
+            lines.append(f'  {row["kind"]:<15}{row["group"]:<14}{row["dtype"]:<10}'
+                         f'{row["calls"]:>8,} calls {row["bytes"] / 1e9:>12.3f} GB')
+    return lines
+
+
+# --- one rank, in this process ------------------------------------------------------------------------------
+
+def run_rank(config):
+    """The report of the rank of this process (RANK, WORLD_SIZE) with a config of train.py, a dict.
+
+    Raises ValueError where train.py would. `peak_parts` are the bytes of each part at the moment of an
+    iteration at which their sum, `peak_bytes`, is highest. `held` are those at the optimizer's step.
+    """
+    began = time.perf_counter()
+    check_settings(config)
+    processes = FakeProcesses('cpu')
+    layout = Layout(processes.world_size, *(config[key] for key in (
+        'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')))
+    processes.join(layout)
+    on_gpu, block_size = config['device'] != 'cpu', config['block_size']
+    dtype = 'bfloat16' if on_gpu and config['dtype'] == 'auto' else config['dtype']
+    dtype = resolve_dtype(dtype, processes.device)
+    global_batch = config['batch_size'] * config['gradient_accumulation_steps']
+    micro_batch, micro_steps = layout.split_batch(global_batch, config['batch_size'])
+
+    memory = FakeMemory()
+    with torch.device('meta'):
+        model = FakeGPT(model_config(config), memory)
+    n_parameters = model.num_params()
+    memory.recorder.logits_width = model.config.padded_vocab_size // layout.tp
+    memory.recorder.group_names = names_of_groups(processes)
+    with contextlib.ExitStack() as substitutes:
+        n_rows = micro_batch * block_size // layout.cp * config['n_active_experts']
+        for substitute in (substitutes_for_experts(n_rows) + substitutes_for_communication(memory)
+                           + substitutes_for_gpus(dtype) * on_gpu):
+            substitutes.enter_context(substitute)
+        laid_out = apply.Parallel(processes, layout)
+        laid_out.lay_out(
+            model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
+            block_size=block_size, dtype=dtype, cpu_offload=config['cpu_offload'], fp8=config['fp8'],
+            activation_checkpoint=config['activation_checkpoint'], grad_compress=config['grad_compress'],
+            async_tp=config['async_tp'])
+        lay_out_seconds = time.perf_counter() - began
+        with memory:
+            optimizer = build_optimizer(
+                config['optimizer'], laid_out.optimizer_parameters(), config['learning_rate'],
+                config['weight_decay'], (config['beta1'], config['beta2']), config['muon_momentum'],
+                model.split_plan['blocks'], dtype, laid_out.apply_to_whole_matrices)
+            laid_out.attach(optimizer)
+            rows = micro_batch * (micro_steps if layout.pp > 1 else 1)
+            x, y = torch.zeros(2, rows, block_size // layout.cp, dtype=torch.int64)
+            steps = 1 if layout.pp > 1 else micro_steps
+            held = run_iterations(laid_out, optimizer, x, y, steps, config['grad_clip'], memory.recorder)
+    in_host_memory = ('parameters', 'gradients', 'moments') if config['cpu_offload'] and on_gpu else ()
+    peak_parts = memory.recorder.peak(left_out=in_host_memory)
+    return dict(
+        rank=processes.rank, world_size=processes.world_size, layout=layout.describe(),
+        coordinates=dict(zip(('pp', 'dp', 'cp', 'tp'), layout.coordinates(processes.rank))),
+        notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes
+        + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile']
+        + ['each expert gets equally many tokens here'] * (config['mlp'] == 'moe'),
+        parameters=n_parameters, micro_batch=micro_batch, micro_steps=micro_steps, dtype=dtype,
+        held=held, peak_bytes=sum(peak_parts.values()), peak_parts=peak_parts,
+        collectives=memory.recorder.collectives(), lay_out_seconds=lay_out_seconds,
+        seconds=time.perf_counter() - began)
+
+
+def model_config(config):
+    """The GPTConfig of a config of train.py; the vocabulary is GPT-2's where the dataset is not here."""
+    keys = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
+    vocab_size = read_meta(os.path.join(DATA, config['dataset']))['vocab_size']
+    return GPTConfig(vocab_size=vocab_size, **{key: config[key] for key in keys})
+
+
+def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
+    """Make the optimizer's state, then one whole iteration as train.py does; returns {part: bytes} held.
+
+    The recorder's peak and collectives are of that iteration.
+    """
+    parameters = [parameter for _, parameter in laid_out.optimizer_parameters()]
+    recorder.label((parameter for _, parameter in laid_out.named_parameters()), 'parameters')
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for parameter in parameters:
+        parameter.grad = None
+    for state in optimizer.state.values():
+        recorder.label(state.values(), 'moments')
+    recorder.phase = 'activations'
+    if laid_out.processes.world_size > 1 and not laid_out.layout.uses_fsdp:
+        laid_out.warm_up(lambda: (x, y))  # DDP's buckets; FSDP2's passes are all alike
+
+    recorder.start()
+    for step in sorted({0, min(1, steps - 1), steps - 1}):
+        # Between the first micro-step and the last, all are like the second.
+        recorder.repeats = steps - 2 if 0 < step < steps - 1 else 1
+        laid_out.forward_backward(x, y, last=step == steps - 1)
+    recorder.phase = 'other'
+    grad_norm = laid_out.clip_gradients(grad_clip)
+    recorder.label((p.grad for p in parameters if p.grad is not None), 'gradients')
+    optimizer.found_inf = (~grad_norm.isfinite()).float()
+    held = recorder.bytes_alive()
+    optimizer.step()
+    laid_out.balance.update(grad_norm.isfinite().float())
+    laid_out.zero_grad()
+    return {part: held[part] for part in ('parameters', 'gradients', 'moments')}
+
+
+class FakeProcesses(Processes):
+    """The processes of a run, of which this one alone exists."""
+
+    def join(self, layout):
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        if self.world_size > 1 or layout.uses_fsdp:
+            dist.init_process_group('fake', store=FakeStore(), rank=self.rank, world_size=self.world_size)
+            self.build_meshes(layout)
+
+
+class FakeMemory:
+    """A context in which tensors are fake, and a Recorder sees them."""
+
+    def __init__(self):
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.recorder = Recorder(self.mode)
+
+    def __enter__(self):
+        self.mode.__enter__()
+        self.recorder.__enter__()
+
+    def __exit__(self, *error):
+        self.recorder.__exit__(*error)
+        self.mode.__exit__(*error)
+
+
+class FakeGPT(GPT):
+    """A GPT that is laid out on the meta device and then gets fake memory."""
+
+    def __init__(self, config, memory):
+        super().__init__(config, seed=None)
+        self.memory = memory
+
+    def to_empty(self, *, device, recurse=True):
+        if torch.device(device).type == 'meta':
+            return super().to_empty(device=device, recurse=recurse)
+        with self.memory:
+            return super().to_empty(device=device, recurse=recurse)
+
+    def __deepcopy__(self, memo):
+        memo[id(self.memory)] = self.memory  # stages of a pipeline share it
+        copy = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copy
+        copy.__dict__.update(deepcopy(self.__dict__, memo))
+        return copy
+
+
+def names_of_groups(processes):
+    """{name of a process group: the dimension of the mesh that it is}."""
+    names = {}
+    if dist.is_initialized():
+        names[dist.group.WORLD.group_name] = 'all'
+    for mesh in filter(None, (processes.expert_mesh, processes.mesh, processes.cp_mesh)):
+        for name in mesh.mesh_dim_names:
+            names[mesh.get_group(name).group_name] = name
+    return names
+
+
+# --- what takes the place of what fake tensors or a fake process group do not have --------------------------
+
+def substitutes_for_communication(memory):
+    """Contexts in which DDP and pipelines get what they would receive from other processes."""
+    from torch.distributed.pipelining import schedules
+    from torch.distributed.tensor import _sharding_prop
+    reducer_buckets = dist._compute_bucket_assignment_by_size
+
+    def final_buckets(parameters, limits, *options):
+        # DDP begins with one bucket, and exchanges the indices of the final ones after its first pass.
+        return reducer_buckets(parameters, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2 ** 20], *options)
+
+    replicate = apply.replicate
+
+    def replicate_in_fake_memory(model, device, zero1, grad_compress):
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+        with memory:
+            network = replicate(model, device, zero1, grad_compress)
+        if not zero1 and grad_compress == 'none':  # what DDP does by itself, in Python
+            network.register_comm_hook(None, allreduce_hook)
+        return network
+
+    all_reduce = dist.all_reduce
+
+    def all_reduce_at_once(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+        all_reduce(tensor, op, group)
+        return FinishedWork(tensor) if async_op else None
+
+    send_and_receive = schedules._batch_p2p
+
+    def send_and_receive_at_once(operations, desc=None):
+        send_and_receive(operations, desc)
+        return [FinishedWork(operation.tensor) for operation in operations]
+
+    def agree_on_shapes(schedule, stages, *options):
+        # Every stage is told its shapes. The stages vote on whether that is so, with votes from other ranks.
+        for stage in stages:
+            stage._inference_mode = schedules.InferenceMode.STATIC
+
+    contexts = [
+        mock.patch.object(dist, '_compute_bucket_assignment_by_size', final_buckets),
+        mock.patch.object(dist.Reducer, '_rebuild_buckets', lambda reducer: False),
+        mock.patch.object(dist, 'all_reduce', all_reduce_at_once),
+        mock.patch.object(schedules, '_batch_p2p', send_and_receive_at_once),
+        mock.patch.object(parallel, 'replicate', replicate_in_fake_memory)]
+    if hasattr(_sharding_prop, 'detect_fake_mode'):
+        # DTensor works out shapes on whole tensors, in a fake mode of its own if it does not find one.
+        contexts.append(mock.patch.object(_sharding_prop, 'detect_fake_mode', lambda *inputs: None))
+    if hasattr(schedules._PipelineSchedule, '_warmup_p2p'):  # since torch 2.13
+        contexts.append(mock.patch.object(schedules._PipelineSchedule, '_warmup_p2p', agree_on_shapes))
+    return contexts
+
+
+class FinishedWork(dist.Work):
+    """The handle of an operation that, unlike that of a fake process group, keeps the tensor alive.
+
+    A pipeline's schedule keeps such handles, and so what it has sent, to the end of the iteration.
+    """
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor = tensor
+
+    def wait(self, timeout=None):
+        return True
+
+    def get_future(self):
+        future = torch.futures.Future()
+        future.set_result([self.tensor])
+        return future
+
+
+def substitutes_for_experts(n_rows):
+    """Contexts in which experts, and the processes that have them, are equally busy.
+
+    What the model reads of values is numbers of rows alone: of each expert, or to and from each process. Fake
+    tensors have no values. n_rows: all rows of a micro-batch, which each such list divides.
+    """
+    from torch import _meta_registrations
+
+    def even_numbers(counts):
+        share, rest = divmod(n_rows, len(counts))
+        return [share + (index < rest) for index in range(len(counts))]
+
+    def shape_in_any_dtype(rows, matrices, *scales, offs=None, out_dtype=None, **options):
+        return _meta_registrations._create_grouped_mm_output_tensor(rows, matrices, offs, out_dtype)
+
+    contexts = [mock.patch.object(FakeTensor, 'tolist', even_numbers)]
+    if hasattr(_meta_registrations, '_create_grouped_mm_output_tensor'):  # knows bfloat16 alone
+        contexts.append(mock.patch.object(_meta_registrations, '_meta_grouped_mm_common', shape_in_any_dtype))
+    return contexts
+
+
+def substitutes_for_gpus(dtype):
+    """Contexts in which the model's parts on a CPU are those on a GPU."""
+    from torch.distributed.tensor import placement_types
+
+    def use_parts_of_gpus(model, use_kernels):
+        group_products(model, [torch.bfloat16])
+        for module in list(model.modules()):
+            if isinstance(module, DotProductAttention):
+                module.__class__ = FlashAttention
+                if not flash_attention_runs(dtype, HOPPER):
+                    module.register_forward_pre_hook(repeat_grouped_heads)
+
+    composite = torch.nn.RMSNorm.forward
+
+    def fused_rms_norm(norm, x):
+        if x.dtype != norm.weight.dtype:  # not fused on GPUs either
+            return composite(norm, x)
+        # CPUs do not have a fused RMSNorm. Their LayerNorm keeps the same, and a mean per row.
+        return F.layer_norm(x, norm.normalized_shape, norm.weight, None, norm.eps)
+
+    def all_to_all(x, gather_dim, shard_dim, mesh, mesh_dim):  # gloo has none, and gathers instead
+        group = mesh.get_group(mesh_dim).group_name
+        return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
+
+    return [mock.patch.object(cpu, 'use_faster_parts', use_parts_of_gpus),
+            mock.patch.object(torch.nn.RMSNorm, 'forward', fused_rms_norm),
+            mock.patch.object(placement_types, 'shard_dim_alltoall', all_to_all)]
+
+
+class FlashAttention(DotProductAttention):
+    """The fused attention that PyTorch takes on GPUs, which keeps no scores."""
+
+    def forward(self, q, k, v, mask=None):
+        dropout = self.dropout if self.training else 0.0
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True)[0]
+
+
+if __name__ == '__main__':
+    rank, world_size, *arguments = sys.argv[1:]
+    os.environ |= dict(RANK=rank, LOCAL_RANK='0', WORLD_SIZE=world_size)
+    with exit_on_error():
+        report = run_rank(config_of(os.path.join(ROOT, 'train.py'), arguments))
+    report['process_gb'] = peak_memory_gb(torch.device('cpu'))
+    print(json.dumps(report))

@@ -1,0 +1,3 @@
+from kilogpt.plot.curves import main
+
+main()

@@ -1,0 +1,143 @@
+"""Launch the scripts of this repository as a user does, and read what a run of train.py measured."""
+import json
+import math
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import NamedTuple
+
+from kilogpt.parallel.layout import SCHEDULES
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+class Run(NamedTuple):
+    """A finished run of train.py: its folder, what it printed, and its lines in metrics.jsonl."""
+    out_dir: str
+    stdout: str
+    config: dict
+    train_lines: list  # one for each iteration
+    stalls_ms: list  # time that training waited, one for each save
+
+    def median(self, key, warmup):
+        """Median over the iterations after `warmup`; None where the run does not know the figure (mfu)."""
+        values = [line[key] for line in self.train_lines[warmup:]]
+        return None if None in values else statistics.median(values)
+
+
+def parse_layouts(text, processes=0):
+    """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...].
+
+    processes: of a layout without dpN; 0 = as few as it takes, but at least 2. Exits at a wrong layout, with
+    one sentence.
+    """
+    layouts = [' '.join(layout.split()) for layout in text.split(';')]
+    return [(layout, *parse_layout(layout, processes)) for layout in layouts if layout]
+
+
+def parse_layout(layout, default_processes):
+    """'tp2 dp2 zero3' -> (4, ['--tp=2', '--zero_stage=3'])."""
+    key_of_word = dict(full='activation_checkpoint', selective='activation_checkpoint', bf16='grad_compress',
+                       powersgd='grad_compress', **dict.fromkeys(SCHEDULES, 'pp_schedule'))
+    key_of_degree = dict(tp='tp', cp='cp', pp='pp', ep='ep', zero='zero_stage', rep='dp_replicate')
+    arguments, degrees = [], {}
+    for word in layout.split():
+        degree = re.fullmatch(r'(dp|tp|cp|pp|ep|zero|rep)=?(\d+)', word)
+        if degree:
+            name, number = degree.groups()
+            degrees[name] = int(number)
+            if name != 'dp':  # data parallel takes what the others leave
+                arguments.append(f'--{key_of_degree[name]}={number}')
+        elif word in key_of_word:
+            arguments.append(f'--{key_of_word[word]}={word}')
+        elif word == 'offload':
+            arguments.append('--cpu_offload=True')
+        elif re.fullmatch(r'\w+=.+', word):
+            arguments.append(f'--{word}')
+        else:
+            sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, epN, zeroN, '
+                     f'repN, {", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd and key=value')
+    model_parallel = math.prod(degrees.get(name, 1) for name in ('tp', 'cp', 'pp'))
+    processes = default_processes
+    if 'dp' in degrees:
+        processes = degrees['dp'] * model_parallel
+    elif not processes:
+        experts = -(-degrees.get('ep', 1) // max(1, degrees.get('cp', 1)))
+        processes = max(2, model_parallel * degrees.get('rep', 1) * experts)
+    if processes < 1 or model_parallel < 1 or processes % model_parallel:
+        sys.exit(f'error: layout {layout!r} takes a multiple of tp × cp × pp = {model_parallel} processes, '
+                 f'not {processes}: set --nproc_per_node, or add dpN to the layout')
+    return processes, arguments
+
+
+def train_command(arguments, out_dir, **keys):
+    """Command line of a run that only trains and logs. keys: settings, which win over the arguments."""
+    keys = dict(wandb_log=False, log_interval=1, eval_iters=0, keep_checkpoints=0, init_from='scratch') | keys
+    return [os.path.join(ROOT, 'train.py'), *arguments, *as_arguments(out_dir=out_dir, **keys)]
+
+
+def as_arguments(**keys):
+    return [f'--{key}={value}' for key, value in keys.items()]
+
+
+def train(arguments, out_dir, processes=1, **keys):
+    """Run train.py, under torchrun if processes > 1. RuntimeError with the run's own error if it fails."""
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    command = [*launcher, *train_command(arguments, out_dir, **keys)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(last_error(run.stderr))
+    with open(os.path.join(out_dir, 'config.json'), encoding='utf-8') as file:
+        config = json.load(file)
+    with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as file:
+        lines = [json.loads(line) for line in file]
+    return Run(out_dir, run.stdout, config,
+               train_lines=[line for line in lines if 'loss' in line],
+               stalls_ms=[line['ckpt_stall_ms'] for line in lines if 'ckpt_stall_ms' in line])
+
+
+def foretell(arguments, processes, gpu):
+    """A layout's foretold_gb and foretold_ms, by kilogpt.plan. RuntimeError with its error if it fails."""
+    command = [sys.executable, '-m', 'kilogpt.plan', *arguments, f'--gpus={processes}', f'--gpu={gpu}',
+               '--as_given', '--json']
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    if done.returncode:
+        raise RuntimeError(last_error(done.stderr))
+    row, = json.loads(done.stdout)
+    return dict(foretold_gb=row['memory_gb'], foretold_ms=row['ms'])
+
+
+def last_error(stderr):
+    """The most telling line of a failed run. Under torchrun the very last only says that a child failed."""
+    lines = stderr.splitlines() or ['no message']
+    sentences = [line for line in lines if line.startswith('error:')]
+    exceptions = [line for line in lines if 'Error' in line and 'ChildFailedError' not in line]
+    return (sentences or exceptions or lines)[-1]
+
+
+def timed(command, cwd=ROOT, until=None, **environment):
+    """Time a Python command; returns (milliseconds, its output). RuntimeError with its last line if it fails.
+
+    until: stop the clock at the first line of output that starts with this text, not at the end.
+    """
+    environment = os.environ | environment | dict(PYTHONUNBUFFERED='1')
+    start, end = time.perf_counter(), None
+    with tempfile.TemporaryFile('w+') as errors:
+        with subprocess.Popen([sys.executable, *command], cwd=cwd, env=environment, stdout=subprocess.PIPE,
+                              stderr=errors, text=True) as process:
+            lines = []
+            for line in process.stdout:
+                lines.append(line)
+                if end is None and until and line.startswith(until):
+                    end = time.perf_counter()
+        end = end or time.perf_counter()
+        errors.seek(0)
+        if process.returncode:
+            raise RuntimeError((errors.read().splitlines() or ['no message'])[-1])
+    return 1000 * (end - start), ''.join(lines)

@@ -1,0 +1,456 @@
+"""Weights in and out, against transformers, its tokenizers, and nanoGPT's format written out.
+
+All weights are random with a standard deviation of 0.2, norms and biases too, so that exchanged tensors show
+far above the tolerance of 1e-4.
+"""
+import dataclasses
+import json
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
+from kilogpt import checkpoint
+from kilogpt.convert import weights
+from kilogpt.optim import build_adamw
+from kilogpt.convert.hugging_face import KINDS
+from kilogpt.convert.weights import export_weights, import_weights, pad_rows, read_weights
+from model import GPT, GPTConfig
+
+TINY = dict(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
+LLAMA = dict(pos='rope', norm='rmsnorm', mlp='swiglu', n_kv_head=2, bias=False, tie_weights=False)
+MIXTURE = LLAMA | dict(mlp='moe')
+FORMS = dict(
+    gpt2=dict(mlp='gelu_tanh'),
+    gpt2_plain=dict(bias=False, tie_weights=False),
+    llama=LLAMA,
+    llama_bias=LLAMA | dict(bias=True, tie_weights=True, dropout=0.1),
+    qwen3=LLAMA | dict(qk_norm=True, n_kv_head=1),
+    qwen3_tied=LLAMA | dict(qk_norm=True, tie_weights=True),
+    mixtral=MIXTURE | dict(n_experts=5, n_active_experts=2, router_balance='none'),
+    qwen3moe=MIXTURE | dict(qk_norm=True, router_balance='none', moe_first_layer=1, expert_hidden=24),
+    glm4moe=MIXTURE | dict(qk_norm=True, router='sigmoid', n_shared_experts=2, moe_first_layer=1,
+                           expert_hidden=24),
+    glm4moe_one=MIXTURE | dict(router='sigmoid', n_active_experts=1, n_shared_experts=1))
+ASCII = '\n' + ''.join(chr(c) for c in range(ord(' '), ord(' ') + 90))
+CHARS = CharTokenizer(ASCII + 'éß✓🙂🇩 ').meta()
+PROMPT = torch.randint(97, (2, 9), generator=torch.Generator().manual_seed(1))
+
+
+def randomize(model, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(0.2 * torch.randn(p.shape, generator=generator) + (p.dim() == 1))
+    return model.eval()
+
+
+def make_run(folder, options=(), meta=CHARS, moments=False):
+    """Make a run's folder with a checkpoint at iteration 3: (its path, the model, the optimizer)."""
+    model = randomize(GPT(GPTConfig(**TINY | dict(options))))
+    named = list(model.named_parameters())
+    optimizer = build_adamw(named, 1e-3, 0.1, (0.9, 0.95)) if moments else None
+    if moments:
+        model(PROMPT, PROMPT).backward()
+        optimizer.step()
+    save_run(folder, model, named, optimizer, meta)
+    return str(folder), model, optimizer
+
+
+def save_run(folder, model, named, optimizer=None, meta=CHARS):
+    state = dict(iteration=3, tokens=2304, val_loss=2.5, best_val_loss=2.5, skipped=[0, 0], wandb_id=None,
+                 scaler={}, model=dataclasses.asdict(model.config), tokenizer=meta,
+                 config=dict(dataset='x', learning_rate=1e-3, beta2=0.95))
+    return checkpoint.Saver(str(folder), 1).save(3, named, optimizer, state)
+
+
+def weights_of(model):
+    """Parameters without the padding rows of the vocabulary."""
+    return {name: p[:model.config.vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else p
+            for name, p in model.named_parameters()}
+
+
+def model_from(source):
+    """Our model with the weights that read_weights returns."""
+    arguments, tensors, _ = read_weights(str(source))
+    model = GPT(GPTConfig(**arguments), seed=None)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(pad_rows(tensors[name], p.shape))
+    return model.eval()
+
+
+def change_json(path, changes):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@torch.no_grad()
+def assert_same_predictions(ours, theirs):
+    """Logits within 1e-4, and 50 greedy tokens the same."""
+    theirs.eval()
+    logits = ours(PROMPT)
+    assert logits.std() > 0.3
+    torch.testing.assert_close(logits, theirs(PROMPT).logits, atol=1e-4, rtol=0)
+    text = theirs.generate(PROMPT, max_new_tokens=50, do_sample=False, pad_token_id=0)
+    assert text.size(1) == 59 and ours.generate(PROMPT, 50, temperature=0).equal(text)
+
+
+def assert_same_tensors(tensors, others):
+    assert tensors.keys() == others.keys()
+    different = [name for name, tensor in tensors.items()
+                 if tensor.dtype != others[name].dtype or not tensor.equal(others[name])]
+    assert different == []
+
+
+# --- Hugging Face folders -------------------------------------------------------------------------------
+
+def slow_but(chosen, forms):
+    return [form if form in chosen else pytest.param(form, marks=pytest.mark.slow) for form in forms]
+
+
+@pytest.mark.parametrize('form', slow_but([*FORMS][:6] + ['qwen3moe'], FORMS))
+def test_export_is_what_transformers_runs_and_comes_back_the_same(form, tmp_path):
+    from transformers import AutoModelForCausalLM
+    out_dir, model, _ = make_run(tmp_path / 'run', FORMS[form])
+    first, second = str(tmp_path / 'first'), str(tmp_path / 'second')
+    export_weights(out_dir, first)
+    theirs = AutoModelForCausalLM.from_pretrained(first)
+    assert type(theirs).__name__.lower().startswith(form.partition('_')[0])
+    assert_same_predictions(model, theirs)
+
+    arguments, tensors, meta = read_weights(first)
+    assert arguments == dataclasses.asdict(model.config) and meta == CHARS
+    assert_same_tensors(tensors, weights_of(model))
+    import_weights(first, str(tmp_path / 'again'))
+    export_weights(str(tmp_path / 'again'), second)
+    assert_same_tensors(load_file(f'{first}/model.safetensors'), load_file(f'{second}/model.safetensors'))
+    for name in ('config.json', 'generation_config.json', 'tokenizer.json', 'tokenizer_config.json'):
+        assert (tmp_path / 'first' / name).read_text() == (tmp_path / 'second' / name).read_text()
+
+
+def transformers_model(kind):
+    """A model of widths, epsilon and theta other than ours."""
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig, MixtralForCausalLM
+    from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    ends = dict(bos_token_id=None, eos_token_id=None, vocab_size=97)
+    modern = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                  intermediate_size=88, max_position_embeddings=64, rms_norm_eps=1e-3, rope_theta=300.0)
+    modern |= ends
+    if kind == 'gpt2':
+        return GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=4, n_inner=72,
+                                          layer_norm_epsilon=1e-3, tie_word_embeddings=False, **ends))
+    if kind == 'llama':
+        return LlamaForCausalLM(LlamaConfig(attention_bias=True, mlp_bias=True, **modern))
+    if kind == 'qwen3':
+        return Qwen3ForCausalLM(Qwen3Config(head_dim=12, tie_word_embeddings=True, **modern))
+    if kind == 'mixtral':
+        return MixtralForCausalLM(MixtralConfig(num_local_experts=6, num_experts_per_tok=2, **modern))
+    modern |= dict(moe_intermediate_size=24, num_experts_per_tok=3, norm_topk_prob=True, head_dim=12)
+    if kind == 'qwen3_moe':
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(num_experts=6, decoder_sparse_step=2, **modern))
+    return Glm4MoeForCausalLM(Glm4MoeConfig(n_routed_experts=6, n_shared_experts=2, first_k_dense_replace=1,
+                                            use_qk_norm=True, partial_rotary_factor=1.0, **modern))
+
+
+@pytest.mark.parametrize('kind', slow_but(['gpt2', 'llama', 'qwen3'], KINDS))
+def test_folders_of_transformers_read_in(kind, tmp_path):
+    """In shards; bfloat16 widens; exported again, the tensors are the same."""
+    theirs = randomize(transformers_model(kind)).bfloat16()
+    theirs.save_pretrained(tmp_path / 'hf', max_shard_size='20KB')
+    assert os.path.exists(tmp_path / 'hf' / 'model.safetensors.index.json')
+    in_float32 = type(theirs).from_pretrained(tmp_path / 'hf', dtype=torch.float32)
+    assert_same_predictions(model_from(tmp_path / 'hf'), in_float32)
+    arguments, tensors, meta = read_weights(str(tmp_path / 'hf'))
+    assert meta is None
+    with pytest.raises(ValueError, match='which tokenizer .*kilogpt.convert import .* --dataset'):
+        get_tokenizer(meta)
+
+    path = tmp_path / 'hf' / 'config.json'
+    config = json.loads(path.read_text())
+    if 'rope_parameters' in config:  # write the file as transformers did before version 5
+        theta = config.pop('rope_parameters')['rope_theta']
+        path.write_text(json.dumps(config | dict(rope_theta=theta, rope_scaling=None)))
+        assert read_weights(str(tmp_path / 'hf'))[0] == arguments
+    import_weights(str(tmp_path / 'hf'), str(tmp_path / 'run'))
+    export_weights(str(tmp_path / 'run'), str(tmp_path / 'again'), dtype='bfloat16')
+    assert read_weights(str(tmp_path / 'again'))[0] == arguments
+    assert type(theirs).from_pretrained(tmp_path / 'again', dtype='auto').dtype == torch.bfloat16
+    expected = {}
+    for shard in (tmp_path / 'hf').glob('*.safetensors'):
+        expected |= load_file(shard)
+    assert_same_tensors(load_file(tmp_path / 'again' / 'model.safetensors'), expected)
+
+
+@pytest.mark.parametrize('options, words', [
+    (dict(mlp='relu2'), 'mlp=relu2'),
+    (LLAMA | dict(mlp='relu2', softcap=15.0), 'mlp=relu2, softcap=15.0'),
+    (LLAMA | dict(norm='layernorm'), 'norm=layernorm'),
+    (MIXTURE, 'router_balance=bias'),
+    (MIXTURE | dict(n_shared_experts=1, n_active_experts=1, router_balance='loss'),
+     'n_shared_experts=1, n_active_experts=1'),
+    (MIXTURE | dict(router='sigmoid', moe_every=2, expert_mlp='gelu'), 'expert_mlp=gelu, moe_every=2'),
+    (LLAMA | dict(qk_norm=True, bias=True), 'bias=True'),
+    (dict(qk_norm=True, n_kv_head=2), 'n_kv_head=2, qk_norm=True'),
+    (dict(norm='rmsnorm', mlp='swiglu'), 'norm=rmsnorm, mlp=swiglu')], ids=str)
+def test_what_has_no_standard_form_says_so(options, words, tmp_path):
+    out_dir, *_ = make_run(tmp_path / 'run', options)
+    with pytest.raises(ValueError, match=f'has {words}, which no standard form has'):
+        export_weights(out_dir, str(tmp_path / 'hf'))
+    assert not os.path.exists(tmp_path / 'hf')
+    with pytest.raises(ValueError, match='which nanoGPT does not have'):
+        export_weights(out_dir, str(tmp_path / 'ckpt.pt'))
+
+
+@pytest.fixture(scope='module')
+def folders(tmp_path_factory):
+    """{form: its exported folder}."""
+    folder = tmp_path_factory.mktemp('folders')
+    for form in ('gpt2', 'llama', 'qwen3'):
+        export_weights(make_run(folder / f'run-{form}', FORMS[form])[0], str(folder / form))
+    return {form: folder / form for form in ('gpt2', 'llama', 'qwen3')}
+
+
+def link_folder(source, target, changes):
+    """Make target a copy of an exported folder with changes to its config.json."""
+    (target / 'model.safetensors').symlink_to(source / 'model.safetensors')
+    (target / 'config.json').write_text((source / 'config.json').read_text())
+    change_json(target / 'config.json', changes)
+
+
+@pytest.mark.parametrize('form, changes', [
+    ('gpt2', dict(model_type='opt')),
+    ('gpt2', dict(activation_function='relu')),
+    ('gpt2', dict(scale_attn_weights=False)),
+    ('gpt2', dict(scale_attn_by_inverse_layer_idx=True)),
+    ('llama', dict(rope_scaling=dict(rope_type='llama3', factor=8.0))),
+    ('llama', dict(rope_parameters=dict(rope_type='yarn', rope_theta=1e4))),
+    ('llama', dict(hidden_act='gelu')),
+    ('llama', dict(mlp_bias=True)),
+    ('llama', dict(model_type='mistral')),
+    ('llama', dict(quantization_config=dict(bits=4))),
+    ('qwen3', dict(use_sliding_window=True)),
+    ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
+    ('qwen3', dict(attention_bias=True))], ids=str)
+def test_what_our_model_cannot_represent_is_refused(folders, form, changes, tmp_path):
+    link_folder(folders[form], tmp_path, changes)
+    with pytest.raises(ValueError, match=f'config.json has .*{list(changes)[0]}'):
+        read_weights(str(tmp_path))
+
+
+@pytest.mark.parametrize('changes, words', [
+    (dict(n_positions=32), r'wpe.weight of shape \(64, 32\) where its config asks for \(32, 32\)'),
+    (dict(n_layer=1), r'transformer.h.1.* where its config asks for None'),
+    (dict(n_layer=3), r'h.2.* of shape None'),
+    (dict(n_head='four'), 'lacks or garbles an entry'),
+    (dict(n_head=5), 'n_embd=32 is not divisible'),
+    (dict(tie_word_embeddings=False), 'lm_head.weight of shape None')], ids=str)
+def test_config_that_contradicts_the_tensors_is_refused(folders, changes, words, tmp_path):
+    link_folder(folders['gpt2'], tmp_path, changes)
+    with pytest.raises(ValueError, match=words):
+        read_weights(str(tmp_path))
+
+
+def test_damaged_folders_are_refused(folders, tmp_path):
+    link_folder(folders['gpt2'], tmp_path, {})
+    (tmp_path / 'config.json').write_text('{"model_type": "gpt2"}')
+    with pytest.raises(ValueError, match='garbles .*n_positions'):
+        read_weights(str(tmp_path))
+    (tmp_path / 'config.json').write_text((folders['gpt2'] / 'config.json').read_text())
+    (tmp_path / 'model.safetensors').unlink()
+    (tmp_path / 'model.safetensors').write_bytes((folders['gpt2'] / 'model.safetensors').read_bytes()[:-100])
+    with pytest.raises(ValueError, match='model.safetensors is damaged'):
+        read_weights(str(tmp_path))
+
+
+def test_biases_that_were_trained_elsewhere_are_read(tmp_path):
+    """An export without biases has zeros in their place: the model has biases once one is not zero."""
+    out_dir, *_ = make_run(tmp_path / 'run', FORMS['gpt2_plain'])
+    export_weights(out_dir, str(tmp_path / 'hf'))
+    tensors = load_file(tmp_path / 'hf' / 'model.safetensors')
+    tensors['transformer.h.1.attn.c_attn.bias'][40] = 1.0
+    save_file(tensors, tmp_path / 'hf' / 'model.safetensors')
+    arguments, tensors, _ = read_weights(str(tmp_path / 'hf'))
+    assert arguments['bias'] and tensors['transformer.h.1.attn.c_k.bias'][8] == 1.0
+
+
+# --- nanoGPT --------------------------------------------------------------------------------------------
+
+def nanogpt_shapes(bias):
+    """The parameters of nanoGPT's model in its order: n_layer=2, n_embd=32, block_size=64 and 97 tokens."""
+    def layer(name, *shape):
+        return {f'{name}.weight': shape} | ({f'{name}.bias': shape[:1]} if bias else {})
+    shapes = {'transformer.wte.weight': (97, 32), 'transformer.wpe.weight': (64, 32)}
+    for i in (0, 1):
+        block = f'transformer.h.{i}'
+        shapes |= layer(f'{block}.ln_1', 32)
+        shapes |= layer(f'{block}.attn.c_attn', 96, 32)
+        shapes |= layer(f'{block}.attn.c_proj', 32, 32)
+        shapes |= layer(f'{block}.ln_2', 32)
+        shapes |= layer(f'{block}.mlp.c_fc', 128, 32)
+        shapes |= layer(f'{block}.mlp.c_proj', 32, 128)
+    return shapes | layer('transformer.ln_f', 32) | {'lm_head.weight': (97, 32)}
+
+
+def packed_qkv(tensors, block):
+    return torch.cat([tensors[f'transformer.h.{block}.attn.c_{part}.weight'] for part in 'qkv'])
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_export_to_nanogpt(bias, tmp_path):
+    out_dir, model, optimizer = make_run(tmp_path / 'run', dict(bias=bias), moments=True)
+    export_weights(out_dir, str(tmp_path / 'ckpt.pt'))
+    saved = torch.load(tmp_path / 'ckpt.pt', weights_only=True)
+    shapes = [(name, tuple(p.shape)) for name, p in saved['model'].items()]
+    assert shapes == list(nanogpt_shapes(bias).items())
+    assert saved['model_args'] == dict(n_layer=2, n_head=4, n_embd=32, block_size=64, bias=bias,
+                                       vocab_size=97, dropout=0.0)
+    assert (saved['iter_num'], saved['best_val_loss'], saved['config']['dataset']) == (3, 2.5, 'x')
+    ours = weights_of(model)
+    assert saved['model']['transformer.h.1.attn.c_attn.weight'].equal(packed_qkv(ours, 1))
+    assert saved['model']['lm_head.weight'].equal(ours['transformer.wte.weight'])
+
+    # nanoGPT's optimizer takes the state: matrices, then vectors, both in the model's order
+    params = [torch.nn.Parameter(p) for name, p in saved['model'].items() if name != 'lm_head.weight']
+    groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
+    theirs = torch.optim.AdamW([dict(params=group) for group in groups])
+    theirs.load_state_dict(saved['optimizer'])
+    assert [(group['weight_decay'], group['lr'], group['betas']) for group in theirs.param_groups] == [
+        (0.1, 1e-3, (0.9, 0.95)), (0.0, 1e-3, (0.9, 0.95))]
+    for p in params:
+        assert theirs.state[p]['exp_avg'].shape == p.shape and theirs.state[p]['step'] == 1
+    c_attn = params[list(saved['model']).index('transformer.h.0.attn.c_attn.weight')]
+    our_moments = {name: optimizer.state[p]['exp_avg_sq'] for name, p in model.named_parameters()}
+    assert theirs.state[c_attn]['exp_avg_sq'].equal(packed_qkv(our_moments, 0))
+
+
+@pytest.mark.parametrize('bias', [True, False])
+def test_import_from_nanogpt_restores_weights_and_moments(bias, tmp_path):
+    out_dir, model, optimizer = make_run(tmp_path / 'run', dict(bias=bias), moments=True)
+    target = str(tmp_path / 'ckpt.pt')
+    export_weights(out_dir, target)
+    arguments, tensors, meta = read_weights(target)
+    assert arguments == dataclasses.asdict(model.config) and meta == CHARS
+    assert_same_tensors(tensors, weights_of(model))
+    import_weights(target, str(tmp_path / 'again'))
+    (path,) = checkpoint.find(str(tmp_path / 'again'))
+    assert path.endswith('iter_00000003')
+    restored = GPT(model.config, seed=None)
+    restored_optimizer = build_adamw(restored.named_parameters(), 1e-3, 0.1, (0.9, 0.95))
+    checkpoint.load(path, list(restored.named_parameters()), restored_optimizer)
+    for (name, p), (_, q) in zip(restored.named_parameters(), model.named_parameters()):
+        rows = 97 if name == 'transformer.wte.weight' else None
+        state, expected = restored_optimizer.state[p], optimizer.state[q]
+        assert p[:rows].equal(q[:rows]) and state['step'] == 1, name
+        assert state['exp_avg'][:rows].equal(expected['exp_avg'][:rows]), name
+        assert state['exp_avg_sq'][:rows].equal(expected['exp_avg_sq'][:rows]), name
+
+
+def test_nanogpts_own_file(tmp_path):
+    """With torch.compile's prefix, an old causal mask, a loss as a tensor; no optimizer, no tokenizer."""
+    model = {f'_orig_mod.{name}': 0.2 * torch.randn(shape) for name, shape in nanogpt_shapes(True).items()}
+    model['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 64, 64)
+    args = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, bias=True, vocab_size=97, dropout=0.0)
+    content = dict(model=model, model_args=args, iter_num=7, best_val_loss=torch.tensor(1.5),
+                   config=dict(batch_size=12))
+    torch.save(content, tmp_path / 'ckpt.pt')
+    arguments, tensors, meta = read_weights(str(tmp_path / 'ckpt.pt'))
+    assert meta is None and arguments == dataclasses.asdict(GPTConfig(**TINY))
+    c_attn = model['_orig_mod.transformer.h.0.attn.c_attn.weight']
+    assert tensors['transformer.h.0.attn.c_v.weight'].equal(c_attn[64:])
+    import_weights(str(tmp_path / 'ckpt.pt'), str(tmp_path / 'run'))
+    (path,) = checkpoint.find(str(tmp_path / 'run'))
+    state = checkpoint.read_state(path)
+    assert (state['iteration'], state['val_loss'], state['tokenizer']) == (7, 1.5, None)
+    with pytest.raises(ValueError, match='has checkpoints already'):
+        import_weights(str(tmp_path / 'ckpt.pt'), str(tmp_path / 'run'))
+
+
+class Trap:
+    """Opens a file for writing when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (self.path, 'w')
+
+
+@pytest.mark.parametrize('legacy', [False, True])
+def test_nothing_in_a_file_is_run(legacy, tmp_path):
+    torch.save(dict(model={}, model_args={}, config=Trap(str(tmp_path / 'sprung'))), tmp_path / 'ckpt.pt',
+               _use_new_zipfile_serialization=not legacy)
+    with pytest.raises(ValueError, match='which might run code: it was not loaded'):
+        read_weights(str(tmp_path / 'ckpt.pt'))
+    assert not os.path.exists(tmp_path / 'sprung')
+    (tmp_path / 'garbage.pt').write_bytes(b'garbage')
+    with pytest.raises(ValueError, match='is not a ckpt.pt of nanoGPT'):
+        read_weights(str(tmp_path / 'garbage.pt'))
+    torch.load(tmp_path / 'ckpt.pt', weights_only=False)
+    assert os.path.exists(tmp_path / 'sprung')  # the trap works
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------
+
+MIXED = ['', 'Hello, world!', ' a  b   c\n\n\n d \t\r\n  ', "I'll we'VE it's  1234567 3.14",
+         'naïve Ünïcödé ß ſ ŉ', '日本語 العربية हिन्दी',
+         '🙂👨‍👩‍👧 🇩🇪', '\x00\x1c\x85\u2028\u3000\xa0 x',
+         'def f(x):\n\treturn x**2  # why?\n\n', ' ' * 99 + 'x' + '\n' * 20]
+
+
+@pytest.fixture(scope='module')
+def pairs(tmp_path_factory, vocabulary):
+    """{name: (our tokenizer, transformers' from the exported folder)}.
+
+    The vocabularies of cl100k_base and o200k_base are not on this machine: they get the ranks of GPT-2's.
+    """
+    import tiktoken
+    from tiktoken_ext import openai_public
+    from transformers import AutoTokenizer
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
+        gpt2 = get_tokenizer(dict(tokenizer='gpt2'))
+        patch.setattr(openai_public, 'load_tiktoken_bpe', lambda *_, **__: gpt2.encoding._mergeable_ranks)
+        chars = CharTokenizer(sorted(set(''.join(MIXED))))
+        tokenizers = dict(gpt2=gpt2, bytes=ByteTokenizer(), char=chars)
+        for name in ('cl100k_base', 'o200k_base'):
+            tokenizer = tokenizers[name] = type(gpt2).__new__(type(gpt2))
+            tokenizer.encoding = tiktoken.Encoding(**getattr(openai_public, name)())
+            tokenizer.name = name
+            tokenizer.eot = tokenizer.encoding.eot_token
+            tokenizer.vocab_size = tokenizer.encoding.n_vocab
+        pairs = {}
+        forms = [{}, LLAMA, LLAMA | dict(qk_norm=True), LLAMA, {}]
+        for (name, tokenizer), form in zip(tokenizers.items(), forms):
+            folder = tmp_path_factory.mktemp(name)
+            patch.setattr(weights, 'get_tokenizer', lambda meta, tokenizer=tokenizer: tokenizer)
+            export_weights(make_run(folder / 'run', form)[0], str(folder / 'hf'))
+            pairs[name] = tokenizer, AutoTokenizer.from_pretrained(folder / 'hf')
+        yield pairs
+
+
+@pytest.mark.parametrize('name', ['gpt2', 'bytes', 'char', 'cl100k_base', 'o200k_base'])
+def test_tokenizers_agree(pairs, name):
+    ours, theirs = pairs[name]
+
+    def agree(text):
+        ids = ours.encode(text)
+        assert theirs(text)['input_ids'] == ids
+        assert theirs.decode(ids) == ours.decode(ids) == text
+
+    for text in MIXED:
+        agree(text)
+    frequent = st.sampled_from(" \n\t'sSlLdD09.,!-🙂é")
+    anything = st.characters(codec='utf-8', max_codepoint=0xFFFF) | frequent
+    letters = st.sampled_from(ours.chars) if name == 'char' else anything
+    settings(max_examples=150, deadline=None, derandomize=True)(given(st.text(letters))(agree))()
+    assert theirs.eos_token_id == theirs.bos_token_id == ours.eot
+    assert len(theirs) >= len(set(theirs.get_vocab().values()))
+    if name == 'gpt2':
+        assert ours.decode_bytes([15496, 50300]) == b'Hello'  # an untrained model may draw a padding row
+        assert theirs.vocab_size == 50257 and theirs('<|endoftext|>')['input_ids'] == [50256]
+        assert len(json.loads(theirs.backend_tokenizer.to_str())['model']['merges']) == 50000

@@ -1,0 +1,155 @@
+"""What processes need before they train together: a dtype, open files, a network, fixed arithmetic."""
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from helpers import FAULTS, ROOT, TINY, assert_same_tensors, curve, free_port, newest_tensors
+from kilogpt.parallel import processes
+
+TORCHRUN = [sys.executable, '-m', 'torch.distributed.run']
+SHORT = [*TINY, '--eval_iters=0', '--keep_checkpoints=0', '--max_iters=1']
+
+
+# --- dtype ----------------------------------------------------------------------------------------------
+
+@pytest.mark.quick
+@pytest.mark.parametrize('gpu, major, expected', [
+    ('V100', 7, 'float16'), ('T4', 7, 'float16'), ('A100', 8, 'bfloat16'), ('H100', 9, 'bfloat16')])
+def test_gpus_that_only_emulate_bfloat16_get_float16(monkeypatch, gpu, major, expected):
+    monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
+    monkeypatch.setattr(torch.cuda, 'current_device', lambda: 0)
+    monkeypatch.setattr(torch.cuda, 'get_device_properties', lambda device: SimpleNamespace(major=major))
+    monkeypatch.setattr(torch.cuda, '_check_bf16_tensor_supported', lambda device: True)  # or emulated
+    assert processes.resolve_dtype('auto', torch.device('cuda', 0)) == expected
+
+
+# --- open files -----------------------------------------------------------------------------------------
+
+def test_few_open_files_do_not_keep_processes_from_joining(train):
+    run = train('--eval_iters=0', '--max_iters=1', nproc=2, timeout=60,
+                faults=[FAULTS / 'few_files.py'])
+    assert list(run.lines) == [1]
+
+
+@pytest.mark.slow
+def test_few_open_files_do_not_keep_torchrun_from_serving_the_store(dataset, tmp_path):
+    """Four processes take a torchrun with the store to 33 files."""
+    command = [*TORCHRUN, '--standalone', '--nproc_per_node=4', 'train.py', *SHORT, f'--dataset={dataset}',
+               f'--out_dir={tmp_path}']
+    done = subprocess.run(['bash', '-c', 'ulimit -Sn 29; exec "$@"', '-', *command], cwd=ROOT, timeout=100)
+    assert done.returncode == 0
+
+
+# --- networks -------------------------------------------------------------------------------------------
+
+@pytest.mark.quick
+@pytest.mark.parametrize('environment, routes, expected', [
+    (dict(LOCAL_WORLD_SIZE='2'), dict(node0='eth0'), None),  # one node
+    (dict(GLOO_SOCKET_IFNAME='ib0'), dict(node0='eth0'), 'ib0'),
+    ({}, {'node0': 'eth0', '192.0.2.1': 'eth1'}, 'eth0'),
+    ({}, {'192.0.2.1': 'eth1'}, 'eth1'),  # node0 is this node, and its name the loopback interface's
+    ({}, {}, None)])
+def test_gloo_listens_where_the_first_node_is_reached(monkeypatch, environment, routes, expected):
+    environment = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='1', MASTER_ADDR='node0') | environment
+    monkeypatch.setattr(os, 'environ', environment)
+    monkeypatch.setattr(processes, '_interface_to', routes.get)
+    processes.choose_gloo_interface()
+    assert environment.get('GLOO_SOCKET_IFNAME') == expected
+
+
+@pytest.mark.quick
+def test_loopback_and_unknown_hosts_lead_to_no_interface():
+    assert '127.0.0.1' in map(str, processes._interfaces()['lo'])
+    assert processes._interface_to('127.0.1.1') is None
+    assert processes._interface_to('no-such-host.invalid') is None
+
+
+@pytest.fixture
+def two_nodes(tmp_path):
+    """Function (node, command) -> the command as run on one of two nodes, 10.77.0.1 and 10.77.0.2.
+
+    As on Debian, each one's own name is 127.0.1.1. Nodes are network namespaces, which only root can make.
+    """
+    def ip(*arguments):
+        subprocess.run(['ip', *arguments], check=True)
+
+    names = [f'kilogpt-{os.getpid()}-{node}' for node in (0, 1)]  # namespaces are the machine's
+    try:
+        for name in names:
+            ip('netns', 'add', name)
+        ip('link', 'add', 'veth0', 'netns', names[0], 'type', 'veth',
+           'peer', 'name', 'veth1', 'netns', names[1])
+        for node, name in enumerate(names):
+            ip('-n', name, 'address', 'add', f'10.77.0.{node + 1}/24', 'dev', f'veth{node}')
+            for device in ('lo', f'veth{node}'):
+                ip('-n', name, 'link', 'set', device, 'up')
+            ip('-n', name, 'route', 'add', 'default', 'via', '10.77.0.254')
+            (tmp_path / f'hosts{node}').write_text(f'127.0.0.1 localhost\n127.0.1.1 node{node}\n'
+                                                   f'10.77.0.{2 - node} node{1 - node}\n')
+        yield lambda node, command: [
+            'ip', 'netns', 'exec', names[node], 'unshare', '--uts', '--mount', 'sh', '-c',
+            f'hostname node{node}; mount --bind {tmp_path}/hosts{node} /etc/hosts; exec "$@"', '-', *command]
+    finally:
+        for name in names:
+            subprocess.run(['ip', 'netns', 'delete', name])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which('ip') or os.geteuid() != 0, reason='needs root for network namespaces')
+@pytest.mark.parametrize('first_node', ['node0', '10.77.0.1'])
+def test_nodes_with_loopback_addresses_for_names_find_each_other(two_nodes, dataset, tmp_path, first_node):
+    port, started = free_port(), []
+    for node in (0, 1):
+        command = [*TORCHRUN, '--nnodes=2', f'--node_rank={node}', '--nproc_per_node=1',
+                   f'--master_addr={first_node}', f'--master_port={port}', 'train.py', *SHORT,
+                   '--gradient_accumulation_steps=4', f'--dataset={dataset}', f'--out_dir={tmp_path}/out']
+        started.append(subprocess.Popen(two_nodes(node, command), cwd=ROOT))
+    assert [process.wait(100) for process in started] == [0, 0]
+    assert (tmp_path / 'out' / 'metrics.jsonl').exists()
+
+
+# --- fixed arithmetic -----------------------------------------------------------------------------------
+
+@pytest.fixture
+def restored_settings(monkeypatch):
+    """Undo make_deterministic after the test."""
+    from torch._inductor import config
+    monkeypatch.setattr(config, 'deterministic', False)
+    monkeypatch.setattr(torch.utils.deterministic, 'fill_uninitialized_memory', True)
+    monkeypatch.delenv('CUBLAS_WORKSPACE_CONFIG', raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_deterministic_settings_are_in_force(restored_settings):
+    processes.make_deterministic()
+    assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    assert os.environ['CUBLAS_WORKSPACE_CONFIG'] == ':4096:8'
+    assert torch._inductor.config.deterministic
+    assert not torch.utils.deterministic.fill_uninitialized_memory
+
+
+def test_deterministic_run_resumes_to_the_bit(train):
+    options = ['--deterministic', '--dropout=0.1']
+    begun = train(*options, '--max_iters=6')
+    resumed = train(*options, '--init_from=resume', out_dir=begun.out_dir)
+    unbroken = train(*options)
+    assert curve(resumed) == curve(unbroken) and list(unbroken.lines) == list(range(1, 13))
+    assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(unbroken.out_dir))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [
+    (1, '--compile=True'), (2, '--compile=True --zero_stage=2'), (2, '--tp=2'), (2, '--cp=2'),
+    (2, '--pp=2 --pp_schedule=zbv'), (2, '--optimizer=muon --zero_stage=1'), (2, '--dtype=bfloat16')])
+def test_every_operation_has_a_deterministic_form(train_all, nproc, layout):
+    """Without one PyTorch raises RuntimeError. On a processor the key changes no bit."""
+    options = [*layout.split(), '--dropout=0.1', '--gradient_accumulation_steps=4', '--max_iters=3']
+    runs = train_all({key: [*options, f'--deterministic={key}'] for key in (True, False)}, nproc=nproc)
+    assert curve(runs[True]) == curve(runs[False]) and len(runs[True].lines) == 3

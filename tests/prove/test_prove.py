@@ -1,0 +1,286 @@
+"""kilogpt.prove as a user runs it: it finds and names mistakes planted in model.py, and nothing else."""
+import json
+import pathlib
+import shutil
+
+import pytest
+from helpers import FAULTS, ROOT, run_forked
+
+SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
+ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
+BLOCK = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
+NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config)\n"
+QUERIES = "        q = self.c_q(x).view(B, T, -1, self.head_width)"
+
+# {name: (edits of model.py, config and keys, layouts, what the report has to say)}
+MISTAKES = {
+    'a linear that split_plan does not name': (
+        {NORM_2: NORM_2 + "        self.extra = nn.Linear(config.n_embd, config.n_embd, bias=False)\n",
+         BLOCK: BLOCK + "        x = x + self.extra(x)\n"},
+        'dp2; tp2', ['transformer.h.0.extra.weight is in no part of split_plan',
+                     'name transformer.h.*.extra in GPT.split_plan', 'colwise']),
+    'a parameter that belongs to a block itself': (
+        {NORM_2: NORM_2 + "        self.gain = nn.Parameter(torch.empty(1, config.n_embd))\n",
+         BLOCK: BLOCK + "        x = x + self.gain * x\n"},
+        'dp2; tp2', ['transformer.h.*.gain belongs to a block or the model itself', 'a module of its own']),
+    'a buffer': (
+        {NORM_2: NORM_2 + "        self.register_buffer('gain', torch.ones(config.n_embd))\n",
+         BLOCK: BLOCK + "        x = x * (1 + 0 * self.gain)\n"},
+        'dp2', ['transformer.h.*.gain: a buffer has no values']),
+    'a loss that is a mean': (
+        {"ignore_index=-1, reduction='sum')": "ignore_index=-1)"},
+        ONE_MICRO_STEP,
+        ['4.00 times too small', 'must return the sum of the losses']),
+    'a norm over features that tp splits': (
+        {QUERIES: "        q = F.normalize(self.c_q(x), dim=-1).view(B, T, -1, self.head_width)"},
+        'dp2; tp2', ['the input of transformer.h.0.attn.q_norm is the first value that is wrong',
+                     'A norm, softmax or mean over them sees a part alone']),
+    'random numbers in a block': (
+        {BLOCK: BLOCK + "        if self.training:\n            x = x + 0.1 * torch.randn_like(x)\n"},
+        'dp2', ['transformer.h.* draws random numbers']),
+    'a change in place': (
+        {BLOCK: "        x += self.attn(self.ln_1(x), rope, cache)\n"},
+        'dp2', ['modified by an inplace operation', 'is changed in place: x = x + ...']),
+    'a change of the input in place': (
+        {BLOCK: "        x.data.mul_(0.9)\n" + BLOCK},
+        'dp2; dp2 full', ['transformer.h.*.attn.c_k.weight: gradient',
+                          'does a block change its input in place']),
+    'starting weights from the global generator': (
+        {"block.normal_(0.0, std, generator=generator)": "block.normal_(0.0, std)"},
+        'dp2 zero3', ['transformer.h.*.attn.c_q.weight', 'GPT.initial_value gives other values']),
+    'positions that forget where a process begins': (
+        {"            positions = self.first_position + torch.arange(T, device=idx.device)\n":
+         "            positions = torch.arange(T, device=idx.device)\n"},
+        'dp2; cp2', ['the output of transformer.wpe is the first value that is wrong', 'first_position']),
+    'a mean over the batch': (
+        {BLOCK: BLOCK + "        x = x - x.mean(dim=0, keepdim=True)\n"},
+        ONE_MICRO_STEP,
+        ['the input of transformer.h.0.ln_2 is the first value that is wrong',
+         'mix the sequences of a batch']),
+    'a parameter that the loss does not need': (
+        {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n"},
+        'dp2', ['transformer.h.*.ln_3.weight has no gradient', 'takes no part in the loss']),
+    'a parameter of the model itself': (
+        {"        self.loss = Loss(config)\n":
+         "        self.ln_0 = build_norm(config.n_embd, config).to_empty(device='meta')\n"
+         "        self.loss = Loss(config)\n",
+         "        x = self.transformer.ln_f(x)\n": "        x = self.transformer.ln_f(self.ln_0(x))\n"},
+        'pp2', ['ln_0.weight is in no block, and every pipeline stage has a copy']),
+    'one layer in two blocks': (
+        {"        self.to_empty(device=torch.get_default_device())\n":
+         "        self.transformer.h['1'].mlp = self.transformer.h['0'].mlp\n"
+         "        self.to_empty(device=torch.get_default_device())\n"},
+        'dp2; pp2', ['transformer.h.0.mlp.c_fc.weight = transformer.h.1.mlp.c_fc.weight', 'one parameter']),
+    'something kept from one micro-batch to the next': (
+        {BLOCK: "        x, self.last = x + 0.5 * getattr(self, 'last', 0), x.detach()\n" + BLOCK},
+        'dp2', ['the input of transformer.h.0.ln_1 is the first value that is wrong',
+                'keep something from one micro-batch to the next']),
+    'a tensor made in __init__': (
+        {NORM_2: NORM_2 + "        self.gain = torch.ones(config.n_embd)\n",
+         BLOCK: BLOCK + "        x = x * self.gain\n"},
+        'dp2', ['a tensor that __init__ makes has no values']),
+    'a norm behind attention that split_plan calls sequence': (
+        {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
+         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
+         "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
+        'tp2', ['a norm whose output is added to x is local in split_plan, not sequence']),
+    'a row-wise linear that split_plan calls column-wise': (
+        {"        colwise=('attn.c_q',": "        colwise=('attn.c_proj', 'attn.c_q',",
+         "        rowwise=('attn.c_proj', ": "        rowwise=("},
+        'dp2; tp2', ['a layer missing in split_plan, or under the wrong kind']),
+}
+HARMLESS = {
+    'a renamed layer': {'self.c_fc': 'self.up', "'mlp.c_fc'": "'mlp.up'",
+                        "'mlp.shared.c_fc'": "'mlp.shared.up'"},
+    'another activation': {"    if form == 'relu2':": "    if form == 'gelu':\n        return F.mish(h)\n"
+                                                      "    if form == 'relu2':"},
+    'an extra norm': {
+        NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
+        "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(self.ln_3(self.ln_2(x)))",
+        "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
+    'a norm behind attention': {
+        NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
+        BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
+        "local=('attn.q_norm', ": "local=('ln_3', 'attn.q_norm', "},
+    'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, cache)\n"},
+    'a parallel block': {
+        BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n",
+        NORM_2: "", "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(h)"},
+    'sliding-window attention': {
+        "        return F.scaled_dot_product_attention(\n":
+            "        T = q.size(2)\n"
+            "        mask = torch.ones(T, T, dtype=torch.bool, device=q.device).tril().triu(-7)\n"
+            "        return F.scaled_dot_product_attention(\n"},
+    'another scale of scores': {"self.training else 0.0)\n\n\nclass Attention":
+                                "self.training else 0.0, scale=0.1)\n\n\nclass Attention"},
+    'a bounded residual stream': {BLOCK: BLOCK + "        x = 4 * torch.tanh(x / 4)\n"},
+    'scaled embeddings': {"x = self.transformer.wte(idx)": "x = 3 * self.transformer.wte(idx)"},
+    'a wider MLP': {"MLP(config, config.n_hidden)": "MLP(config, config.n_hidden + 64)"},
+}
+
+
+@pytest.fixture
+def edited(tmp_path):
+    """Function that copies the repository with edits {text of model.py: its replacement}; the folder."""
+    def edit(edits):
+        for name in ('kilogpt', 'data', 'config'):
+            shutil.copytree(pathlib.Path(ROOT, name), tmp_path / name,
+                            ignore=shutil.ignore_patterns('__pycache__', '*.bin', '*.txt'))
+        shutil.copy(pathlib.Path(ROOT, 'train.py'), tmp_path)
+        text = pathlib.Path(ROOT, 'model.py').read_text()
+        for old, new in edits.items():
+            assert old in text, old
+            text = text.replace(old, new)
+        (tmp_path / 'model.py').write_text(text)
+        return tmp_path
+    return edit
+
+
+def prove(*arguments, folder=ROOT, **options):
+    return run_forked('kilogpt.prove', *arguments, cwd=folder, check=False, timeout=1800, **options)
+
+
+@pytest.mark.parametrize('name', [
+    pytest.param(name, marks=() if name == 'a loss that is a mean' else pytest.mark.slow)
+    for name in MISTAKES])
+def test_mistake_in_the_model_is_found_and_named(edited, name):
+    edits, layouts, sentences = MISTAKES[name]
+    done = prove(*SMALL, f'--layouts={layouts}', folder=edited(edits))
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+    for sentence in sentences:
+        assert sentence in done.stdout, sentence
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', HARMLESS)
+def test_harmless_edit_is_no_alarm(edited, name):
+    done = prove(*SMALL, '--layouts=dp2 zero3 full; tp2; cp2; pp2 zbv', folder=edited(HARMLESS[name]))
+    assert done.returncode == 0 and done.stdout.count('same: ') == 4, done.stdout
+
+
+@pytest.mark.parametrize('is_once', [True, False])
+def test_run_whose_process_crashes_is_repeated_once(edited, tmp_path, is_once):
+    mark = tmp_path / 'has crashed'
+    crash = ('        import os\n'
+             f"        if os.environ.get('RANK') == '1' and not ({is_once} and os.path.exists('{mark}')):\n"
+             f"            open('{mark}', 'w').close()\n"
+             '            os.abort()\n')
+    done = prove(*SMALL, '--layouts=dp2', folder=edited({BLOCK: BLOCK + crash}))
+    assert done.stderr.count('warning: a process of') == 1 and 'the run is repeated' in done.stderr
+    assert done.returncode == (0 if is_once else 1), done.stdout
+    assert done.stdout.count('same: ') == is_once and done.stdout.count('FAILED') == (not is_once)
+
+
+def test_unchanged_model_passes_and_says_so_in_json():
+    done = prove(*SMALL, '--layouts=dp2', '--json')
+    one, two = map(json.loads, done.stdout.splitlines())
+    assert done.returncode == 0 and (one['verdict'], two['verdict']) == ('reference', 'same'), done.stdout
+    assert 0 < two['gradient'] < 1e-4 and two['differences'] == two['advice'] == []
+
+
+# eval_gpt2's larger sisters are the same model when they are shrunk
+CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py') if 'gpt2_' not in path.stem
+                 or not path.stem.startswith('eval'))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('config', CONFIGS)
+def test_shipped_config_passes(config):
+    done = prove(f'config/{config}.py', '--quick', '--nproc=4')
+    assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
+
+
+@pytest.mark.slow
+def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
+    done = prove('config/train_gpt2_modern.py')
+    assert done.returncode == 0 and done.stdout.count('same: ') == 14, done.stdout
+
+
+@pytest.mark.slow
+def test_compiled_layout_is_compared_with_one_process_that_is_not_compiled():
+    done = prove(*SMALL, '--layouts=dp2 compile=True')
+    assert done.returncode == 0 and done.stdout.count('same: ') == 1, done.stdout
+
+
+@pytest.mark.slow
+def test_layout_that_cannot_be_compiled_is_left_out():
+    done = prove(*SMALL, '--layouts=pp2 zbv compile=True')
+    assert done.returncode == 0 and 'same' not in done.stdout, done.stdout
+    assert 'left out\n    compile=False: a compiled backward pass cannot be split' in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize('arguments, sentence', [
+    (['--layouts=tp2; tq2'], "'tq2': a layout is words of dpN"),
+    (['--nproc=0'], '--nproc is 0'),
+    (['--keep=n_head,n_heads'], "--keep has 'n_heads': name keys that are shrunk, of n_layer, n_head,"),
+    (['--n_layers=2'], "unknown key 'n_layers'"),
+])
+def test_wrong_arguments_are_a_sentence(arguments, sentence):
+    done = prove(*arguments)
+    assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
+
+
+# {fault of wrong_layouts.py: (keys and options, what the report has to say)}
+FAULTY_LAYOUTS = {
+    'sum for mean': ('--layouts=dp2', ['2.00 times too small', 'off by the same factor']),
+    'evaluation counts twice': ('--layouts=tp2', ['train_loss', 'training is right, but not evaluation']),
+    'last micro-step alone': (f'--layouts={ONE_MICRO_STEP}', ['gradient differs']),
+    'keys counted twice': ('--layouts=tp2', [
+        'transformer.h.*.attn.c_k.weight: gradient 2.00 times too large in all blocks',
+        'is it in split_plan among those that each rank has whole']),
+    'norm of a part': ('--layouts=tp2', [
+        'transformer.h.*.ln_2.weight: gradient 2.00 times too small in all blocks',
+        'is it in split_plan among those that each rank has whole']),
+    'one rank alone': ('--layouts=dp2', [
+        'gradient 1.50 times too large in all blocks on rank 1', 'gradients are wrong on rank 1 alone']),
+    'padding counts': ('--layouts=dp3', ['the loss differs too', 'padding']),
+    'same batch everywhere': ('--layouts=dp2', ['the output of transformer.wte is the first value']),
+    'tied pair': ('--layouts=pp2', ['transformer.wte.weight: gradient differs']),
+    'heads of a part': ('--layouts=cp2', [
+        'the output of transformer.h.0.attn.dot_product is the first value']),
+    'rows not gathered': ('--layouts=dp2 zero1', ['update', 'the gradients are right']),
+    'matrices in parts': ('--optimizer=muon --layouts=dp2 zero2', ['update', 'the gradients are right']),
+    'local norm': ('--layouts=dp2 zero2', ['grad_norm']),
+    'no decay of shards': ('--layouts=dp2 zero2 --weight_decay=1.0', ['update', 'the gradients are right']),
+    'moments forgotten': ('--layouts=dp2 zero2', ['continued from what one process has saved']),
+}
+MOE = '--mlp=moe --expert_hidden=32 --n_experts=4'
+# What other projects have shipped: gradients that were wrong in one layout, under a loss that looked normal.
+# The name is that of the issue or pull request.
+FAULTS_OF_OTHERS = {
+    # With tp, to_local() on the tokens of the experts did not say that their gradients are parts of a sum.
+    'torchtitan 1805': (f'{MOE} --layouts=tp2', [
+        'Look at transformer.h.1.ln_2.weight and what reads its output', 'to_local in expert.py']),
+    # Gradients were no longer divided in FSDP2, but replicas (DDP, HSDP) still averaged them.
+    'torchtitan 2318': ('--layouts=dp2 zero2; dp4 rep2 zero2', [
+        'same: ', '2.00 times too small', 'replicas (rep) count too']),
+    # With tp, the same was missing behind the router alone, whose copies on the ranks went apart.
+    'torchtitan 2416': (f'{MOE} --layouts=tp2', ['transformer.h.*.mlp.routed.router.weight: gradient']),
+    # With tp but without ep, the sum over tp ranks of all gradients that leave the experts was left out.
+    'torchtitan 4054': (f'{MOE} --layouts=ep2 tp2; tp2', [
+        'same: ', 'Look at transformer.h.1.mlp.routed.router.weight and what']),
+    # A pipeline divided the gradients by the number of its micro-batches each time that it added to them.
+    'torchtitan 1733': ('--layouts=pp2', ['4.00 times too small', 'a pipeline adds up its micro-batches']),
+    # With tp, the loss that is shown was not summed over the ranks of cp.
+    'torchtitan 3280': ('--layouts=tp2; cp2; tp2 cp2', [
+        'same: ', 'iteration 1: loss ', 'training is right, but not the loss that is shown']),
+    # With tp, the gradient that the loss gave back, a part of a sum, was taken for the sum.
+    'torchtitan 3412': ('--layouts=tp2', ['Look at transformer.ln_f.weight and what reads its output']),
+    # Experts' gradients were averaged over the ranks that share an expert, not over all: ep times too large.
+    'pytorch 160285': (f'{MOE} --layouts=ep2', [
+        'transformer.h.*.mlp.routed.experts.c_fc: gradient 2.00 times too large in all blocks',
+        'see local_matrix in expert.py']),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('fault', FAULTY_LAYOUTS | FAULTS_OF_OTHERS)
+def test_mistake_in_a_layout_is_found_and_named(fault):
+    options, sentences = (FAULTY_LAYOUTS | FAULTS_OF_OTHERS)[fault]
+    arguments = [f'--{option}' for option in options.removeprefix('--').split(' --')]
+    done = prove(*SMALL, *arguments, faults=[FAULTS / 'wrong_layouts.py'], env=dict(FAULT=fault))
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+    for sentence in sentences:
+        assert sentence in done.stdout, sentence
