@@ -71,7 +71,11 @@ class Parallel:
         # A pipeline takes all micro-batches of an iteration in one step.
         self._rows_per_step = micro_batch * micro_steps if layout.pp > 1 else micro_batch
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
-        splits_backward = layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD
+        splits_backward = layout.splits_backward(activation_checkpoint)
+        if layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD and not splits_backward:
+            self.notes.append(f'pp_schedule={layout.pp_schedule} does not split the backward pass: '
+                              f'activation_checkpoint={activation_checkpoint} would recompute a block for '
+                              'each of its weights')
         self.compiles = compile = compile and set_up_compiler(self.processes, layout, self.notes)
         if async_tp:
             set_up_async_tp(self.processes, compile, self.mesh.get_group('tp'), self.notes)
@@ -124,7 +128,7 @@ class Parallel:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=micro_batch, micro_steps=micro_steps,
                 block_size=block_size, n_embd=model.config.n_embd, dtype=dtype, tied=model.tied,
-                loss_scale=self.loss_scale)
+                loss_scale=self.loss_scale, splits_backward=splits_backward)
         self._named_parameters = []
         for stage in self.stages.values():
             for name, parameter in name_parameters(stage, self.processes):

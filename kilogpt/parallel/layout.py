@@ -19,7 +19,7 @@ SCHEDULES = {
     'dualpipev': ('ScheduleDualPipeV', 2),
 }
 V_SHAPED = ('zbv', 'dualpipev')  # pipeline rank r holds stages r and 2 pp - 1 - r; otherwise r and pp + r
-# These compute the gradients of weights apart from those of inputs.
+# These compute the gradients of weights apart from those of inputs (see Layout.splits_backward).
 SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')
 
 
@@ -86,6 +86,14 @@ class Layout:
     def is_v_shaped(self):
         """Whether the first and the last pipeline stage are on the same rank."""
         return self.pp > 1 and self.pp_schedule in V_SHAPED
+
+    def splits_backward(self, activation_checkpoint):
+        """Return whether the pipeline computes the gradients of weights apart from those of inputs.
+
+        With activation checkpointing it does not: PyTorch computes the gradients of weights in one backward
+        pass for each weight, and each of those passes would recompute the whole block.
+        """
+        return self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD and activation_checkpoint == 'none'
 
     def coordinates(self, rank):
         """(pp, dp, cp, tp) coordinates of a rank."""

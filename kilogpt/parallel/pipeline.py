@@ -4,11 +4,15 @@ The schedules are PyTorch's own (torch.distributed.pipelining); `layout.SCHEDULE
 """
 import copy
 import functools
+import logging
 
 import torch
 import torch.distributed as dist
 
 from kilogpt.parallel.layout import SCHEDULES, stage_lengths
+
+# On every process that an exception passes, also one of a lost connection, it prints the whole schedule.
+logging.getLogger('torch.distributed.pipelining.schedules').setLevel(logging.CRITICAL)
 
 
 def cut_stage(model, index, n_stages, block_size):
@@ -46,10 +50,11 @@ class Pipeline:
     stages: {index: module}.
     tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different
     stages they are two copies, the `tied_pair`, that each get the sum of both gradients.
+    splits_backward: whether the schedule may compute the gradients of weights later than those of inputs.
     """
 
     def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype,
-                 tied, loss_scale):
+                 tied, loss_scale, splits_backward):
         from torch.distributed import pipelining
         self.stages, self.device, self.loss_scale = stages, device, loss_scale
         self._find_tied_pair(tied, layout, mesh)
@@ -63,10 +68,12 @@ class Pipeline:
         loss = torch.empty((), device='meta', requires_grad=True)
         pipeline_stages = []
         for index, stage in stages.items():
-            pipeline_stages.append(_stage_class()(
+            pipeline_stage = _stage_class()(
                 stage, index, layout.n_stages, device, group=mesh.get_group('pp'),
                 input_args=x if index > 0 else tokens,
-                output_args=x if index < layout.n_stages - 1 else loss))
+                output_args=x if index < layout.n_stages - 1 else loss)
+            pipeline_stage.splits_backward = splits_backward
+            pipeline_stages.append(pipeline_stage)
         schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
         self.schedule = schedule(
             pipeline_stages if layout.stages_per_rank > 1 else pipeline_stages[0], micro_steps,
@@ -113,10 +120,20 @@ class Pipeline:
 
 @functools.cache
 def _stage_class():
-    """PipelineStage for V-shaped schedules too, in which a rank hands tensors to itself."""
+    """PipelineStage for V-shaped schedules, where a rank hands tensors to itself, and for checkpointing."""
     from torch.distributed import pipelining
 
     class Stage(pipelining.PipelineStage):
+        splits_backward = True
+
+        def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+            full_backward = full_backward or not self.splits_backward
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+        def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+            if self.splits_backward:  # otherwise backward_one_chunk has computed these gradients
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
         def get_local_bwd_output(self, mb_index):
             # Evaluation has no gradients to hand over.
             return super().get_local_bwd_output(mb_index) if self.has_backward else None

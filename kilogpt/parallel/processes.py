@@ -8,7 +8,6 @@ import ipaddress
 import json
 import os
 import platform
-import re
 import socket
 import struct
 import sys
@@ -18,6 +17,8 @@ import uuid
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from kilogpt.parallel.errors import report_errors
 
 SIOCGIFADDR = 0x8915  # Linux: the request for an interface's IPv4 address (linux/sockios.h)
 
@@ -76,16 +77,17 @@ class Processes:
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
         # An event before each collective tells the watchdog which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
-        store = dist.HashStore() if self.world_size * self.islands == 1 else _fresh_store()
+        store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else _fresh_store()
+        store = store_of_all
         if self.islands > 1:
             self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)
         if is_alone:
-            sys.excepthook = _report_lost_connection
+            report_errors(store_of_all)
             return
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
                                 timeout=timeout)
-        sys.excepthook = _report_lost_connection  # in the place of one that init_process_group has set
+        report_errors(store_of_all)  # after init_process_group, which sets a hook of its own
         # The groups of meshes would otherwise have NCCL's own timeout, which comm_timeout may exceed.
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
         self.build_meshes(layout)
@@ -494,13 +496,3 @@ def _fresh_store():
                 store.set(f'welcome/{store.get(f"hello/{r}").decode()}', name)
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
-
-
-def _report_lost_connection(kind, error, traceback):
-    """sys.excepthook: one line rather than a traceback where only the connection to a process was lost."""
-    if re.search('gloo.*(closed by peer|reset by peer|Broken pipe|Timed out)', str(error)):
-        print(f'error: rank {os.environ["RANK"]} lost its connection to another process: '
-              'torchrun names the one that ended first', file=sys.stderr, flush=True)
-        time.sleep(1)  # torchrun must see the process that ended first before this one
-        os._exit(1)
-    sys.__excepthook__(kind, error, traceback)
