@@ -36,8 +36,10 @@ from kilogpt.islands.jobs import IslandJob
 from kilogpt.islands.islands import Islands, needed_checkpoint
 from kilogpt.parallel.layout import Layout
 from kilogpt.optim import build_optimizer, scheduled_lr
-from kilogpt.parallel.apply import Parallel, bytes_held, fill
-from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype, spans_nodes
+from kilogpt.parallel.apply import Parallel
+from kilogpt.parallel.dtensor import bytes_held, fill
+from kilogpt.parallel.network import spans_nodes
+from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.replay import Replay
 from kilogpt.settings import check_settings, compare_settings
 from kilogpt.guard import NonfiniteUpdates, Spikes, Update

@@ -31,7 +31,8 @@ from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
-from kilogpt.parallel.expert import group_products
+from kilogpt.devices.grouped_products import group_products
+from kilogpt.devices.parts import find_parts
 from kilogpt.script_runs import ROOT, last_error
 from kilogpt.parallel.layout import Layout
 from kilogpt.metrics import peak_memory_gb
@@ -351,11 +352,11 @@ def substitutes_for_gpus(dtype):
 
     def use_parts_of_gpus(model, use_kernels):
         group_products(model, [torch.bfloat16])
-        for module in list(model.modules()):
-            if isinstance(module, DotProductAttention):
-                module.__class__ = FlashAttention
-                if not flash_attention_runs(dtype, HOPPER):
-                    module.register_forward_pre_hook(repeat_grouped_heads)
+        for owner, name in find_parts(model, 'attention'):
+            attention = getattr(owner, name)
+            attention.__class__ = FlashAttention
+            if not flash_attention_runs(dtype, HOPPER):
+                attention.register_forward_pre_hook(repeat_grouped_heads)
 
     composite = torch.nn.RMSNorm.forward
 
