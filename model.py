@@ -4,8 +4,8 @@ The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parame
 (RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
 same few classes. A mixture of experts is in `kilogpt/mixture.py`.
 
-Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, N tokens (B * T),
-V vocabulary rows, S positions that a query may see.
+Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
+rows, S positions that a query may see, N tokens (B * T).
 """
 import functools
 import hashlib
@@ -92,7 +92,7 @@ def build_norm(width, config):
 
 
 def rotate(x, cos, sin):
-    """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al. 2021)."""
+    """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al.)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -181,7 +181,8 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = build_norm(config.n_embd, config)
         self.has_experts = config.has_experts(layer)
-        self.mlp = MixtureOfExperts(config, MLP, activate) if self.has_experts else MLP(config, config.n_hidden)
+        self.mlp = (MixtureOfExperts(config, MLP, activate) if self.has_experts
+                    else MLP(config, config.n_hidden))
 
     def forward(self, x, rope=None, cache=None, is_counted=None):
         """x (B, T, C) -> (B, T, C). rope, cache: as in Attention. is_counted: as in Router."""
@@ -192,8 +193,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    # How the model may be split, which `kilogpt/parallel/apply.py` carries out. Names are paths in the model or
-    # in a block. A path that does not exist counts for nothing.
+    # How `kilogpt/parallel/apply.py` may split the model. Names are paths in the model or in a block.
     split_plan = dict(
         # A pipeline cuts between blocks. The first stage has the parts before them, the last the parts after.
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
@@ -226,7 +226,7 @@ class GPT(nn.Module):
     )
 
     def __init__(self, config, seed=1337):
-        """Build the model on torch's default device. seed: of the weights; None leaves them without values."""
+        """Build the model on torch's default device. seed: of the weights; None leaves them undefined."""
         super().__init__()
         self.config = config
         with torch.device('meta'):  # shapes alone, since initial_value gives the values
@@ -269,7 +269,7 @@ class GPT(nn.Module):
         std = 0.02
         if 'c_proj' in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
-        size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows of a block; a new generator takes 7% of its time
+        size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
         first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
         value = torch.empty(last - first, *shape[1:], device='cpu')
         for number, block in enumerate(value.split(size), first // size):
@@ -431,7 +431,7 @@ class Loss(nn.Module):
 
 
 def cross_entropy(logits, targets, vocab_size):
-    """The sum of the cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored), in float32."""
+    """The sum of the cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored), float32."""
     logits = logits.float()
     if logits.size(-1) > vocab_size:
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
@@ -445,7 +445,7 @@ class LossInParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, targets, loss, size):
         total, grad_x, grad_weight = 0, [], torch.zeros_like(weight, dtype=torch.float32)
-        head_weight = cast_for_linears(weight).detach().requires_grad_()  # cast once rather than for each part
+        head_weight = cast_for_linears(weight).detach().requires_grad_()  # cast once, not for each part
         for part, part_targets in zip(x.split(size), targets.split(size)):
             inputs = part.detach().requires_grad_(), head_weight
             with torch.enable_grad():
@@ -487,7 +487,7 @@ class CacheView(NamedTuple):
     mask: torch.Tensor | None  # (T, S): which positions each new token sees; None if the cache was empty
 
     def extend(self, k, v):
-        """Write new k and v (B, G, T, D), those of one row into all; returns all keys and values (B, G, S, D)."""
+        """Write new k, v (B, G, T, D), one row into all; returns the keys and values so far (B, G, S, D)."""
         self.keys[:, :, self.positions] = k.type_as(self.keys)
         self.values[:, :, self.positions] = v.type_as(self.values)
         if self.mask is None:

@@ -185,7 +185,7 @@ class PlainAttention(nn.Module):
     Without dropout cpu_kernels.attention is faster still, at any length, if the processor supports it.
     """
     MAX_LENGTH = 1024
-    QUERIES = 256  # queries in one product; smaller products would cost more than the keys that they leave out
+    QUERIES = 256  # queries in one product; smaller products would cost more than they save
 
     def __init__(self, fused, use_kernels=False):
         """fused: the DotProductAttention to replace, which computes the other cases."""

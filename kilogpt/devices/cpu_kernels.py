@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from kilogpt.devices.compiler import in_one_line
 
 SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
-# The rest of -ffast-math would round denormal numbers to zero in the whole process. Machines that share a home
-# share the library, which therefore has no instructions beyond AVX512-BF16.
+# The rest of -ffast-math would round denormal numbers to zero in the whole process. Machines that share a
+# home share the library, which therefore has no instructions beyond AVX512-BF16.
 FLAGS = ('-std=c++20 -O3 -march=x86-64-v4 -mavx512bf16 -mtune=native -mprefer-vector-width=512 '
          '-fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC').split()
 NO_BFLOAT16 = 'the processor does not multiply in bfloat16'

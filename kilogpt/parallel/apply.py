@@ -10,7 +10,7 @@
                  Jacobs et al. 2023)
   data (rest)    DDP, or FSDP2 over dp_shard × cp (ZeRO, Rajbhandari et al. 2020), dp_replicate times (HSDP)
 
-The model says in `split_plan` how each of its parts is split, and in `replaceable` which parts may take another
+The model says in `split_plan` how its parts are split, and in `replaceable` which parts may take another
 form. `layout.py` says over how many processes.
 """
 import contextlib
@@ -62,8 +62,8 @@ class Parallel:
                 async_tp=False):
         """Put a model that was built on the meta device onto the processes.
 
-        Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` are in memory that does not
-        have values yet: `fill` or a checkpoint sets them. Raises ValueError if check_layout does.
+        Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
+        only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
         global_tokens: the tokens of an iteration, by which the sum of all losses is divided.
         """
@@ -176,7 +176,7 @@ class Parallel:
             self.balance.forget()
 
     def forward_backward(self, x, y, last=True, scale=lambda loss: loss):
-        """Add the gradients of a micro-batch (pipeline: of all micro-batches); returns this process's sum of losses.
+        """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
 
         x, y (B, T / cp). last: whether this micro-batch is the iteration's last. scale: that of a GradScaler.
         """
@@ -185,8 +185,8 @@ class Parallel:
         if self._is_ddp:
             self.network.require_backward_grad_sync = last  # the forward pass reads it
         if self.layout.uses_fsdp:
-            # Replicas (HSDP) sum the gradients of all micro-batches before they exchange them. Parameters that
-            # stay gathered between forward and backward stay gathered until they change.
+            # Replicas (HSDP) sum the gradients of all micro-batches before they exchange them. Parameters
+            # that stay gathered between forward and backward stay gathered until they change.
             self.network.set_requires_all_reduce(last)
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
         if self.balance.names:  # the scale of a GradScaler changes
@@ -214,12 +214,12 @@ class Parallel:
             stage.train(mode)
 
     def sum_losses(self, loss_sum):
-        """The sum of all processes' losses. The loss of tensor-parallel ranks, which is the same, counts once."""
+        """The sum of all processes' losses. Tensor-parallel ranks have one loss, which counts once."""
         return self.processes.sum(loss_sum.item()) / self.layout.tp
 
     @torch.no_grad()
     def clip_gradients(self, max_norm, limit=math.inf):
-        """Clip gradients to max_norm, if it is not 0; returns the norm of all, in which a tied pair counts once."""
+        """Clip gradients to max_norm (0: do not); returns the norm of all. A tied pair counts once."""
         parameters = [p for _, p in self.optimizer_parameters() if p.grad is not None]
         second_copy = self.pipeline.tied_pair[-1] if self.pipeline and self.pipeline.tied_pair else None
         counted = [p.grad for p in parameters if p is not second_copy]
@@ -255,7 +255,7 @@ class Parallel:
         return self._named_parameters
 
     def optimizer_parameters(self):
-        """The trained parameters, or for ZeRO-1 this process's rows of them as DTensors in the same memory."""
+        """The trained parameters, or for ZeRO-1 this process's rows as DTensors in the same memory."""
         if self._zero1:
             return self._zero1.named_rows
         return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
@@ -274,7 +274,7 @@ class Parallel:
         dimensions = []  # (process group, dimension of a matrix that its ranks cut or None), outermost first
         if hasattr(parameter, 'placements'):
             mesh = parameter.device_mesh
-            stacked = parameter.dim() - 2  # 1 for the matrices of experts, whose first dimension is the expert
+            stacked = parameter.dim() - 2  # 1 for the matrices of experts, which have a dimension of experts
             for name, placement in zip(mesh.mesh_dim_names, parameter.placements):
                 cut = None if placement.is_replicate() else placement.dim - stacked
                 if mesh[name].size() > 1 and cut != -1:  # ranks that cut between experts have whole matrices
@@ -327,7 +327,7 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
 
 
 def shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload):
-    """Apply FSDP2, which reduces gradients to shards in each micro-batch, with a pipeline once an iteration."""
+    """Apply FSDP2. It reduces gradients in each micro-batch, with a pipeline once an iteration."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
     mesh = processes.mesh
     mesh_dims = ('dp_replicate', 'dp_shard_cp') if layout.dp_replicate > 1 else 'dp_shard_cp'

@@ -24,9 +24,9 @@ def set_up_compiler(processes, layout, notes):
 def agree_on_fallbacks(processes):
     """Let all processes run eagerly if the compiler failed on some of them alone; returns a note, or None.
 
-    PyTorch runs a function eagerly if the compiler fails (torch._dynamo.config.suppress_errors). A process that
-    fails alone would round differently from the others, and be slower. A function that the compiler cannot
-    follow is the same on all processes, and the rest stays compiled.
+    PyTorch runs a function eagerly if the compiler fails (torch._dynamo.config.suppress_errors). A process
+    that fails alone would round differently from the others, and be slower. A function that the compiler
+    cannot follow is the same on all processes, and the rest stays compiled.
     """
     frames = torch._dynamo.utils.counters['frames']
     failures = processes.gather(frames['total'] - frames['ok'])

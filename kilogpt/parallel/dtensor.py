@@ -1,4 +1,4 @@
-"""DTensors, of which each process has a part: tensor parallelism, and parameters and gradients under any layout."""
+"""DTensors, of which each process has a part: tensor parallelism, and parameters under any layout."""
 import torch
 
 from kilogpt.devices.parts import replace_parts

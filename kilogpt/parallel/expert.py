@@ -46,9 +46,9 @@ def split_matrices(experts, mesh, ep, tp):
 def split_router(routed, mesh):
     """Let a mixture of experts take whole tokens and return its part of the sequence, in place.
 
-    mesh: of tensor parallelism. Each rank has a part of the experts' width, so that all gradients on a rank are
-    parts of sums: those of the tokens, of the weights of experts' outputs, and of the router. All of them stay
-    parts until the end, since a whole gradient among the parts would count tp times.
+    mesh: of tensor parallelism. Each rank has a part of the experts' width, so that all gradients on a rank
+    are parts of sums: those of the tokens, of the weights of experts' outputs, and of the router. All of them
+    stay parts until the end, since a whole gradient among the parts would count tp times.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     router = routed.router
@@ -179,12 +179,12 @@ class ExpertBalance:
         self.n_tokens = None  # (routers of the model, E): tokens of the last iteration, on every process
 
     def set_loss_scale(self, loss_scale):
-        """Set the factor of the routers' losses, which is the factor of the model's loss: a tensor or a number."""
+        """Set the factor of the routers' losses and of the model's: a tensor or a number."""
         for router in self.routers.values():
             router.loss_scale = loss_scale / self.tp  # each tensor-parallel rank adds the whole loss
 
     def load_max(self):
-        """{} or one item: the tokens of the busiest expert of any block, as a multiple of the block's mean."""
+        """{} or one item: the most tokens of any expert, as a multiple of the mean of its block."""
         if self.n_tokens is None:
             return {}
         n_tokens = self.n_tokens.float()

@@ -18,8 +18,8 @@ def raise_file_limit():
     """Raise the limit of open files to the hard limit, in this process and in the torchrun that started it.
 
     gloo has a socket for each other process, once for the run and once for the saves: 2N sockets, while many
-    systems allow 1,024 files. torchrun on the first node, which keeps the store, has as many. A dataset needs a
-    file for each of its shards.
+    systems allow 1,024 files. torchrun on the first node, which keeps the store, has as many. A dataset needs
+    a file for each of its shards.
     """
     try:
         import resource
@@ -42,9 +42,10 @@ def spans_nodes():
 def choose_gloo_interface():
     """On several nodes, set GLOO_SOCKET_IFNAME to the interface that other nodes reach, unless it is set.
 
-    By default gloo listens at the address of the host's name, which on Debian is 127.0.1.1. The interface that
-    is chosen is the one whose route leads to the first node (MASTER_ADDR). On the first node itself, whose name
-    may have a loopback address, it is the interface of the default route. If neither is known, nothing is set.
+    By default gloo listens at the address of the host's name, which on Debian is 127.0.1.1. The interface
+    that is chosen is the one whose route leads to the first node (MASTER_ADDR). On the first node itself,
+    whose name may have a loopback address, the default route's interface is chosen. If neither is known,
+    nothing is set.
     """
     if not spans_nodes() or 'GLOO_SOCKET_IFNAME' in os.environ:
         return

@@ -14,17 +14,18 @@ import time
 import torch
 import torch.distributed as dist
 
-from kilogpt.parallel.network import choose_gloo_interface, fresh_store, raise_file_limit, report_lost_connection
+from kilogpt.parallel.network import (choose_gloo_interface, fresh_store, raise_file_limit,
+                                      report_lost_connection)
 
 
 class Processes:
-    """This process among those that torchrun started: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
+    """This process among all of torchrun's: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
 
     device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
     CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
     islands: the number of groups of processes that train apart (islands.py). `rank`, `world_size`, `is_main`
-    and all communication but `barrier` and `tell_islands` are within this process's island. Raises ValueError if
-    the islands do not divide the processes.
+    and all communication but `barrier` and `tell_islands` are within this process's island. Raises ValueError
+    if the islands do not divide the processes.
     """
 
     def __init__(self, device='auto', islands=1):
@@ -63,11 +64,11 @@ class Processes:
         if backend == 'nccl':
             # Flags and sums of single numbers travel over gloo, which does not synchronize the device.
             backend = 'cpu:gloo,cuda:nccl'
-        # The group's own timeout is longer than any wait that the watchdog allows. The watchdog ends a run that
-        # hangs, since the watchdog names the process that hung and gives a start and a save more time.
+        # The group's own timeout is longer than any wait that the watchdog allows. The watchdog ends a run
+        # that hangs, since it names the process that hung and gives a start and a save more time.
         timeout = datetime.timedelta(seconds=3600 + 3 * comm_timeout)
-        # If the driver does not answer for 8 minutes, as behind a hung kernel, the monitor of NCCL's own watchdog
-        # aborts the process without a name of the one that hung. Our watchdog must report first.
+        # If the driver does not answer for 8 minutes, as behind a hung kernel, the monitor of NCCL's own
+        # watchdog aborts the process and does not say which one hung. Our watchdog must report first.
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
         # An event before each collective lets the watchdog see which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
@@ -100,8 +101,8 @@ class Processes:
         if layout.zero_stage == 0 and layout.cp == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh  # slow, and not needed by plain DDP
-        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on a mesh
-        # of their own.
+        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on a
+        # mesh of their own.
         self.mesh = init_device_mesh(
             self.device.type, (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp),
             mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
@@ -207,7 +208,7 @@ class Processes:
         if self.world_size > 1:
             dist.destroy_process_group()
         sys.stdout.flush()
-        # A regular exit of the interpreter takes a second, and would abort in threads of gloo that still need it.
+        # A regular exit takes a second, and would abort in threads of gloo that still need the interpreter.
         os._exit(exit_code)
 
     # --- waiting for other processes ------------------------------------------------------------------------
@@ -246,8 +247,8 @@ class Processes:
     def seconds_waited(self):
         """Seconds that this process has waited for others since the last call.
 
-        Waits for DDP's gradients are counted. The waits of FSDP2, tensor, context and pipeline parallelism are
-        within the model and are not measured.
+        Waits for DDP's gradients are counted. The waits of FSDP2, tensor, context and pipeline parallelism
+        are within the model and are not measured.
         """
         seconds = 0.0
         for begin, end in self._waits:
@@ -361,13 +362,13 @@ def autocast(dtype, device):
 def make_deterministic():
     """Make equal runs on equal GPUs equal to the bit. Call this before CUDA starts.
 
-    By default the backward pass of flash attention adds in any order, and TorchInductor takes the kernels that
-    were faster in a measurement. An operation without a deterministic form raises RuntimeError.
+    By default the backward pass of flash attention adds in any order, and TorchInductor takes the kernels
+    that were faster in a measurement. An operation without a deterministic form raises RuntimeError.
     """
     # With this setting the backward pass of flash attention adds in a fixed order, cuDNN's attention is not
     # used, and the process group keeps NCCL from summing within the switch (NCCL_ALGO=^NVLS).
     torch.use_deterministic_algorithms(True)
-    # By default the setting also fills every new tensor with NaN, a pass over memory that does not change results.
+    # By default the setting also fills every new tensor with NaN, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # the same workspace for every product
     from torch._inductor import config  # slow, and not needed without this setting
