@@ -54,8 +54,8 @@ class Pipeline:
         self.stages, self.device, self.loss_scale = stages, device, loss_scale
         self._find_tied_pair(tied, layout, mesh)
 
-        # Each stage gets its shapes here. Without them, every change between training and evaluation would run
-        # the model once more to infer the shapes.
+        # Without these shapes, every change between training and evaluation would run the model once more to
+        # infer them.
         length = block_size // layout.cp
         tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
         x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,
@@ -84,7 +84,7 @@ class Pipeline:
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
     def forward_backward(self, x, y):
-        """Add the gradients of all micro-batches; returns the sum of the losses, or 0 without the last stage."""
+        """Add the gradients of all micro-batches; returns the sum of the losses (0 without the last stage)."""
         losses = self._run(self.schedule.step, x, y)
         self._sum_tied_gradients()
         return losses
