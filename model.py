@@ -44,8 +44,8 @@ class GPTConfig(MixtureConfig):
     n_hidden: int = 0          # a dense MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
 
     def __post_init__(self):
-        choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'),
-                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'moe'), **self.CHOICES)
+        choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'), **self.CHOICES,
+                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'moe'))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -67,10 +67,9 @@ class GPTConfig(MixtureConfig):
             raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
         if self.softcap < 0:
             raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
-        if not self.n_hidden:
-            self.n_hidden = 4 * self.n_embd
-            if self.mlp_form == 'swiglu':  # three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
-                self.n_hidden = -(-8 * self.n_embd // 3 // 64) * 64
+        if not self.n_hidden:  # SwiGLU's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
+            swiglu_hidden = -(-8 * self.n_embd // 3 // 64) * 64
+            self.n_hidden = swiglu_hidden if self.mlp_form == 'swiglu' else 4 * self.n_embd
         if self.mlp == 'moe':
             self.check_experts()
             self.expert_hidden = self.expert_hidden or self.n_hidden
@@ -203,13 +202,10 @@ class GPT(nn.Module):
                  'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
-        # In a block with experts, selective activation checkpointing recomputes these modules alone.
-        checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),
-        # Norms before linears: each rank has its part of the sequence, and the linears read all parts.
-        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),
+        checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
+        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         positions=('transformer.wpe',),                # each rank has the positions of its part
-        # Norms of values that stay split: by heads here, or by positions, as behind attention or an MLP.
-        local=('attn.q_norm', 'attn.k_norm'),
+        local=('attn.q_norm', 'attn.k_norm'),          # norms of values that stay split by heads or positions
         embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
     )
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
@@ -333,6 +329,11 @@ class GPT(nn.Module):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
+    def describe_size(self):
+        """The number of parameters, in words."""
+        total, active = self.num_params(), self.num_active_params()
+        return f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
+
     def num_active_params(self):
         """Parameters that a token meets, which do not include those of experts that it does not go to."""
         return self.num_params() - sum(m.num_idle() for m in self.modules() if isinstance(m, Experts))
@@ -356,8 +357,7 @@ class GPT(nn.Module):
 
         temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
         probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it, and
-        the text ends once all rows have. Past block_size, positions shift, and each token takes a new reading
-        of the last block_size tokens.
+        the text ends once all rows have. Past block_size, each token takes a new reading of the window.
         cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
         """
         block_size, cache = self.config.block_size, cache or self.new_cache(idx.size(0))

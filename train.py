@@ -10,39 +10,36 @@ On two nodes, the first of which is 10.0.0.1, the same command on each:
         train.py config/train_gpt2.py
 """
 import dataclasses
-import json
 import os
-import signal
-import sys
 import time
 from functools import partial
 
 _started = time.perf_counter()
 # Less fragmentation of GPU memory; must be set before torch is imported.
 os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
-import numpy as np
 import torch
 from torch.profiler import record_function
 
-from data.loader import Batches, TokenLoader, find_dataset, prepare_small_dataset, read_meta
-from kilogpt import checkpoint, metrics, profiler
+from data.loader import TokenLoader, open_dataset
+from data.shares import Shares
+from kilogpt import checkpoint, metrics
+from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert import weights
 from kilogpt.devices import cpu
-from kilogpt.configurator import configure, exit_on_error
-from kilogpt.plan.fits import forecast
-from kilogpt.signals import Agreement, Ending, StopRequest
-from kilogpt.watchdog import Watchdog
-from kilogpt.islands.jobs import IslandJob
+from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, needed_checkpoint
-from kilogpt.parallel.layout import Layout
-from kilogpt.optim import build_optimizer, scheduled_lr
+from kilogpt.islands.jobs import IslandJob
+from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
 from kilogpt.parallel.apply import Parallel
-from kilogpt.parallel.dtensor import bytes_held, fill
-from kilogpt.parallel.network import spans_nodes
+from kilogpt.parallel.dtensor import fill
+from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
-from kilogpt.replay import Replay
+from kilogpt.plan.fits import describe_memory
+from kilogpt.profiler import Profiler
+from kilogpt.run import Run, RunFolder, hook_states, hook_tensors, restore_hooks, weights_for_evaluation
 from kilogpt.settings import check_settings, compare_settings
-from kilogpt.guard import NonfiniteUpdates, Spikes, Update
+from kilogpt.signals import Signals, StopRequest
+from kilogpt.watchdog import Watchdog
 from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -53,7 +50,6 @@ eval_interval = 2000  # iterations from one evaluation (and checkpoint) to the n
 log_interval = 1  # iterations from one log line to the next
 eval_iters = 200  # an evaluation takes eval_iters * batch_size fixed sequences of each split; 0 = none
 eval_only = False  # evaluate once and exit
-replay = ''  # an iteration of the run in out_dir, or 'all': compute it again and compare with the log
 always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
 save_interval = 0  # also save at multiples of this many iterations; 0 = only with evaluations
 save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = only with evaluations
@@ -153,9 +149,7 @@ profile = False  # trace a few iterations into out_dir/trace.json and print wher
 # ------------------------------------------------------------------------------------------------------------
 config = configure(globals())
 
-STORAGE_LIMIT = 1800  # seconds that storage may take for a checkpoint before a process counts as hung
-
-# --- set-up: processes --------------------------------------------------------------------------------------
+# --- set-up: processes, data, and what the run starts from --------------------------------------------------
 stop_request = StopRequest()
 cpu.keep_freed_memory()
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
@@ -167,59 +161,22 @@ with exit_on_error():
     processes = Processes(device, 1 if outer_store else islands)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
-    outer = (IslandJob if outer_store else Islands)(processes, layout, config)
-    out_dir = outer.out_dir
-    watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
-say = processes.say
+    all_islands = (IslandJob if outer_store else Islands)(processes, layout, config)
+    out_dir = all_islands.out_dir
+    watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
+    data_dir, meta = open_dataset(dataset, processes)
+    watchdog.beat()
 
-# --- set-up: data -------------------------------------------------------------------------------------------
-# The first process of all prepares while the others wait. Then the first process of each node does, since
-# nodes may not share their files.
-for is_preparer in (processes.is_first, processes.local_rank == 0):
-    with exit_on_error():
-        if is_preparer:
-            prepare_small_dataset(dataset)
-    processes.barrier()
-with exit_on_error():
-    data_dir = find_dataset(dataset)
-    meta = read_meta(data_dir)
-watchdog.beat()
-
-# --- set-up: where the weights come from --------------------------------------------------------------------
-is_training = not (eval_only or replay)
-with exit_on_error():
-    lock = None  # held until the process ends
-    if processes.is_main and is_training and os.path.isdir(out_dir):
-        lock = checkpoint.lock_folder(out_dir)
-processes.barrier()
-
-source, tensors, saved = None, None, {}  # a checkpoint to load, or tensors; the state of a run to resume
-with exit_on_error():
-    if replay:
-        replay, log_interval = Replay(replay, out_dir, processes, config, dtype), 1
-        source, saved = replay.start()
-    elif init_from in ('resume', 'auto'):
-        source, saved = outer.find_checkpoint()
-    if init_from == 'resume' and not source:
-        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
-                         'set --out_dir, or --init_from=scratch')
+    folder = RunFolder(out_dir, processes, is_written=not eval_only)
+    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
+    new_model = {key: config[key] for key in fields} | dict(vocab_size=meta['vocab_size'])
+    # A checkpoint to load, or weights from elsewhere; the state of a run to resume, or {}.
+    source, tensors, saved, model_args = weights.find_start(
+        init_from, new_model, all_islands.find_checkpoint, processes, out_dir, block_size)
     if saved:
-        compare_settings(config, saved, source, say)
-        model_args = saved['model']
-    elif init_from in ('scratch', 'auto'):
-        model_args = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
-                      if field.name in config}
-        model_args['vocab_size'] = meta['vocab_size']
-    else:
-        source, tensors, model_args = weights.find_initial(init_from, processes)
-    model_args['dropout'] = dropout
-    if block_size > model_args['block_size']:
-        raise ValueError(
-            f'block_size is {block_size}, but the model of {source or init_from} was made for '
-            f'{model_args["block_size"]} positions: set --block_size={model_args["block_size"]} or less')
-watchdog.beat()
+        compare_settings(config, saved, source, processes.say)
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
@@ -229,15 +186,11 @@ micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
 with exit_on_error():
     train_loader = TokenLoader(data_dir, 'train', block_size, model_args['vocab_size'], meta, seed)
     val_loader = TokenLoader(data_dir, 'val', block_size, model_args['vocab_size'], meta, seed)
-    sizes = train_loader.n_tokens, val_loader.n_tokens
-    if processes.any(sizes != processes.share(sizes)):
-        raise ValueError(f'{data_dir} does not hold the same data on every node ({sizes[0]:,} training '
-                         'tokens here): copy one folder to all of them')
+    processes.check_same_data(data_dir, (train_loader.n_tokens, val_loader.n_tokens))
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
-        model = GPT(GPTConfig(**model_args), seed=None)
-    n_parameters, n_active = model.num_params(), model.num_active_params()
-    flops_per_token = model.flops_per_token(block_size)
-    parallel.lay_out(model, global_tokens=tokens_per_iter, micro_batch=micro_batch, micro_steps=micro_steps,
+        model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
+    size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
+    parallel.lay_out(model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
                      block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
@@ -245,414 +198,167 @@ with exit_on_error():
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
     parallel.attach(optimizer)
-    outer.attach(parallel, model)
+    all_islands.attach(parallel, model)
     if source:
-        checkpoint.load(source, outer.parameters(), optimizer if saved else None, outer.tensors(saved))
-    elif tensors:
-        fill(parallel.named_parameters(),
-             lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
+        checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
     else:
-        fill(parallel.named_parameters(),
-             lambda name, shape, rows: model.initial_value(name, shape, seed, rows))
-scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
-if saved:
-    scaler.load_state_dict(saved['scaler'])
-iteration, best_val_loss = saved.get('iteration', 0), saved.get('best_val_loss')
-first_iteration = iteration
+        fill(parallel.named_parameters(), weights.initial_values(tensors, model, seed))
+    scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
+    run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, max_iters=max_iters,
+              eval_interval=eval_interval, eval_only=eval_only, always_saves=always_save_checkpoint,
+              save_interval=save_interval, save_minutes=save_minutes)
+    if saved:
+        run.restore(saved)
+    batches = parallel.batches(train_loader, run.sequences, train_loader.train_starts)
+    parallel.warm_up(lambda: batches(run.iteration, 0))
+
+# --- set-up: what the run will be, its folder and its log ---------------------------------------------------
+available = metrics.available_memory(processes.device) - all_islands.bytes_on(processes.device)
+processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
+              f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
+for line in (*parallel.describe(optimizer, batch_size, islands), *all_islands.describe(),
+             *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
+    processes.say(f'  {line}')
+
+saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
+saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
 with exit_on_error():
-    outer.begin(global_batch, iteration, saved, has_loaded=bool(source),
-                training_tokens=train_loader.n_tokens)
-saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
-saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and is_training
-saves_in_background = async_checkpoint and not cpu_offload
-watchdog.beat()
-
-# --- set-up: batches ----------------------------------------------------------------------------------------
-# A pipeline takes all micro-batches of an iteration in one step.
-rows_per_step, steps = (micro_batch * micro_steps, 1) if pp > 1 else (micro_batch, micro_steps)
+    folder.begin(config, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
+    wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
+    log = metrics.Metrics(out_dir, processes.is_main, wandb if wandb_log and all_islands.island == 0 else None,
+                          tensorboard and not eval_only, run.iteration, prints=processes.is_first)
+    saver = checkpoint.Saver(out_dir, keep_checkpoints,
+                             partial(needed_checkpoint, out_dir, processes.between))
+meter = metrics.Meter(log, run, processes, dtype, tokens_per_iter, flops_per_token, layout.tp, _started)
 
 
-def batches_of(loader, starts, steps):
-    return Batches(loader, starts, steps,
-                   rows=lambda total, step: layout.rows(processes.rank, total, rows_per_step, step),
-                   positions=layout.positions(processes.rank, block_size), device=processes.device)
-
-
-def starts_of_iteration(iteration):
-    """Where the sequences of an iteration begin in the stream of tokens."""
-    return train_loader.train_starts(outer.sequences(iteration))
-
-
-train_batches = batches_of(train_loader, starts_of_iteration, steps)
-
-if parallel.compiles:
-    say('compiling the model (up to a minute or so) ...')
-if parallel.compiles or processes.world_size > 1:
-    with exit_on_error():
-        x, y = train_batches(iteration, 0)
-    parallel.warm_up(x, y)
-
-# --- set-up: what the run will be ---------------------------------------------------------------------------
-bytes_here = bytes_held(parallel.named_parameters(), optimizer)
-parameter_bytes, moment_bytes = (processes.max(count) for count in bytes_here)
-of_a_token = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
-say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, '
-    f'{n_parameters:,} parameters{of_a_token}, '
-    f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
-say(f'  layout      {layout.describe()}')
-say(f'  on a rank   parameters {parameter_bytes / 1e6:,.1f} MB, optimizer {moment_bytes / 1e6:,.1f} MB')
-available = metrics.available_memory(processes.device)
-if outer.is_on:
-    available -= outer.optimizer.bytes_on(processes.device)
-work = config | dict(dtype=dtype, gradient_accumulation_steps=-(-global_batch // batch_size))
-foretold, warning = forecast(model, layout, work, processes.device.type, available)
-say(f'  memory      {foretold / 1e9:,.3f} GB foretold of {available / 1e9:,.1f} GB')
-if warning:
-    say(f'  warning     {warning}')
-say(f'  batch       tokens per iteration: {tokens_per_iter:,} = {global_batch} sequences of {block_size}; '
-    f'micro-batch {micro_batch}, {micro_steps} micro-step(s) a process')
-if outer.is_on:
-    say(f'  islands     {outer.describe()}')
-for note in layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes:
-    say(f'  note        {note}')
-if spans_nodes():
-    say(f'  nodes       all share {os.path.abspath(out_dir)}; each has the whole dataset in {data_dir}')
-if saved:
-    say(f'resuming {source} at iteration {iteration}')
-
-profile_dir, profiled = out_dir, {}
-with exit_on_error():
-    if processes.is_main:
-        os.makedirs(out_dir, exist_ok=True)
-    if saves_checkpoints:
-        checkpoint.check_shared(out_dir, processes)
-    if replay and not replay.is_whole:
-        profile_dir = replay.write_batch(train_loader, starts_of_iteration(replay.last - 1), meta)
-        profiled = dict(settle=replay.last - 1 - iteration, traced=1)
-        say(f'the batch of iteration {replay.last} is in {profile_dir}')
-    if processes.is_main and is_training:
-        lock = lock or checkpoint.lock_folder(out_dir)
-        resumes_here = saved and source.startswith(os.path.join(out_dir, 'ckpt'))
-        earlier = None if resumes_here else checkpoint.set_aside(out_dir)
-        if earlier:
-            say(f'{out_dir} held an earlier run: moved to {earlier}')
-        with open(os.path.join(out_dir, 'config.json'), 'w', encoding='utf-8') as file:
-            json.dump(config | dict(profile=False), file, indent=1)  # what repeats the run is not traced too
-    wandb = None
-    if wandb_log and outer.island == 0:
-        wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(out_dir, processes.is_main and not replay, wandb, tensorboard and is_training,
-                          iteration, prints=processes.is_first)
-peak_flops = metrics.peak_flops(processes.device, dtype)
-profiler = profiler.Profiler(profile_dir, **profiled) if profile and processes.is_main else None
-
-
-def report_update(kind, update, what):
-    """Write down the batch of an update that was not made, and return the path of the file."""
-    return log.dump(f'{kind}_{update.iteration + 1:08d}.json', dict(
-        iteration=update.iteration + 1, what=what, lr=update.lr,
-        losses=processes.gather(update.loss_sum.item()), block_size=block_size,
-        sequences=train_loader.where(starts_of_iteration(update.iteration))))
-
-
-nonfinite = NonfiniteUpdates(on_nonfinite, parallel, partial(report_update, 'nonfinite'),
-                             scaler.is_enabled(), *saved.get('skipped', [0, 0]))
-if replay and on_spike == 'rollback':
-    on_spike = 'skip'  # a replay goes from checkpoint to checkpoint by itself
-spikes = Spikes(on_spike, spike_factor, partial(report_update, 'spike'), say, saved.get('spikes', {}))
-
-
-# --- the phases of the loop ---------------------------------------------------------------------------------
-agreement = Agreement(processes, stop_request)
-
-
-def exchange(line=None):
-    """Tell the other processes what this one knows, and log the line whose sums have arrived."""
-    wants_save = save_minutes > 0 and time.monotonic() - saved_time >= 60 * save_minutes
-    log_training(agreement.exchange(wants_save, line))
-
-
-def poll(step):
-    """Report progress in a long iteration or evaluation, and learn of signals that have reached others."""
-    watchdog.beat()
-    if agreement.is_due() and step > 0:
-        exchange()
-
-
-def check_update(update):
-    """Wait for the device to make or skip an update; returns an Ending if the run cannot continue from it."""
-    if nonfinite.check(update) == 'fatal':
-        return Ending('failed', nonfinite.problem, 1)
-    if spikes.check(update):
-        return Ending('spikes', '', 0)
+# --- what the loop calls ------------------------------------------------------------------------------------
+def lr_at(iteration):
+    """The learning rate of the update that follows `iteration` finished ones."""
+    if not decay_lr:
+        return learning_rate
+    return scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)
 
 
 @torch.no_grad()
 def evaluate():
-    """{split: mean loss over the split's fixed sequences} on all processes; None at a stop signal."""
+    """{'train_loss', 'val_loss': mean over the split's fixed sequences}; None at a signal to stop."""
     means = {}
     parallel.train(False)
     for split, loader in (('train', train_loader), ('val', val_loader)):
         starts = loader.eval_starts(eval_iters * batch_size)
-        eval_steps = -(-len(starts) // (rows_per_step * layout.dp))
-        batches = batches_of(loader, lambda batch: starts, eval_steps)
+        eval_batches = parallel.batches(loader, lambda _: starts, lambda starts: starts)
         loss_sum = torch.zeros((), device=processes.device)
-        for step in range(eval_steps):
-            poll(step)
-            if agreement.stop_signal:
-                parallel.train(True)
-                return None
+        for step in range(eval_batches.count(0)):
+            if signals.poll():
+                break
             with exit_on_error():
-                x, y = batches(0, step)
+                x, y = eval_batches(0, step)
             loss_sum += parallel.evaluate(x, y)
-        means[split] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
+        means[f'{split}_loss'] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
     parallel.train(True)
-    return means
+    return None if signals.stop else means
 
 
-def save(val_loss, in_background):
+def save(in_background=False):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
-    state = dict(iteration=iteration, tokens=outer.shares.tokens_before(iteration), val_loss=val_loss,
-                 best_val_loss=best_val_loss, skipped=[nonfinite.skipped, nonfinite.skipped_in_a_row],
-                 spikes=spikes.state(), wandb_id=log.wandb_id, scaler=scaler.state_dict(),
-                 model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
-                 machine=processes.machine(), **outer.state())
-    began = time.perf_counter()
-    path = saver.save(iteration, outer.parameters(), optimizer, state, in_background, outer.tensors())
-    log.save_started(path, iteration, time.perf_counter() - began, clock)
-    if not in_background:
-        log.save_written(iteration, clock)
+    state = run.state() | guard.state() | hook_states(hooks) | dict(
+        wandb_id=log.wandb_id, model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
+        machine=processes.machine())
+    with watchdog.waits_for_storage():
+        saver.wait()
+        log.save_written(run.iteration, run.clock.now())
+        began = time.perf_counter()
+        path = saver.save(run.iteration, all_islands.parameters(), optimizer, state, in_background,
+                          hook_tensors(hooks))
+        log.save_started(path, run.iteration, time.perf_counter() - began, run.clock.now())
 
 
-def take_over(state, tokens):
-    """Continue from a checkpoint whose tensors are loaded, where `tokens` of the data have been used."""
-    global iteration, first_iteration, best_val_loss, train_batches, saved_iteration
-    iteration = first_iteration = saved_iteration = state['iteration']
-    best_val_loss = state['best_val_loss']
-    scaler.load_state_dict(state['scaler'])
-    outer.share_out(global_batch, iteration, tokens)
-    train_batches = batches_of(train_loader, starts_of_iteration, steps)
-
-
-def go_back():
-    """Go back to the checkpoint before a row of spikes, and leave out the batches since.
-
-    Returns an Ending if the run cannot continue from there.
-    """
-    watchdog.beat(pause=STORAGE_LIMIT)
-    saver.wait()
-    path, state = checkpoint.find_undamaged(out_dir, processes, newest=spikes.row_began)
-    if not path:
-        say(f'there is no checkpoint of iteration {spikes.row_began} or before to go back to; '
-            '--save_interval makes more of them')
-        return None
-    say(f'{spikes.in_a_row} spikes in a row: going back to {path}, and on with the batches behind them')
-    checkpoint.load(path, parallel.named_parameters(), optimizer)
-    parallel.zero_grad()
-    parallel.balance.forget()
-    take_over(state, outer.shares.tokens_before(iteration))
-    problem = spikes.go_back(state)
-    if problem:
-        return Ending('failed', problem, 1)
-    # A run that is resumed from now on must not find what came after this checkpoint, nor its old position.
-    save(state['val_loss'], in_background=False)
-    checkpoint.delete_after(out_dir, iteration, processes)
-
-
-def step_optimizer():
-    """Clip the gradients, and make the update unless their norm is above a limit; returns norm and limit."""
-    scaler.unscale_(optimizer)
-    limit = spikes.limit()
-    grad_norm = parallel.clip_gradients(grad_clip, limit)
-    is_made = (grad_norm <= limit).float()  # 0 for NaN and infinity too
-    # The device itself leaves an update out: the host need not wait for the norm. A GradScaler's own decision
-    # covers overflows alone, and is replaced just before the step.
-    hook = optimizer.register_step_pre_hook(
-        lambda optimizer, *_: setattr(optimizer, 'found_inf', 1 - is_made))
-    scaler.step(optimizer)
-    hook.remove()
-    scaler.update()
-    parallel.balance.update(is_made)
-    parallel.zero_grad()
-    return grad_norm, limit
-
-
-def line_of(update, iterations, seconds):
-    """The last update's line of the log; `seconds` is the mean of the `iterations` since the line before."""
-    flops = flops_per_token * tokens_per_iter / seconds
-    return dict(
-        iter=iteration, loss_sum=update.loss_sum.item(), grad_norm=update.grad_norm.item(), lr=update.lr,
-        dt_ms=1000 * seconds, tokens_per_sec=tokens_per_iter / seconds,
-        mfu=flops / (peak_flops * processes.world_size) if peak_flops else None,
-        mem_gb=metrics.peak_memory_gb(processes.device), tokens=outer.shares.tokens_before(iteration),
-        seconds=time.perf_counter() - _started, iterations=iterations, **parallel.balance.load_max(),
-        **(dict(spikes=spikes.skipped) if on_spike != 'none' else {}))
-
-
-def log_training(line):
-    """Log the line of an update, once the sums over all processes have arrived. line: may be None."""
-    if line:
-        # Tensor-parallel ranks have the same loss, which counts once.
-        loss = line.pop('loss_sum') / layout.tp / tokens_per_iter
-        if 'lag_ms' in line:
-            line['lag_ms'] /= line['iterations']
-        del line['iterations']
-        if replay:
-            replay.compare(dict(loss=loss) | line)
-        log.train(dict(iter=line['iter'], loss=loss) | line,
-                  eta_seconds=(max_iters - line['iter']) * line['dt_ms'] / 1000)
-
+signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write)
+guard = Guard(run, parallel, optimizer, scaler, log, train_loader, on_nonfinite, on_spike, spike_factor)
+# What acts between iterations, in this order. Write a class of your own (a kilogpt.run.Hook), and add it here.
+hooks = []
+if on_spike == 'rollback':
+    hooks.append(Rollback(guard, out_dir, saver, hooks, save))
+if all_islands.is_on:
+    hooks.append(all_islands)
+if profile and processes.is_main:
+    hooks.append(Profiler(out_dir, max_iters - run.iteration))
+with exit_on_error():
+    if saved:
+        guard.load_state(saved)
+        restore_hooks(hooks, source, saved, processes)
+    all_islands.begin(run, signals, saver, log, saved, bool(source), train_loader.n_tokens)
 
 # --- the loop -----------------------------------------------------------------------------------------------
-saved_iteration, saved_time = iteration, time.monotonic()
-pending_update = None  # the last Update, until the host has seen whether the device made it
-ending = None
-paused = 0.0  # seconds of evaluations and saves, for which the clock of the iterations stands still
-timed_from, timed_at = iteration, time.perf_counter()  # iteration and clock of the last log line
+run.clock.start_lap(run.iteration)
 while True:
-    # evaluate
-    evaluation_due = eval_only or iteration % eval_interval == 0 or iteration == max_iters
-    exchange_due = outer.is_due(iteration)
-    save_due = agreement.save_requested or (save_interval and iteration % save_interval == 0)
-    if replay:
-        evaluation_due, save_due = False, iteration in replay.paths or iteration == replay.last
-    if ending or agreement.stop_signal or evaluation_due or save_due or exchange_due:
-        log_training(agreement.finish())
+    # What is due between two updates: usually nothing, and the host does not wait for the device.
+    if run.is_due(signals, hooks):
+        signals.flush()
         metrics.synchronize(processes.device)  # work still under way counts as training time
-        ending, pending_update = ending or check_update(pending_update), None
-    if exchange_due and not (ending or agreement.stop_signal):
-        line = outer.exchange(iteration, agreement, watchdog.beat)
-        if line:
-            log.exchange(line)
-            if outer.has_new_shares:
-                train_batches = batches_of(train_loader, starts_of_iteration, steps)
-        if outer.moved_to is not None:
-            iteration, outer.moved_to = outer.moved_to, None
-            saved_iteration = min(saved_iteration, iteration)
-            watchdog.beat(pause=STORAGE_LIMIT)
-            saver.wait()
-            checkpoint.delete_after(out_dir, iteration, processes)
-            train_batches = batches_of(train_loader, starts_of_iteration, steps)
-            timed_from, timed_at = iteration, time.perf_counter() - paused
-            continue
-    pause_began = time.perf_counter()
-    clock = pause_began - paused
-    if ending and ending.reason == 'spikes':
-        former, ending = iteration, go_back()
-        if iteration < former:
-            timed_from, timed_at = iteration, clock
-            paused += time.perf_counter() - pause_began
-            continue
-    evaluation_due = evaluation_due and not (ending or agreement.stop_signal or outer.problem)
-    if replay and first_iteration < iteration and iteration in replay.paths:
-        watchdog.beat(pause=STORAGE_LIMIT)
-        state = replay.pass_checkpoint(iteration, parallel.named_parameters(), optimizer)
-        take_over(state, state['tokens'])
-        spikes.load(state.get('spikes', {}))
-    if profiler:
-        profiler.step()
-    losses = None
-    if evaluation_due and eval_iters:
-        with outer.outer_parameters():
-            losses = evaluate()
-    val_loss, improved = None, False
-    if losses:
-        val_loss = losses['val']
-        # A NaN does not improve.
-        improved = val_loss < (float('inf') if best_val_loss is None else best_val_loss)
-        log.eval(dict(iter=iteration, train_loss=losses['train'], val_loss=val_loss,
-                      **parallel.balance.loads()))
-    if improved:
-        best_val_loss = val_loss
-
-    # end, and save
-    if ending:
-        iteration -= 1  # that update was not made: a run that resumes from here comes to it again
-    elif agreement.stop_signal:
-        resumes = '; --init_from=resume continues from here' if iteration else ''
-        name = signal.Signals(agreement.stop_signal).name
-        ending = Ending('stopped', f'stopped by {name} at iteration {iteration}{resumes}', 143)
-    elif outer.problem:
-        ending = Ending('failed', outer.problem, 1)
-    elif replay and (replay.problem or iteration == replay.last):
-        ending = Ending('failed', replay.problem, 1) if replay.problem else Ending('finished', '', 0)
-    elif eval_only or iteration >= max_iters:
-        ending = Ending('finished', '', 0)
-    watchdog.beat(pause=STORAGE_LIMIT)
-    if ending:
-        outer.end()
-        saver.wait()
-    if not saver.under_way:
-        log.save_written(iteration, clock)
-    wants_save = ending or save_due or (evaluation_due and (always_save_checkpoint or improved))
-    # At the end, a save that failed is tried once more.
-    is_unsaved = iteration > saved_iteration or (ending and saver.problem)
-    if wants_save and is_unsaved:
-        if saves_checkpoints:
-            log.save_written(iteration, clock)  # the one before, for which this one waits
-            save(val_loss, in_background=saves_in_background and not ending)
-        saved_iteration, saved_time = iteration, time.monotonic()
-        agreement.forget_save_request()
-    watchdog.beat()
-    if ending:
-        break
-    paused += time.perf_counter() - pause_began
+        guard.settle()  # the last update is made or left out, or the run ends before it
+        run.end_if_stopped(signals)
+        if not run.ending and any([hook.act(run) for hook in hooks if hook.is_due(run)]):
+            continue  # from the iteration to which a hook has moved the run
+        with run.clock.paused():
+            if run.evaluates and eval_iters and not run.ending:
+                with weights_for_evaluation(hooks):
+                    losses = evaluate()
+                if losses:
+                    run.note(losses['val_loss'])
+                    log.eval(dict(iter=run.iteration) | losses | parallel.balance.loads())
+            run.end_if_stopped(signals)
+            run.end_if_finished()
+            if run.needs_save(signals, saver):
+                if saves_checkpoints:
+                    save(in_background=saves_in_background and not run.ending)
+                run.note_save()
+                signals.forget_save_request()
+        if run.ending:
+            break
 
     # update
     with processes.waits_counted():
-        generator_seed = np.random.SeedSequence([seed, iteration, outer.rank]).generate_state(1)
-        processes.seed(int(generator_seed[0]))  # for dropout
-        lr = learning_rate
-        if decay_lr:
-            lr = scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)
-        for group in optimizer.param_groups:
-            group['lr'] = lr
+        processes.seed(seed, run.iteration, all_islands.rank)  # for dropout
+        lr = lr_at(run.iteration)
+        set_lr(optimizer, lr)
         loss_sum = torch.zeros((), device=processes.device)
+        steps = batches.count(run.iteration)
         for step in range(steps):
-            poll(step)
-            if agreement.stop_signal:
+            if signals.poll():
                 break
             with record_function('data'), exit_on_error():
-                x, y = train_batches(iteration, step)
+                x, y = batches(run.iteration, step)
             loss_sum += parallel.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
-        if agreement.stop_signal:
-            continue  # to the save above; this iteration is left to the run that resumes
-        # The device made the update of the iteration before long ago, so that this check does not wait.
-        ending, pending_update = check_update(pending_update), None
-        if ending:
-            continue
+        # The device made the update before this one long ago, so that the guard does not wait.
+        if signals.stop or not guard.settle():
+            continue  # this iteration is left to the run that resumes, or that has gone back
         with record_function('optimizer'):
-            grad_norm, limit = step_optimizer()
-    update = pending_update = Update(iteration, lr, loss_sum, grad_norm, limit)
-    iteration += 1
+            grad_norm = guard.step(lr, loss_sum, grad_clip)
+    for hook in hooks:
+        hook.after_update()
+    run.advance()
     watchdog.first_iteration_done()
-    if saves_checkpoints and saves_in_background and not saver.host_copies:
-        saver.allocate(outer.parameters(), optimizer, outer.tensors())
+    if saves_in_background and not saver.host_copies:
+        saver.allocate(all_islands.parameters(), optimizer, hook_tensors(hooks))
 
     # log
     line = None
-    if iteration % log_interval == 0:
+    if run.iteration % log_interval == 0:
         metrics.synchronize(processes.device)
-        ending, pending_update = check_update(pending_update), None
-        if ending:
+        if not guard.settle():
             continue
-        clock = time.perf_counter() - paused
-        line = line_of(update, iteration - timed_from, (clock - timed_at) / (iteration - timed_from))
-        timed_from, timed_at = iteration, clock
-    exchange(line)
+        line = meter.line(lr, loss_sum, grad_norm, {}, **parallel.balance.load_max(), **guard.figures())
+    signals.exchange(line)
+    if not saver.under_way:
+        log.save_written(run.iteration, run.clock.now())
 
 # --- the end ------------------------------------------------------------------------------------------------
-if profiler:
-    profiler.close()
-outer.leave()
+with watchdog.waits_for_storage():
+    saver.wait()
+log.save_written(run.iteration, run.clock.now())
+for hook in hooks:
+    hook.close()
 log.close()
-if saver.problem and ending.reason != 'failed':
-    ending = Ending('failed', f'the run ended at iteration {iteration}, but its last checkpoint could not be '
-                    f'saved ({saver.problem})', 1)
-if ending.reason == 'stopped':
-    say(ending.message)
-if ending.reason == 'finished' and replay:
-    say(replay.summary())
-if ending.reason == 'failed' and processes.is_main:
-    print(f'error: {ending.message}', file=sys.stderr, flush=True)
-processes.leave(ending.exit_code)
+processes.leave(run.report_ending(processes, saver.problem))

@@ -34,6 +34,21 @@ def prepare_small_dataset(dataset):
             raise ValueError(f'dataset {dataset!r} could not be prepared')
 
 
+def open_dataset(dataset, processes):
+    """(folder, meta.json) of a dataset, prepared if it is a small one. All processes of a run call this.
+
+    ValueError if the dataset does not exist or cannot be used.
+    """
+    # The first process of all prepares while the others wait. Then the first process of each node does, since
+    # nodes may not share their files.
+    for is_preparer in (processes.is_first, processes.local_rank == 0):
+        if is_preparer:
+            prepare_small_dataset(dataset)
+        processes.barrier()
+    folder = find_dataset(dataset)
+    return folder, read_meta(folder)
+
+
 def find_dataset(dataset):
     """The folder of a dataset, a name in data/ or any path; ValueError if it has no token files."""
     folder = os.path.join(DATA, dataset)
@@ -214,28 +229,39 @@ class Batches:
     """This process's micro-batches of one split, on its device.
 
     A thread reads each micro-batch while the one before is in use.
-    starts(batch): the stream positions at which the sequences of a global batch begin, an integer array.
-    steps: the number of micro-batches in which each process takes its share of a global batch.
+    sequences(batch): the numbers of a global batch's sequences, an integer array.
+    starts(numbers): the stream positions at which these sequences begin.
+    steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
     rows(total, step): which of `total` sequences are micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence that this process takes.
     """
 
-    def __init__(self, loader, starts, steps, rows, positions, device):
-        self.loader, self.starts, self.steps, self.rows = loader, functools.lru_cache(2)(starts), steps, rows
+    def __init__(self, loader, sequences, starts, steps, rows, positions, device):
+        self.loader, self.sequences, self.steps, self.rows = loader, sequences, steps, rows
+        self.starts = functools.lru_cache(2)(lambda numbers: starts(np.frombuffer(numbers, np.int64)))
         self.positions, self.device = positions, device
         self._read_ahead = Prefetcher(self._read)
+
+    def count(self, batch):
+        """The number of micro-batches of a global batch on each process."""
+        return self.steps(len(self.sequences(batch)))
 
     def __call__(self, batch, step):
         """Inputs and targets, int64 (micro-batch, positions), of a step of a global batch.
 
         ValueError if a token is too large.
         """
-        x, y = self._read_ahead(batch * self.steps + step)
+        following = (batch, step + 1) if step + 1 < self.count(batch) else (batch + 1, 0)
+        x, y = self._read_ahead(self._content(batch, step), self._content(*following))
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
-    def _read(self, number):
-        batch, step = divmod(number, self.steps)
-        starts = self.starts(batch)
+    def _content(self, batch, step):
+        """What a micro-batch consists of: it is read again if a batch gets other sequences meanwhile."""
+        return self.sequences(batch).tobytes(), step
+
+    def _read(self, content):
+        numbers, step = content
+        starts = self.starts(numbers)
         rows = self.rows(len(starts), step)
         x, y = self.loader.batch(np.where(rows < 0, -1, starts[rows]))
         x, y = x[:, self.positions], y[:, self.positions]
@@ -247,12 +273,13 @@ class Batches:
 
 
 class Prefetcher:
-    """Calls prepare(number) in a thread of its own, one number ahead of the last request."""
+    """Calls prepare(what) in a thread of its own, for the next request while the present one is in use."""
 
     def __init__(self, prepare):
         self.prepare, self.pool, self.pending = prepare, ThreadPoolExecutor(1), {}
 
-    def __call__(self, number):
-        future = self.pending.pop(number, None) or self.pool.submit(self.prepare, number)
-        self.pending = {number + 1: self.pool.submit(self.prepare, number + 1)}
+    def __call__(self, what, following):
+        """What prepare(what) returns. following: what the next call will probably ask for."""
+        future = self.pending.pop(what, None) or self.pool.submit(self.prepare, what)
+        self.pending = {following: self.pool.submit(self.prepare, following)}
         return future.result()

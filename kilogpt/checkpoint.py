@@ -107,12 +107,12 @@ class Saver:
 
         parameters: [(name, parameter)]; parameters of one name are copies of each other.
         optimizer: was given its parameters with their names. None saves the weights alone.
-        more: [(key, (tensor, the parameter that the tensor is laid out as))] of other tensors.
+        more: [(key, tensor)] of other tensors, each a DTensor or the same on all processes that have it.
         state: JSON-serialisable; its `val_loss` (a float or None) decides which checkpoint is the best.
         """
         self.wait()
         path = os.path.join(self.folder, f'iter_{iteration:08d}')
-        parts = self.shards.prepare([*_named_tensors(parameters, optimizer), *more])
+        parts = self.shards.prepare([*_named_tensors(parameters, optimizer), *_as_own_layout(more)])
         if background:
             # The thread gets copies alone: it does not know the stream in which training writes to a GPU.
             copies = self._copy_to_host(parts)
@@ -125,7 +125,7 @@ class Saver:
     def allocate(self, parameters, optimizer, more=()):
         """Allocate the host memory for saves in the background, so that the first of them does not wait."""
         if self.pending is None:
-            parts = self.shards.parts_to_write([*_named_tensors(parameters, optimizer), *more])
+            parts = self.shards.parts_to_write([*_named_tensors(parameters, optimizer), *_as_own_layout(more)])
             self.pending = self.thread.submit(self._allocate, parts)
 
     def wait(self):
@@ -305,13 +305,11 @@ def _all_gather(value):
     return values
 
 
-def load(path, parameters, optimizer=None, more=()):
+def load(path, parameters, optimizer=None):
     """Fill parameters and the optimizer's state from a checkpoint. ValueError if the model is another.
 
     parameters: [(name, parameter)], sharded or not; parameters of one name are copies of each other.
-    more: as in Saver.save; the checkpoint must have these tensors.
     """
-    import torch.distributed.checkpoint as dcp
     stored = stored_tensors(path)
     for name, parameter in parameters:
         found = stored.get(f'model.{name}')
@@ -320,9 +318,14 @@ def load(path, parameters, optimizer=None, more=()):
                              f'{name} {tuple(parameter.shape)}')
     if optimizer is not None:
         _allocate_state(optimizer, stored)
-    tensors = {}
-    copies = []
-    for key, (tensor, _) in [*_named_tensors(parameters, optimizer), *more]:
+    load_tensors(path, [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)])
+
+
+def load_tensors(path, named_tensors):
+    """Fill tensors from a checkpoint, which must have them. Tensors of one key are copies of each other."""
+    import torch.distributed.checkpoint as dcp
+    tensors, copies = {}, []
+    for key, tensor in named_tensors:
         if key in tensors:
             copies.append((tensor, tensors[key]))
         else:
@@ -344,7 +347,8 @@ def _allocate_state(optimizer, stored):
             if found.size == parameter.shape:  # a moment: sharded as its parameter is
                 tensor = torch.zeros_like(parameter.detach(), dtype=found.properties.dtype)
             else:
-                tensor = torch.zeros(found.size, dtype=found.properties.dtype, device=step_device)
+                device = parameter.device if found.size else step_device
+                tensor = torch.zeros(found.size, dtype=found.properties.dtype, device=device)
             optimizer.state[parameter][kind] = tensor
 
 
@@ -408,11 +412,16 @@ def _named_parameters(optimizer):
     return named
 
 
+def _as_own_layout(named_tensors):
+    return [(key, (tensor, tensor)) for key, tensor in named_tensors]
+
+
 def _named_tensors(parameters, optimizer):
     """[(key in a checkpoint, (tensor, the parameter it belongs to))]; tensors of one key are copies."""
     named = [(f'model.{name}', (parameter.detach(), parameter)) for name, parameter in parameters]
     if optimizer is not None:
         for name, parameter in _named_parameters(optimizer):
             for kind, tensor in optimizer.state.get(parameter, {}).items():
-                named.append((f'optimizer.{name}.{kind}', (tensor, parameter)))
+                if torch.is_tensor(tensor):  # SGD without momentum has a None there
+                    named.append((f'optimizer.{name}.{kind}', (tensor, parameter)))
     return named

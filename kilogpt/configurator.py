@@ -16,6 +16,8 @@ import tokenize
 import types
 import typing
 
+# Keys that scripts had once, which the config.json of an older run may still name.
+_FORMER_KEYS = {'replay'}
 _CONFIG_TYPES = (bool, int, float, str, type(None))
 
 
@@ -128,7 +130,7 @@ def _read_file(path, config):
     if is_json:
         if not isinstance(source, dict):
             raise ValueError(f'{path} does not hold a JSON object of keys and values')
-        return source
+        return {key: value for key, value in source.items() if key not in _FORMER_KEYS}
     namespace = dict(config, __file__=path)
     exec(source, namespace)
     changed = {}

@@ -34,6 +34,7 @@ class LocalAdamW(torch.optim.AdamW):
 
     An operation on DTensors first works out their layout, which takes longer than the update of a small one.
     """
+    skips_on_device = True  # a tensor of 1 in `found_inf` leaves an update out (see torch.amp.GradScaler)
     # PyTorch wraps these two to keep torch.compile out of them. The wrappers import the whole compiler, which
     # takes half a second of a run's start, but no run compiles an optimizer.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
@@ -61,6 +62,7 @@ class Muon(torch.optim.Optimizer):
     torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
     """
     add_param_group = LocalAdamW.add_param_group
+    skips_on_device = True
 
     def __init__(self, named_parameters, learning_rate, weight_decay, betas, blocks, dtype=torch.bfloat16,
                  momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
@@ -141,6 +143,12 @@ def muon_groups(parameters, max_elements=2 ** 26):
 def local_part(tensor):
     """The part that this process holds of a tensor that may be a DTensor."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
+
+
+def set_lr(optimizer, lr):
+    """Set the learning rate of the next update."""
+    for group in optimizer.param_groups:
+        group['lr'] = lr
 
 
 def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):

@@ -6,6 +6,8 @@ import re
 
 import torch
 
+from kilogpt.run import Hook
+
 # An event's category is the first whose pattern matches the event's name in lower case.
 PATTERNS = {
     'data': r'^data$|memcpy htod',
@@ -21,24 +23,27 @@ COLLECTIVES = dict(allreduce='all_reduce', allgather='all_gather', reduce_scatte
 ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  # any other type takes 4
 
 
-class Profiler:
+class Profiler(Hook):
     """Traces iterations of this process to out_dir/trace.json (Chrome's format) and prints a summary.
 
-    settle: iterations before, which take longer. traced: how many then are.
-    out_dir/profile.json gets the same figures, and the bytes communicated. Call step() before each iteration
-    and after the last.
+    out_dir/profile.json gets the same figures, and the bytes communicated. Four iterations are traced, after five
+    in which a run settles, or fewer in a run of less than nine.
+    iterations: of the whole run.
     """
 
-    def __init__(self, out_dir, settle=5, traced=4):
-        self.out_dir, self.settle, self.traced = out_dir, settle, traced
+    def __init__(self, out_dir, iterations):
+        self.out_dir = out_dir
+        self.traced = min(4, max(1, iterations))
+        settle = min(5, max(0, iterations - self.traced))
         self.done = False
         warm_up = min(2, settle + 1)
         schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=traced, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, record_shapes=True, on_trace_ready=self._report)
         self.profiler.start()
+        self.profiler.step()  # what is before the first iteration is a step of its own
 
-    def step(self):
+    def after_update(self):
         self.profiler.step()
 
     def _report(self, profiler):
@@ -60,8 +65,7 @@ class Profiler:
     def close(self):
         self.profiler.stop()
         if not self.done:
-            print(f'no profile: it takes {self.settle + self.traced} iterations, '
-                  'set --max_iters to that at least')
+            print('no profile: the run ended before the iterations that were to be traced')
 
 
 def read_trace(path):

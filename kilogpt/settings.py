@@ -24,8 +24,6 @@ def check_settings(config):
     _check_range(config, 'muon_momentum', 0, 1)
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
-    if config['replay'] == 'all' and config['profile']:
-        raise ValueError('profile traces one iteration of a replay: set --replay=ITERATION')
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:
         raise ValueError('on_spike=rollback goes back to a checkpoint, but keep_checkpoints is 0: '
                          'set keep_checkpoints to at least 1')
@@ -58,10 +56,9 @@ def _check_islands(config):
                          f'outer_interval / outer_fragments, {interval // fragments}')
     for key, low, high in (('outer_lr', 0, 10), ('outer_momentum', 0, 1), ('outer_mix', 0, 1)):
         _check_range(config, key, low, high)
-    for key, goes_back in dict(on_spike=config['on_spike'] == 'rollback', replay=config['replay']).items():
-        if goes_back:
-            raise ValueError(f'{key}={config[key]} does not work with islands or outer_interval, since other '
-                             f'islands cannot go back: set another {key}')
+    if config['on_spike'] == 'rollback':
+        raise ValueError('on_spike=rollback does not work with islands or outer_interval, since other islands '
+                         'cannot go back: set another on_spike')
 
 
 def compare_settings(config, saved, source, say):

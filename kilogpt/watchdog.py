@@ -1,4 +1,5 @@
 """Ends a run in which a process hangs, and says which process and where."""
+import contextlib
 import datetime
 import faulthandler
 import itertools
@@ -13,6 +14,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
+STORAGE_LIMIT = 1800  # seconds that storage may take for a checkpoint before a process counts as hung
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -39,9 +41,16 @@ class Watchdog:
             self.store = dist.PrefixStore('watchdog', store)
             threading.Thread(target=self._watch, daemon=True).start()
 
-    def beat(self, pause=0):
-        """Report progress. The next beat is due within `limit` + `pause` seconds."""
-        self.last_beat = time.monotonic() + pause
+    def beat(self):
+        """Report progress. The next beat is due within `limit` seconds."""
+        self.last_beat = time.monotonic()
+
+    @contextlib.contextmanager
+    def waits_for_storage(self):
+        """A context that may take STORAGE_LIMIT seconds longer than others between two beats."""
+        self.last_beat = time.monotonic() + STORAGE_LIMIT
+        yield
+        self.beat()
 
     def first_iteration_done(self):
         """Apply the limit of later iterations, now that everything is compiled."""

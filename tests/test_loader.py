@@ -54,11 +54,12 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
         assert micro_batch <= batch_size
         iterations = -(-3 * per_epoch // global_batch)
         for rank in range(world_size):
-            batches = Batches(loader,
-                              lambda i: loader.train_starts(i * global_batch + np.arange(global_batch)),
-                              micro_steps,
+            batches = Batches(loader, lambda i: i * global_batch + np.arange(global_batch),
+                              loader.train_starts,
+                              steps=lambda total: -(-total // (micro_batch * world_size)),
                               rows=lambda total, step: layout.rows(rank, total, micro_batch, step),
                               positions=layout.positions(rank, block_size), device=torch.device('cpu'))
+            assert batches.count(0) == micro_steps
             for iteration, micro_step in np.ndindex(iterations, micro_steps):
                 rows = layout.rows(rank, global_batch, micro_batch, micro_step)
                 sequences = np.where(rows < 0, -1, iteration * global_batch + rows)
@@ -243,15 +244,15 @@ def test_prefetcher_gives_what_direct_calls_would():
             ahead.set()
         return step * step
     fetch = Prefetcher(prepare)
-    assert [fetch(step) for step in range(4)] == [0, 1, 4, 9]
+    assert [fetch(step, step + 1) for step in range(4)] == [0, 1, 4, 9]
     # The next step is ready before it is asked for, and no step is prepared twice.
     assert ahead.wait(10) and prepared == [0, 1, 2, 3, 4]
-    assert [fetch(step) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
+    assert [fetch(step, step + 1) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
 
 
 def test_prefetcher_raises_what_the_thread_raised():
     fetch = Prefetcher(lambda step: 1 // (step - 2))
-    assert fetch(1) == -1  # the failure of step 2 waits until it is asked for
+    assert fetch(1, 2) == -1  # the failure of step 2 waits until it is asked for
     with pytest.raises(ZeroDivisionError):
-        fetch(2)
-    assert fetch(3) == 1
+        fetch(2, 3)
+    assert fetch(3, 4) == 1

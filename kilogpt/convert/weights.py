@@ -62,6 +62,39 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
+def find_start(init_from, new_model, find_checkpoint, processes, out_dir, block_size):
+    """What a run starts from: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
+
+    What does not apply is None, or {} for the state. ValueError if it does not exist.
+    new_model: the arguments of a model that starts from scratch. find_checkpoint(): (path, state) of the
+    checkpoint to resume, or (None, {}). block_size: positions that the model must have.
+    """
+    source, tensors, saved, arguments = None, None, {}, new_model
+    if init_from in ('resume', 'auto'):
+        source, saved = find_checkpoint()
+        arguments = saved.get('model', new_model)
+    elif init_from != 'scratch':
+        source, tensors, arguments = find_initial(init_from, processes)
+    if init_from == 'resume' and not source:
+        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
+                         'set --out_dir, or --init_from=scratch')
+    if block_size > arguments['block_size']:
+        raise ValueError(
+            f'block_size is {block_size}, but the model of {source or init_from} was made for '
+            f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
+    return source, tensors, saved, arguments
+
+
+def initial_values(tensors, model, seed):
+    """The function for parallel.dtensor.fill that gives weights from elsewhere, or those of a new model.
+
+    tensors: those of `find_start`, or None.
+    """
+    if tensors:
+        return lambda name, shape, rows: pad_rows(tensors[name], shape, rows)
+    return lambda name, shape, rows: model.initial_value(name, shape, seed, rows)
+
+
 def find_initial(init_from, processes):
     """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments).
 

@@ -26,8 +26,9 @@ from kilogpt import checkpoint
 from kilogpt.islands.client import Exchanged
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.parallel.apply import refresh
+from kilogpt.run import Hook
 from kilogpt.settings import OUTER_INTERVAL
-from kilogpt.islands.data_shares import Shares, ranges
+from data.shares import ranges
 
 # Keys that must be the same for a run to continue to the bit from a checkpoint with islands.
 FIXED_KEYS = ('islands', 'outer_interval', 'outer_fragments', 'outer_compress', 'batch_size',
@@ -69,7 +70,7 @@ class World:
 
 # --- the islands of a run -----------------------------------------------------------------------------------
 
-class Islands:
+class Islands(Hook):
     """What a run of train.py does with the other islands; nothing, where it has none and no outer optimizer.
 
     config: the keys of train.py. `out_dir`: the folder of this island, where that of island 0 is `main_dir`.
@@ -80,8 +81,6 @@ class Islands:
         self.islands = config['islands']
         self.is_on = self.islands > 1 or config['outer_interval'] > 0
         self.interval, self.delay = config['outer_interval'] or OUTER_INTERVAL, config['outer_delay']
-        self.moved_to = None  # the iteration at which an island that is a job has joined others
-        self.problem = ''  # why an island that is a job cannot continue
         self.island = processes.island if island is None else island
         self.out_dir = self.main_dir = config['out_dir']
         if self.island:
@@ -95,6 +94,8 @@ class Islands:
         self.continues = False  # whether the checkpoint is one of these islands
         self._keys = {key: config[key] for key in FIXED_KEYS}
         self.optimizer = None
+
+    name = 'islands'
 
     # --- set-up ---------------------------------------------------------------------------------------------
 
@@ -144,32 +145,38 @@ class Islands:
         names = [name for name, _ in self.optimizer.parameters]
         return list(zip(names, self.optimizer.state['outer']))
 
-    def tensors(self, saved=None):
-        """[(key, (tensor, parameter))] of what else a checkpoint holds, or of what to load from that one."""
-        if not self.is_on or (saved is not None and 'islands' not in saved):
-            return []
+    def tensors(self):
+        """[(key, tensor)] of what a checkpoint holds of the islands, besides its model."""
         found = []
         for index, (name, parameter) in enumerate(self.optimizer.parameters):
             kinds = {kind: tensors[index] for kind, tensors in self.optimizer.state.items()}
             if self.islands > 1:  # the outer parameters are those of the checkpoint's model
                 kinds['outer'] = parameter.detach()
-            if saved is not None and not self.continues:
-                kinds = dict(momentum=kinds['momentum'])
-            found += [(f'outer.{name}.{kind}', (tensor, parameter)) for kind, tensor in kinds.items()]
+            found += [(f'outer.{name}.{kind}', tensor) for kind, tensor in kinds.items()]
         return found
 
-    def begin(self, batch, iteration, saved, has_loaded, training_tokens):
-        """Begin or continue. batch: sequences of an island in an iteration.
+    def restore(self, path, state, processes):
+        """Load the tensors of a checkpoint: all of them, or the momentum alone if other islands saved it."""
+        if self.name in state:
+            tensors = self.tensors()
+            if not self.continues:
+                tensors = [(key, tensor) for key, tensor in tensors if key.endswith('.momentum')]
+            checkpoint.load_tensors(path, tensors)
 
-        has_loaded: whether a checkpoint was loaded, which sets the outer parameters; else the island's are.
+    def begin(self, run, signals, saver, log, saved, has_loaded, training_tokens):
+        """Begin or continue a run; connects the islands.
+
+        saved: the state of a checkpoint that the run continues, or {}. has_loaded: whether a checkpoint was
+        loaded, which sets the outer parameters; otherwise the island's parameters do.
         training_tokens: the dataset's, which islands share.
         """
-        self.training_tokens = training_tokens
-        state = saved.get('islands', {}) if self.continues else {}
-        self.share_out(batch, iteration, saved.get('tokens', 0), state.get('shares'))
+        self.training_tokens, self.signals, self.saver, self.log = training_tokens, signals, saver, log
+        self.shares = run.shares
+        state = saved.get(self.name, {}) if self.continues else {}
+        self.shares.parts = state.get('shares') or self.shares.parts
         if not self.is_on:
             return
-        self.base = state.get('base', iteration)
+        self.base = state.get('base', run.iteration)
         self.started, self.merged = state.get('started', 0), state.get('merged', 0)
         if not self.continues:
             self.optimizer.reset(to_outer=has_loaded and self.islands > 1)
@@ -186,33 +193,29 @@ class Islands:
             if number < self.merged:
                 self._receive()
 
-    def share_out(self, batch, iteration, tokens, parts=None):
-        """Give out the data from an iteration on, of which so many tokens are used."""
-        self.shares = Shares(batch, self.config['block_size'], self.islands, iteration, tokens, parts)
-
     def state(self):
         """What a checkpoint's state.json keeps."""
-        if not self.is_on:
-            return {}
-        return dict(islands=dict(keys=self._keys, base=self.base, started=self.started, merged=self.merged,
-                                 shares=self.shares.parts))
+        return dict(keys=self._keys, base=self.base, started=self.started, merged=self.merged,
+                    shares=self.shares.parts)
 
     # --- running --------------------------------------------------------------------------------------------
 
+    def bytes_on(self, device):
+        """Bytes of a device's memory that the outer optimizer takes."""
+        return self.optimizer.bytes_on(device) if self.optimizer else 0
+
     def describe(self):
-        """How the islands work together, in one line."""
+        """Lines that say how the islands work together; none where there is nothing to exchange."""
+        if not self.is_on:
+            return []
         size = sum(outer.nbytes for outer in self.optimizer.of_fragment(0).values())
-        return (f'{self.islands} of {self.processes.world_size} process(es); {size / 1e6:,.1f} MB on a rank '
-                f'in the first of {self.config["outer_fragments"]} fragment(s), each exchanged every '
-                f'{self.interval} iterations; outer_compress={self.config["outer_compress"]}')
+        return [f'islands     {self.islands} of {self.processes.world_size} process(es); {size / 1e6:,.1f} MB on a '
+                f'rank in the first of {self.config["outer_fragments"]} fragment(s), each exchanged every '
+                f'{self.interval} iterations; outer_compress={self.config["outer_compress"]}']
 
-    def sequences(self, iteration):
-        """The numbers of the sequences on which this island trains in an iteration."""
-        return self.shares.sequences(iteration, self.island)
-
-    def is_due(self, iteration):
-        """Whether there is something to send or to receive before an iteration."""
-        return self.is_on and (self._count(iteration) > self.started or self._is_to_merge(iteration))
+    def is_due(self, run):
+        """Whether there is something to send or to receive before the next update."""
+        return self._count(run.iteration) > self.started or self._is_to_merge(run.iteration)
 
     def _count(self, iteration):
         """How many exchanges have started when an iteration begins."""
@@ -225,12 +228,19 @@ class Islands:
     def _is_to_merge(self, iteration):
         return self.started > self.merged and iteration >= self._begin_of(self.merged) + self.delay
 
-    def exchange(self, iteration, agreement, beat):
-        """Send and receive what is due before an iteration; returns a line for the log, or None.
+    def act(self, run):
+        """Exchange with the other islands what is due, and log it."""
+        line = self._exchange(run)
+        if line:
+            self.log.exchange(line)
+        return False
 
-        A signal to stop ends the wait for other islands: what was sent waits in the checkpoint. beat(): says
-        that this process has not hung.
+    def _exchange(self, run):
+        """Send and receive what is due before the next update; returns a line for the log, or None.
+
+        A signal to stop ends the wait for other islands: what was sent waits in the checkpoint.
         """
+        iteration = run.iteration
         if self._count(iteration) > self.started:
             self.optimizer.encode(self.started)
             self._send(self.started)
@@ -238,7 +248,7 @@ class Islands:
         if not self._is_to_merge(iteration):
             return None
         began = time.perf_counter()
-        if not self._wait(agreement, beat):
+        if not self._wait(run):
             return None
         return self._merge(iteration, self._receive(), time.perf_counter() - began)
 
@@ -253,23 +263,23 @@ class Islands:
     def _receive(self):
         return self.wire.result() if self._sends else Exchanged({}, [])
 
-    def _wait(self, agreement, beat):
+    def _wait(self, run):
         """Wait until all processes have what other islands send; False if something else ends the wait."""
         passes = 0
-        while not self._has_arrived(agreement):
-            if agreement.stop_signal or self.problem:
+        while not self._has_arrived():
+            if self.signals.stop or run.ending:
                 return False
-            beat()
+            self.signals.watchdog.beat()
             passes += 1
             if passes >= 500 and passes % 20 == 0:  # once a second
-                self._check_others()
+                self._check_others(run)
             time.sleep(0.002 if passes < 500 else 0.05)
         return True
 
-    def _has_arrived(self, agreement):
-        return agreement.is_unanimous(not self._sends or self.wire.done())
+    def _has_arrived(self):
+        return self.signals.all_agree(not self._sends or self.wire.done())
 
-    def _check_others(self):
+    def _check_others(self, run):
         """Ask this process to stop if an island has ended without its part: that takes the others along."""
         if self.processes.is_main and self.wire.is_abandoned(self.merged):
             signal.raise_signal(signal.SIGTERM)
@@ -286,23 +296,20 @@ class Islands:
         refresh(self.parallel)
         since, until = self._begin_of(number - 1), self._begin_of(number)
         sequences = ranges(self.shares.given(since, until, members))
-        self.has_new_shares = self.shares.change(iteration, sorted({*members, *joining}), since, members)
+        self.shares.change(iteration, sorted({*members, *joining}), since, members)
         self.merged += 1
         sums = [self.processes.sum(value) for value in (distance, size, self._bytes_sent)]
         return dict(iter=iteration, exchange=number, fragment=number % self.config['outer_fragments'],
                     bytes_sent=int(sums[2]), wait_s=waited, islands=members,
                     distance=(sums[0] / sums[1]) ** 0.5, sequences=sequences)
 
-    def end(self):
-        """Tell the other islands that this one ends, so that they do not wait for it."""
+    def close(self):
+        """Tell the other islands that this one has ended, so that they do not wait for it."""
         if self.islands > 1 and self.processes.is_main:
             self.wire.end(self.started)
 
-    def leave(self):
-        """Wait until others have what they expect of this island, at the end of the run."""
-
     @contextlib.contextmanager
-    def outer_parameters(self):
+    def weights_for_evaluation(self):
         """A context in which the model has the parameters that all islands share."""
         if self.islands > 1:
             self.optimizer.swap()

@@ -9,6 +9,7 @@ import math
 import time
 import uuid
 
+from kilogpt import checkpoint
 from kilogpt.islands.islands import Islands
 from kilogpt.islands.client import Meeting, parse_address, read_secret
 from kilogpt.parallel.apply import refresh
@@ -51,43 +52,44 @@ class IslandJob(Islands):
 
     def state(self):
         """What a checkpoint's state.json keeps."""
-        state = super().state()
-        state['islands']['history'] = self.processes.share(self.wire.history if self._sends else None)
-        return state
+        history = self.processes.share(self.wire.history if self._sends else None)
+        return super().state() | dict(history=history)
 
-    def is_due(self, iteration):
-        """Whether there is something to send or to receive before an iteration."""
-        return self.joins or super().is_due(iteration)
+    def is_due(self, run):
+        """Whether there is something to send or to receive before the next update."""
+        return self.joins or super().is_due(run)
 
-    def exchange(self, iteration, agreement, beat):
-        """As in Islands. An island that joins others takes over their state, and continues at `moved_to`."""
+    def act(self, run):
+        """As in Islands. An island that joins others takes over their state, and continues at their iteration."""
         waited = 0.0
         while True:
             if self.joins:
                 began = time.perf_counter()
-                if not self._wait(agreement, beat):
-                    return None
+                if not self._wait(run):
+                    return False
                 waited += time.perf_counter() - began
                 joined = self._receive()
                 self.joins = False
                 if not self.processes.share(joined is None):
-                    self._take_over(joined)
-                    return None
+                    self._take_over(run, joined)
+                    return True
                 self._resend()
-            line = super().exchange(iteration, agreement, beat)
+            line = self._exchange(run)
+            if line:
+                self.log.exchange(line | dict(wait_s=line['wait_s'] + waited))
             if not self.joins:
-                return line and line | dict(wait_s=line['wait_s'] + waited)
+                return False
 
-    def _check_others(self):
-        """Make it a problem, which ends the wait and the run, if the server has not answered for too long."""
+    def _check_others(self, run):
+        """End the wait and the run if the server has not answered for too long."""
         seconds = self.processes.max(self.wire.seconds_silent() if self._sends else 0)
         if seconds > self.config['comm_timeout']:
-            self.problem = (f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
-                            '(comm_timeout): start it again, then continue with --init_from=auto')
+            run.end('failed', f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
+                    '(comm_timeout): start it again, then continue with --init_from=auto', exit_code=1)
 
-    def _has_arrived(self, agreement):
+    def _has_arrived(self):
         mark = self.wire.done() if self._sends else None
-        if not agreement.is_unanimous(not self._sends or mark):
+        if not self.signals.all_agree(not self._sends or mark):
             return False
         if self.processes.world_size == 1:
             return True
@@ -113,7 +115,7 @@ class IslandJob(Islands):
         self.processes.say(f'island {self.island} is behind the others: '
                            'it joins them after their next exchange')
 
-    def _take_over(self, joined):
+    def _take_over(self, run, joined):
         """Continue from the state of an island that has given its own."""
         state = self.processes.share(joined.state if self._sends else None)
         if self._sends:
@@ -122,19 +124,23 @@ class IslandJob(Islands):
             self.optimizer.share(self._replicas, self.processes.device)
         self.optimizer.reset(to_outer=True)
         refresh(self.parallel)
-        self.base, self.shares.parts, self.moved_to = state['base'], state['shares'], state['iteration']
+        self.base = state['base']
         self.started = self.merged = state['merged']
-        self.processes.say(f'island {self.island} joins the others at iteration {self.moved_to}')
+        run.join(state['iteration'], state['shares'])
+        self.processes.say(f'island {self.island} joins the others at iteration {run.iteration}')
+        with self.signals.watchdog.waits_for_storage():
+            self.saver.wait()
+            checkpoint.delete_after(self.out_dir, run.iteration, self.processes)
 
     def _resend(self):
         """Send again what was sent but not merged."""
         if self.started > self.merged:
             self._send(self.merged)
 
-    def end(self):
-        """The server notices by itself that this island has ended."""
+    def close(self):
+        """Wait until islands that join have the state that they were promised.
 
-    def leave(self):
-        """Wait until islands that join have the state that they were promised."""
+        The server notices by itself that this island has ended.
+        """
         if self._sends:
             self.wire.leave()

@@ -22,6 +22,7 @@ import warnings
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from data.loader import Batches
 from kilogpt.devices import cpu, cpu_kernels, cuda
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import replace_parts
@@ -29,14 +30,14 @@ from kilogpt.mixture import find_experts
 from kilogpt.optim import local_part
 from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.parallel.context import exchange_heads
-from kilogpt.parallel.ddp import PowerSGD, Zero1, replicate
-from kilogpt.parallel.dtensor import (LossOfWholeLogits, name_parameters, split_tensors, tensor_contexts,
-                                      total_norm)
+from kilogpt.parallel.ddp import note_gradients, replicate
+from kilogpt.parallel.dtensor import (LossOfWholeLogits, bytes_held, name_parameters, split_tensors,
+                                      tensor_context, total_norm)
 from kilogpt.parallel.expert import ExpertBalance, remember_choice, shard_experts, split_experts
 from kilogpt.parallel.layout import SPLIT_BACKWARD, check_layout
 from kilogpt.parallel.pipeline import Pipeline, cut_stage
 from kilogpt.parallel.processes import autocast
-from kilogpt.parallel.whole_matrices import apply_to_whole_matrices
+from kilogpt.parallel.whole_matrices import apply_to_whole_matrices, matrix_dimensions
 
 # Under autocast RMSNorm has bfloat16 inputs and float32 weights, which is correct, but not fused.
 warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')
@@ -57,7 +58,7 @@ class Parallel:
         self._contexts = contextlib.ExitStack()  # stays open, since the backward pass needs the contexts too
         self._zero1 = self._powersgd = None
 
-    def lay_out(self, model, *, global_tokens, micro_batch, micro_steps, block_size, compile=False, fp8=False,
+    def lay_out(self, model, *, global_batch, micro_batch, micro_steps, block_size, compile=False, fp8=False,
                 dtype='float32', activation_checkpoint='none', cpu_offload=False, grad_compress='none',
                 async_tp=False):
         """Put a model that was built on the meta device onto the processes.
@@ -65,22 +66,25 @@ class Parallel:
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
         only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
-        global_tokens: the tokens of an iteration, by which the sum of all losses is divided.
+        global_batch: the sequences of an iteration, by whose tokens the sum of all losses is divided.
         """
+        self.global_batch, self.block_size = global_batch, block_size
+        self.micro_batch, self.micro_steps = micro_batch, micro_steps
         check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
         layout, plan, processes = self.layout, model.split_plan, self.processes
         # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
-        self.loss_scale = layout.gradient_ranks / global_tokens
+        self.loss_scale = layout.gradient_ranks / (global_batch * block_size)
+        # A pipeline takes all micro-batches of an iteration in one step.
+        self._rows_per_step = micro_batch * micro_steps if layout.pp > 1 else micro_batch
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
         splits_backward = layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD
         self.compiles = compile = compile and set_up_compiler(processes, layout, self.notes)
         if async_tp:
             set_up_async_tp(processes, compile, self.mesh.get_group('tp'), self.notes)
         if layout.tp > 1:
-            for context in tensor_contexts():
-                self._contexts.enter_context(context)
+            self._contexts.enter_context(tensor_context())
 
         use_kernels = compile and cpu_kernels.is_usable(processes, self.notes)
         self.stages = {0: model}
@@ -121,7 +125,10 @@ class Parallel:
         self._is_ddp = layout.world_size > 1 and not layout.uses_fsdp
         self._accumulates = micro_steps > 1
         if self._is_ddp:
-            self.network = self._replicate(model, grad_compress)
+            zero_mesh = self.mesh['dp_shard_cp'] if layout.zero_stage == 1 else None
+            network, self._zero1, self._powersgd = replicate(model, self.device, zero_mesh, grad_compress)
+            last = model.get_submodule(plan['embedding'][0]).weight  # its gradient comes last
+            self.network, self._gradients_ready = network, note_gradients(network, last, processes)
         self.pipeline = None
         if layout.pp > 1:
             self.pipeline = Pipeline(
@@ -130,37 +137,30 @@ class Parallel:
                 loss_scale=self.loss_scale)
         self._named_parameters = []
         for stage in self.stages.values():
-            for name, parameter in name_parameters(stage, processes):
-                self._named_parameters.append((model.tied.get(name, name), parameter))
+            self._named_parameters += name_parameters(stage, model.tied, processes)
         self.balance = ExpertBalance(model, self.stages, processes, layout.tp)
         self.balance.set_loss_scale(self.loss_scale)  # which a pipeline does not change
 
-    def _replicate(self, model, grad_compress):
-        """Wrap the model in DDP, with the buckets of gradients that ZeRO-1 and grad_compress need."""
-        if grad_compress == 'powersgd':
-            grad_compress = self._powersgd = PowerSGD()
-        if self.layout.zero_stage == 1:
-            trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-            self._zero1 = Zero1(trained, self.mesh['dp_shard_cp'], grad_compress)
-        network = replicate(model, self.device, self._zero1, grad_compress)
-        # The gradient of the embedding comes last. After that, this process waits for the others.
-        self._gradients_ready = []
-
-        def note_time(parameter):
-            if network.require_backward_grad_sync:
-                self._gradients_ready.append(self.processes.device_time())
-
-        embedding = model.get_submodule(model.split_plan['embedding'][0])
-        embedding.weight.register_post_accumulate_grad_hook(note_time)
-        return network
-
     # --- running --------------------------------------------------------------------------------------------
 
-    def warm_up(self, x, y):
+    def batches(self, loader, sequences, starts):
+        """The data.loader.Batches of this process. sequences, starts: as in Batches."""
+        layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
+        return Batches(loader, sequences, starts, steps=lambda total: -(-total // (rows * layout.dp)),
+                       rows=lambda total, step: layout.rows(rank, total, rows, step),
+                       positions=layout.positions(rank, loader.block_size), device=self.device)
+
+    def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.
 
         A resumed run then adds gradients in the same order as an uninterrupted run.
+        read_batch(): a micro-batch (x, y), which one process without a compiler does not need.
         """
+        if self.compiles:
+            self.processes.say('compiling the model (up to a minute or so) ...')
+        elif self.layout.world_size == 1:
+            return
+        x, y = read_batch()
         self.forward_backward(x, y)
         self._drop_gradients()
         self.balance.forget()
@@ -260,6 +260,19 @@ class Parallel:
             return self._zero1.named_rows
         return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
 
+    def describe(self, optimizer, batch_size, islands):
+        """Lines about this layout: its degrees, the bytes on a rank, the batch, and notes."""
+        layout, processes = self.layout, self.processes
+        parameters, moments = (processes.max(n) for n in bytes_held(self._named_parameters, optimizer))
+        tokens = self.global_batch * self.block_size
+        lines = [f'layout      {layout.describe()}',
+                 f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
+                 f'batch       tokens per iteration: {tokens:,} = {self.global_batch} sequences of '
+                 f'{self.block_size}; micro-batch {self.micro_batch}, {self.micro_steps} micro-step(s) '
+                 'a process']
+        notes = layout.notes + layout.split_notes(self.global_batch, batch_size, islands) + self.notes
+        return lines + [f'note        {note}' for note in notes]
+
     def attach(self, optimizer):
         """Let ZeRO-1 gather the parameters after each step of the optimizer."""
         if self._zero1:
@@ -271,16 +284,7 @@ class Parallel:
         parts (n, rows, columns): this process's parts of n matrices that are laid out as `parameter` is.
         The processes divide the n matrices: DDP's replicas, or the ranks of each mesh dimension in turn.
         """
-        dimensions = []  # (process group, dimension of a matrix that its ranks cut or None), outermost first
-        if hasattr(parameter, 'placements'):
-            mesh = parameter.device_mesh
-            stacked = parameter.dim() - 2  # 1 for the matrices of experts, which have a dimension of experts
-            for name, placement in zip(mesh.mesh_dim_names, parameter.placements):
-                cut = None if placement.is_replicate() else placement.dim - stacked
-                if mesh[name].size() > 1 and cut != -1:  # ranks that cut between experts have whole matrices
-                    dimensions.append((mesh.get_group(name), cut))
-        elif self.layout.world_size > 1:
-            dimensions.append((torch.distributed.group.WORLD, None))
+        dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
 

@@ -8,22 +8,42 @@ from kilogpt.parallel.whole_matrices import all_gather
 BUCKET_BYTES = 25 * 2 ** 20  # parameters are gathered in buckets of about the size of DDP's
 
 
-def replicate(model, device, zero1, grad_compress):
-    """Wrap a model in DDP. Weights are not sent, since every rank fills in the same and buffers do not exist.
+def replicate(model, device, zero_mesh, grad_compress):
+    """Wrap a model in DDP; returns (network, its Zero1 or None, its PowerSGD or None).
 
-    zero1: a Zero1, or None. grad_compress: 'none', 'bf16' or a PowerSGD.
+    Weights are not sent, since every rank fills in the same, and the model does not have buffers.
+    zero_mesh: for ZeRO-1, the mesh of the processes that divide the parameters, or None.
+    grad_compress: 'none', 'bf16' or 'powersgd'.
     """
+    zero1 = powersgd = None
+    if grad_compress == 'powersgd':
+        powersgd = PowerSGD()
+    if zero_mesh is not None:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        zero1 = Zero1(trained, zero_mesh, powersgd or grad_compress)
     device_ids = [device] if device.type == 'cuda' else None
     network = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, init_sync=False)
     if zero1:
         network.register_comm_hook(None, zero1.reduce_bucket)
+    elif powersgd:
+        network.register_comm_hook(None, powersgd.average_bucket)
     elif grad_compress == 'bf16':
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
         # On gloo DDP refuses this hook by name, but runs it under another name.
         network.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    elif isinstance(grad_compress, PowerSGD):
-        network.register_comm_hook(None, grad_compress.average_bucket)
-    return network
+    return network, zero1, powersgd
+
+
+def note_gradients(network, parameter, processes):
+    """A list that gets the device's time whenever a parameter has the gradient of an iteration."""
+    times = []
+
+    def note_time(parameter):
+        if network.require_backward_grad_sync:
+            times.append(processes.device_time())
+
+    parameter.register_post_accumulate_grad_hook(note_time)
+    return times
 
 
 class Zero1:

@@ -1,4 +1,6 @@
 """DTensors, of which each process has a part: tensor parallelism, and parameters under any layout."""
+import contextlib
+
 import torch
 
 from kilogpt.devices.parts import replace_parts
@@ -10,7 +12,7 @@ def split_tensors(model, mesh):
 
     Between blocks each rank has its part of the sequence. A norm's output is gathered once for all linears
     that read it. A row-wise linear's output is summed and scattered in one step (Korthikanti et al. 2022,
-    4.2.2). The logits stay split by vocabulary rows. Passes run within `tensor_contexts`.
+    4.2.2). The logits stay split by vocabulary rows. Passes run within `tensor_context`.
     """
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, PrepareModuleOutput,
@@ -46,12 +48,16 @@ def split_tensors(model, mesh):
     replace_parts(model, 'loss', LossOfWholeLogits)
 
 
-def tensor_contexts():
-    """The contexts that forward and backward passes need under tensor parallelism."""
+@contextlib.contextmanager
+def tensor_context():
+    """The context that forward and backward passes need under tensor parallelism.
+
+    Cross-entropy takes logits that are split by vocabulary rows, and plain tensors may meet DTensors.
+    """
     from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import loss_parallel
-    # Cross-entropy takes logits that are split by vocabulary; plain tensors and DTensors may meet.
-    return loss_parallel(), implicit_replication()
+    with loss_parallel(), implicit_replication():
+        yield
 
 
 class LossOfWholeLogits(torch.nn.Module):
@@ -65,8 +71,8 @@ class LossOfWholeLogits(torch.nn.Module):
         return self.of_logits(head(x).flatten(0, 1), targets.flatten())
 
 
-def name_parameters(stage, processes):
-    """[(name, parameter)] of a pipeline stage.
+def name_parameters(stage, tied, processes):
+    """[(name in the whole model, parameter)] of a pipeline stage. tied: {name of a copy: its original}.
 
     FSDP2 and tensor parallelism leave parameters that are not trained as plain tensors, which all ranks have.
     Here they are DTensors too.
@@ -74,7 +80,7 @@ def name_parameters(stage, processes):
     named = []
     for name, parameter in stage.named_parameters():
         is_plain = not parameter.requires_grad and processes.mesh is not None
-        named.append((name, processes.as_replicas(parameter) if is_plain else parameter))
+        named.append((tied.get(name, name), processes.as_replicas(parameter) if is_plain else parameter))
     return named
 
 

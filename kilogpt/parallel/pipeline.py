@@ -84,7 +84,7 @@ class Pipeline:
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
     def forward_backward(self, x, y):
-        """Add the gradients of all micro-batches; returns the sum of the losses (0 without the last stage)."""
+        """Add the gradients of all micro-batches; returns the sum of losses (0 without the last stage)."""
         losses = self._run(self.schedule.step, x, y)
         self._sum_tied_gradients()
         return losses

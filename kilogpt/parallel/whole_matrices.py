@@ -36,6 +36,19 @@ def apply_to_whole_matrices(function, matrix_shape, parts, dimensions):
     return torch.cat(_exchange(pieces, counts, [lengths[group.rank()]] * len(counts), cut + 1, group))
 
 
+def matrix_dimensions(parameter, world_size):
+    """The `dimensions` of apply_to_whole_matrices for a DTensor, or a parameter that all processes have."""
+    if not hasattr(parameter, 'placements'):
+        return [(dist.group.WORLD, None)] if world_size > 1 else []
+    dimensions, mesh = [], parameter.device_mesh
+    stacked = parameter.dim() - 2  # 1 for the matrices of experts, which have a dimension of experts
+    for name, placement in zip(mesh.mesh_dim_names, parameter.placements):
+        cut = None if placement.is_replicate() else placement.dim - stacked
+        if mesh[name].size() > 1 and cut != -1:  # ranks that cut between experts have whole matrices
+            dimensions.append((mesh.get_group(name), cut))
+    return dimensions
+
+
 def chunk_sizes(length, ranks):
     """The sizes in which torch.chunk and DTensor cut a length for ranks. The last sizes may be 0."""
     size = -(-length // ranks)

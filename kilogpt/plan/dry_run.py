@@ -125,7 +125,7 @@ def run_rank(config):
             substitutes.enter_context(substitute)
         laid_out = apply.Parallel(processes, layout)
         laid_out.lay_out(
-            model, global_tokens=global_batch * block_size, micro_batch=micro_batch, micro_steps=micro_steps,
+            model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
             block_size=block_size, dtype=dtype, cpu_offload=config['cpu_offload'], fp8=config['fp8'],
             activation_checkpoint=config['activation_checkpoint'], grad_compress=config['grad_compress'],
             async_tp=config['async_tp'])
@@ -177,7 +177,7 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
         recorder.label(state.values(), 'moments')
     recorder.phase = 'activations'
     if laid_out.processes.world_size > 1 and not laid_out.layout.uses_fsdp:
-        laid_out.warm_up(x, y)  # DDP's buckets; FSDP2's passes are all alike
+        laid_out.warm_up(lambda: (x, y))  # DDP's buckets; FSDP2's passes are all alike
 
     recorder.start()
     for step in sorted({0, min(1, steps - 1), steps - 1}):

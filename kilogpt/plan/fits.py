@@ -5,6 +5,18 @@ from kilogpt.plan import memory_model
 from kilogpt.parallel.layout import check_layout
 
 
+def describe_memory(model, layout, config, available, device):
+    """Lines that say how much memory a run will take, and warn if that is more than there is.
+
+    available: bytes on this process, of which `device` is the device. The other arguments are `forecast`'s.
+    """
+    global_batch = config['batch_size'] * config['gradient_accumulation_steps'] // config['islands']
+    of_an_island = config | dict(gradient_accumulation_steps=-(-global_batch // config['batch_size']))
+    predicted, warning = forecast(model, layout, of_an_island, device.type, available)
+    lines = [f'memory      {predicted / 1e9:,.3f} GB predicted of {available / 1e9:,.1f} GB']
+    return lines + [f'warning     {warning}'] if warning else lines
+
+
 def forecast(model, layout, config, device_type, available):
     """(bytes foretold on the fullest process, a warning or None) for a run that is about to start.
 

@@ -48,8 +48,8 @@ def install(folder, in_float64=False):
             for stage in self.stages.values():
                 observer.watch(stage)
 
-    def forgotten_warm_up(self, x, y):
-        warm_up(self, x, y)
+    def forgotten_warm_up(self, read_batch):
+        warm_up(self, read_batch)
         observer.forget()
 
     def written_gradients(self, max_norm, limit):

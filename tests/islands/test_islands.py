@@ -18,7 +18,7 @@ from kilogpt.configurator import config_of
 from kilogpt.islands.islands import needed_checkpoint, newest_together
 from kilogpt.islands.outer_optimizer import decode, encode
 from kilogpt.settings import check_settings
-from kilogpt.islands.data_shares import Shares
+from data.shares import Shares
 from model import GPT, GPTConfig
 
 PLAIN_OUTER = '--outer_lr=1', '--outer_momentum=0'  # the mean of the islands' parameters
