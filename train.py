@@ -30,7 +30,8 @@ from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
 from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
-from kilogpt.parallel.apply import Parallel, fill
+from kilogpt.parallel.apply import Parallel
+from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory

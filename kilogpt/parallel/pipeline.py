@@ -59,8 +59,8 @@ class Pipeline:
         self.stages, self.device, self.loss_scale = stages, device, loss_scale
         self._find_tied_pair(tied, layout, mesh)
 
-        # Each stage is told its shapes. Otherwise every change between training and evaluation would run the
-        # model once more to infer them.
+        # Without these shapes, every change between training and evaluation would run the model once more to
+        # infer them.
         length = block_size // layout.cp
         tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
         x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,
@@ -80,18 +80,18 @@ class Pipeline:
             scale_grads=False, loss_fn=lambda loss, target: loss * self.loss_scale)
 
     def _find_tied_pair(self, tied, layout, mesh):
-        """Set tied_pair to [embedding's weight, head's weight], with None for what another rank holds."""
+        """Set tied_pair to [embedding's weight, head's weight], with None for a weight on another rank."""
         self.tied_pair, self._tied_group = [], None
         for head, embedding in tied.items():
             for index, name in ((0, embedding), (layout.n_stages - 1, head)):
                 parameters = dict(self.stages[index].named_parameters()) if index in self.stages else {}
                 self.tied_pair.append(parameters.get(name))
-            if not layout.is_v_shaped:  # in a V, one rank holds both
+            if not layout.is_v_shaped:  # in a V, one rank has both
                 first_and_last = mesh.mesh[[0, -1]].flatten(1).t().tolist()
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
     def forward_backward(self, x, y):
-        """Add the gradients of all micro-batches; returns the sum of the losses, 0 without the last stage."""
+        """Add the gradients of all micro-batches; returns the sum of losses (0 without the last stage)."""
         losses = self._run(self.schedule.step, x, y)
         self._sum_tied_gradients()
         return losses

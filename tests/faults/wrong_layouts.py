@@ -7,6 +7,7 @@ import os
 import torch
 
 from kilogpt import checkpoint, optim
+from kilogpt.mixture import find_experts
 from kilogpt.parallel import apply, ddp, expert, layout, pipeline
 from kilogpt.parallel.apply import Parallel
 
@@ -60,13 +61,14 @@ def take_part_for_sum(output):
             gradient.to_local(), gradient.device_mesh, output.placements, run_check=False))
 
 
-def split_experts_wrong(routed, mesh, ep, tp):
-    split_experts(routed, mesh, ep, tp)
-    if fault == 'torchtitan 1805' or fault == 'torchtitan 4054' and ep == 1:
-        routed._forward_pre_hooks.clear()
-        routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
+def split_experts_wrong(model, mesh, ep, tp):
     if fault == 'torchtitan 2416' or fault == 'torchtitan 4054' and ep == 1:
-        routed.router.matrix = lambda: routed.router.weight.to_local()
+        expert.router_matrix_of_rank = lambda matrix: lambda: matrix().to_local()
+    split_experts(model, mesh, ep, tp)
+    if fault == 'torchtitan 1805' or fault == 'torchtitan 4054' and ep == 1:
+        for routed in find_experts(model).values():
+            routed._forward_pre_hooks.clear()
+            routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
 
 
 def run_pipeline_wrong(self, x, y):
@@ -83,7 +85,7 @@ if fault in ('padding counts', 'same batch everywhere'):
 if fault == 'tied pair':
     pipeline.Pipeline._sum_tied_gradients = lambda self: None
 if fault == 'heads of a part':
-    apply.exchange_heads = lambda attention, mesh: None
+    apply.exchange_heads = lambda model, mesh: None
 if fault == 'rows not gathered':
     ddp.Zero1.gather_parameters = lambda self, *_: None
 if fault == 'matrices in parts':
