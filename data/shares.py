@@ -24,11 +24,20 @@ class Shares:
         part = self._part_of(iteration)
         return part['tokens'] + self._count(part, iteration) * self.block_size
 
+    def batch_at(self, iteration):
+        """The number of sequences that an island trains on in an iteration."""
+        return self._part_of(iteration).get('batch', self.batch)
+
+    def change_batch(self, iteration, batch):
+        """From an iteration on, an island trains on `batch` sequences in each."""
+        self._begin_part(iteration, self.parts[-1]['present'], lost=[], batch=batch)
+
     def sequences(self, iteration, island):
         """The numbers of the sequences that an island trains on in an iteration."""
         part = self._part_of(iteration)
-        begin = self._count(part, iteration) + part['present'].index(island) * self.batch
-        return self._numbers(part, begin, begin + self.batch)
+        batch = self.batch_at(iteration)
+        begin = self._count(part, iteration) + part['present'].index(island) * batch
+        return self._numbers(part, begin, begin + batch)
 
     def given(self, since, iteration, islands):
         """The numbers of the sequences that these islands were given from an iteration on, before another."""
@@ -49,22 +58,29 @@ class Shares:
         lost = self.given(since, iteration, set(part['present']) - set(members))
         if present == part['present'] and not len(lost):
             return False
+        first = self._part_of(since)['iteration']
+        self.parts = [part for part in self.parts if part['iteration'] >= first]
+        batch = dict(batch=part['batch']) if 'batch' in part else {}
+        self._begin_part(iteration, present, lost, **batch)
+        return True
+
+    def _begin_part(self, iteration, present, lost, **batch):
+        """Begin a part of the data in which other islands are present, or the batch is another one."""
+        part = self.parts[-1]
         count, n_waiting = self._count(part, iteration), _length(part['backlog'])
         left = self._numbers(part, min(count, n_waiting), n_waiting)
         tokens = self.tokens_before(iteration) - len(lost) * self.block_size
-        first = self._part_of(since)['iteration']
-        self.parts = [part for part in self.parts if part['iteration'] >= first]
         self.parts.append(dict(iteration=iteration, tokens=tokens, present=present,
                                position=part['position'] + max(0, count - n_waiting),
-                               backlog=ranges(np.concatenate([left, lost]))))
-        return True
+                               backlog=ranges(np.concatenate([left, lost])), **batch))
 
     def _part_of(self, iteration):
         return [part for part in self.parts if part['iteration'] <= iteration][-1]
 
     def _count(self, part, iteration):
         """How many sequences a part has given out before an iteration."""
-        return (iteration - part['iteration']) * len(part['present']) * self.batch
+        batch = part.get('batch', self.batch)
+        return (iteration - part['iteration']) * len(part['present']) * batch
 
     def _numbers(self, part, begin, end):
         """The numbers `begin` to `end` of those that a part gives out: its backlog, then the stream."""

@@ -74,8 +74,6 @@ class Parallel:
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
         layout, plan, processes = self.layout, model.split_plan, self.processes
-        # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
-        self.loss_scale = layout.gradient_ranks / (global_batch * block_size)
         # A pipeline takes all micro-batches of an iteration in one step.
         self._rows_per_step = micro_batch * micro_steps if layout.pp > 1 else micro_batch
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
@@ -131,19 +129,18 @@ class Parallel:
         if self._is_ddp:
             zero_mesh = self.mesh['dp_shard_cp'] if layout.zero_stage == 1 else None
             network, self._zero1, self._powersgd = replicate(model, self.device, zero_mesh, grad_compress)
-            last = model.get_submodule(plan['embedding'][0]).weight  # its gradient comes last
+            last = next(p for p in model.parameters() if p.requires_grad)  # whose gradient comes last
             self.network, self._gradients_ready = network, note_gradients(network, last, processes)
         self.pipeline = None
         if layout.pp > 1:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=micro_batch, micro_steps=micro_steps,
                 block_size=block_size, n_embd=model.config.n_embd, dtype=dtype, tied=model.tied,
-                loss_scale=self.loss_scale, splits_backward=splits_backward)
+                splits_backward=splits_backward)
         self._named_parameters = []
         for stage in self.stages.values():
             self._named_parameters += name_parameters(stage, model.tied, processes)
         self.balance = ExpertBalance(model, self.stages, processes, layout.tp)
-        self.balance.set_loss_scale(self.loss_scale)  # which a pipeline does not change
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -179,13 +176,17 @@ class Parallel:
             self.zero_grad()
             self.balance.forget()
 
-    def forward_backward(self, x, y, last=True, scale=lambda loss: loss):
+    def forward_backward(self, x, y, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
 
-        x, y (B, T / cp). last: whether this micro-batch is the iteration's last. scale: that of a GradScaler.
+        x, y (B, T / cp). n_tokens: those of the iteration, by which the sum of all losses is divided; 0: those of
+        global_batch. last: whether this micro-batch is the iteration's last. scale: that of a GradScaler.
         """
+        # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
+        loss_scale = self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
         if self.pipeline:
-            return self.pipeline.forward_backward(x, y)
+            self.balance.set_loss_scale(loss_scale)
+            return self.pipeline.forward_backward(x, y, loss_scale, last)
         if self._is_ddp:
             self.network.require_backward_grad_sync = last  # the forward pass reads it
         if self.layout.uses_fsdp:
@@ -194,10 +195,10 @@ class Parallel:
             self.network.set_requires_all_reduce(last)
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
         if self.balance.names:  # the scale of a GradScaler changes
-            self.balance.set_loss_scale(scale(torch.tensor(self.loss_scale, device=self.device)))
+            self.balance.set_loss_scale(scale(torch.tensor(loss_scale, device=self.device)))
         with self._autocast:
             loss = self.network(x, y)
-        scale(loss * self.loss_scale).backward()
+        scale(loss * loss_scale).backward()
         if self._zero1 and last:
             self._zero1.finish_reducing()
         if self._is_ddp and last:
@@ -211,6 +212,15 @@ class Parallel:
             return self.pipeline.evaluate(x, y)
         with self._autocast:
             return self.stages[0](x, y)
+
+    def take_sums(self):
+        """{name: sum over this process's tokens} of what the model has added to its `sums` since the last call."""
+        taken = {}
+        for stage in self.stages.values():
+            for name, value in stage.sums.items():
+                taken[name] = taken.get(name, 0.0) + value
+                stage.sums[name] = 0.0
+        return taken
 
     def train(self, mode):
         """Switch dropout on or off."""
@@ -291,6 +301,25 @@ class Parallel:
         dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+@contextlib.contextmanager
+def exchanged_weights(parallel, weights):
+    """A context in which the model has other weights, which have the model's own meanwhile.
+
+    weights: [(name, tensor)], in the order of parallel.named_parameters() and laid out as the parameters are.
+    """
+    def exchange():
+        for (_, parameter), (_, other) in zip(parallel.named_parameters(), weights):
+            parameter, other = local_part(parameter.detach()), local_part(other)
+            own = parameter.clone()
+            parameter.copy_(other)
+            other.copy_(own)
+        refresh(parallel)
+
+    exchange()
+    yield
+    exchange()
 
 
 def refresh(parallel):

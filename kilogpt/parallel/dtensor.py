@@ -28,6 +28,7 @@ def split_tensors(model, mesh):
         embedding=[RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
         head=[ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)],
     )
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     for part in (model, *model.get_submodule(model.split_plan['blocks']).values()):
         modules = dict(part.named_modules())
         for kind, steps in styles.items():
@@ -40,6 +41,7 @@ def split_tensors(model, mesh):
                     modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
     model.tie()  # the split gave the embedding and the head a parameter each
     for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name not in frozen)
         if parameter.requires_grad and not hasattr(parameter, 'placements'):
             raise ValueError(f'{name} is in no part of split_plan (model.py): say there how tp={mesh.size()} '
                              'splits it, or set tp to 1')
@@ -74,12 +76,13 @@ class LossOfWholeLogits(torch.nn.Module):
 def name_parameters(stage, tied, processes):
     """[(name in the whole model, parameter)] of a pipeline stage. tied: {name of a copy: its original}.
 
-    FSDP2 and tensor parallelism leave parameters that are not trained as plain tensors, which all ranks have.
+    FSDP2 and tensor parallelism leave some parameters that are not trained as plain tensors, which all ranks have.
     Here they are DTensors too.
     """
     named = []
     for name, parameter in stage.named_parameters():
-        is_plain = not parameter.requires_grad and processes.mesh is not None
+        is_dtensor = parameter.requires_grad or hasattr(parameter, 'placements')
+        is_plain = processes.mesh is not None and not is_dtensor
         named.append((tied.get(name, name), processes.as_replicas(parameter) if is_plain else parameter))
     return named
 
@@ -118,10 +121,15 @@ def total_norm(gradients):
 
 
 def bytes_held(named_parameters, optimizer):
-    """Bytes on this process: (parameters, optimizer state). AdamW has two float32 moments, Muon one."""
+    """Bytes on this process: (parameters, optimizer state in float32).
+
+    AdamW has two moments, Muon and SGD with momentum one.
+    """
     parameters = sum(local_part(parameter).nbytes for _, parameter in named_parameters)
     state = 0
     for group in optimizer.param_groups:
-        moments = 1 if 'momentum' in group else 2
+        moments = 2 if 'betas' in group else 0
+        if 'momentum' in group:
+            moments = 1 if group['momentum'] else 0
         state += moments * 4 * sum(local_part(parameter).numel() for parameter in group['params'])
     return parameters, state

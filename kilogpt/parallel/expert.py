@@ -40,7 +40,7 @@ def split_matrices(experts, mesh, ep, tp):
     for name, parameter in list(experts.named_parameters()):
         placements = [Shard(0)] * (ep > 1) + [Shard(width_dims[name])] * (tp > 1)
         sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-        experts.register_parameter(name, torch.nn.Parameter(sharded))
+        experts.register_parameter(name, torch.nn.Parameter(sharded, parameter.requires_grad))
 
 
 def split_router(routed, mesh):
@@ -53,7 +53,7 @@ def split_router(routed, mesh):
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     router = routed.router
     weight = distribute_tensor(router.weight.detach(), mesh, [Replicate()], src_data_rank=None)
-    router.weight = torch.nn.Parameter(weight)
+    router.weight = torch.nn.Parameter(weight, router.weight.requires_grad)
 
     def take_tokens(module, inputs):
         x, is_counted = inputs

@@ -54,9 +54,10 @@ class Pipeline:
     """
 
     def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype,
-                 tied, loss_scale, splits_backward):
+                 tied, splits_backward):
         from torch.distributed import pipelining
-        self.stages, self.device, self.loss_scale = stages, device, loss_scale
+        self.stages, self.device = stages, device
+        self.loss_scale = 1.0  # what the sum of losses is multiplied by before the backward pass
         self._find_tied_pair(tied, layout, mesh)
 
         # Without these shapes, every change between training and evaluation would run the model once more to
@@ -90,10 +91,15 @@ class Pipeline:
                 first_and_last = mesh.mesh[[0, -1]].flatten(1).t().tolist()
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
-    def forward_backward(self, x, y):
-        """Add the gradients of all micro-batches; returns the sum of losses (0 without the last stage)."""
+    def forward_backward(self, x, y, loss_scale, last):
+        """Add the gradients of all micro-batches; returns the sum of losses (0 without the last stage).
+
+        last: whether no further micro-batches of the iteration follow.
+        """
+        self.loss_scale = loss_scale
         losses = self._run(self.schedule.step, x, y)
-        self._sum_tied_gradients()
+        if last:
+            self._sum_tied_gradients()
         return losses
 
     def evaluate(self, x, y):
