@@ -20,7 +20,8 @@ os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
 import torch
 from torch.profiler import record_function
 
-from data.loader import TokenLoader, open_dataset
+from data.datasets import open_dataset
+from data.loader import TokenLoader
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error

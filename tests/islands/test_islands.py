@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import TokenLoader, read_meta
+from data.datasets import read_meta
+from data.loader import TokenLoader
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
 from kilogpt import checkpoint
