@@ -28,7 +28,7 @@ from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert import weights
 from kilogpt.devices import cpu
 from kilogpt.guard import Guard, Rollback
-from kilogpt.islands.islands import Islands, needed_checkpoint
+from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
 from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
 from kilogpt.parallel.apply import Parallel, fill
@@ -163,7 +163,7 @@ with exit_on_error():
     processes.join(layout, backend, comm_timeout)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
-    all_islands = (IslandJob if outer_store else Islands)(processes, layout, config)
+    all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))
     out_dir = all_islands.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     data_dir, meta = open_dataset(dataset, processes)
