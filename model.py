@@ -241,7 +241,7 @@ class GPT(nn.Module):
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
-        self.sums = {}  # {name: a sum over tokens of this process} to log beside the loss, as means per token
+        self.sums = {}  # {name: sum over this process's tokens} of what the log shows beside the loss, as means
         self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
         self.tie()
         if seed is not None:

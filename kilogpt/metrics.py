@@ -219,11 +219,12 @@ class Meter:
         peak = peak_flops(processes.device, dtype)
         self.peak_flops = peak and peak * processes.world_size
 
-    def line(self, n_tokens, lr, loss_sum, grad_norm, sums, **others):
+    def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update, whose times are means over the iterations since the line before.
 
-        n_tokens: the tokens of the iteration on all processes. loss_sum: the losses of this process's tokens, added up; sums: {name: another such sum}. For `write`, all
-        of them are to be added up over the processes. others: further values of the line.
+        n_tokens: the tokens of the iteration on all processes. loss_sum: the losses of this process's tokens,
+        added up; sums: {name: another such sum}. `write` wants all of these added up over the processes.
+        others: {name: further value of the line}.
         """
         iterations, seconds = self.run.clock.lap(self.run.iteration)
         tokens_per_sec = n_tokens / seconds
@@ -234,7 +235,7 @@ class Meter:
             dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec,
             mfu=flops / self.peak_flops if self.peak_flops else None,
             mem_gb=peak_memory_gb(self.device), tokens=self.run.tokens,
-            seconds=time.perf_counter() - self.started, iterations=iterations, **others)
+            seconds=time.perf_counter() - self.started, iterations=iterations) | others
 
     def write(self, line):
         """Log a line of `line`, in which the sums are those over all processes."""

@@ -7,7 +7,8 @@ import pytest
 import torch
 from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_tensors, run_script
 
-from data.loader import TokenLoader, read_meta
+from data.datasets import read_meta
+from data.loader import TokenLoader
 from kilogpt import checkpoint
 from kilogpt.guard import NO_LIMIT, Spikes, Update
 

@@ -15,10 +15,10 @@ from helpers import FAULTS, ROOT, run_forked
 # Rooms from the ground up. A folder is a room, and so are the files of kilogpt/ that share a floor.
 FLOORS = [
     {'data', 'kilogpt/configurator.py', 'kilogpt/machines.py', 'kilogpt/metrics.py', 'kilogpt/mixture.py',
-     'kilogpt/optim.py', 'kilogpt/profiler.py', 'kilogpt/settings.py', 'model.py'},
+     'kilogpt/optim.py', 'kilogpt/settings.py', 'model.py'},
     {'kilogpt/devices'},
     {'kilogpt/parallel'},
-    {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/run.py',
+    {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/profiler.py', 'kilogpt/run.py',
      'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
     {'kilogpt/convert'},
     {'kilogpt/islands', 'kilogpt/plan', 'kilogpt/plot', 'kilogpt/prove', 'kilogpt/replay'},

@@ -9,7 +9,7 @@ import shutil
 
 import torch
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert.hugging_face import (arguments_from_hugging_face, gpt2_config, keys_without_standard_form,

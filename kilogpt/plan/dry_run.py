@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
@@ -125,7 +125,7 @@ def run_rank(config):
             substitutes.enter_context(substitute)
         laid_out = apply.Parallel(processes, layout)
         laid_out.lay_out(
-            model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
+            model, global_batch=global_batch, batch_size=config['batch_size'],
             block_size=block_size, dtype=dtype, cpu_offload=config['cpu_offload'], fp8=config['fp8'],
             activation_checkpoint=config['activation_checkpoint'], grad_compress=config['grad_compress'],
             async_tp=config['async_tp'])

@@ -13,7 +13,8 @@ import shutil
 import numpy as np
 import pytest
 
-from data.loader import TokenLoader, read_meta
+from data.datasets import read_meta
+from data.loader import TokenLoader
 from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights,
                      run_forked, saved_iterations, side_by_side)
 
