@@ -31,7 +31,8 @@ from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
 from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
-from kilogpt.parallel.apply import Parallel, fill
+from kilogpt.parallel.apply import Parallel
+from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory
@@ -180,7 +181,6 @@ with exit_on_error():
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
-tokens_per_iter = global_batch * block_size
 micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
 
 with exit_on_error():
@@ -219,6 +219,8 @@ processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype
 for line in (*parallel.describe(optimizer, batch_size, islands), *all_islands.describe(),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
+if saved:
+    processes.say(f'resuming {source} at iteration {run.iteration}')
 
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
 saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
@@ -229,7 +231,7 @@ with exit_on_error():
                           tensorboard and not eval_only, run.iteration, prints=processes.is_first)
     saver = checkpoint.Saver(out_dir, keep_checkpoints,
                              partial(needed_checkpoint, out_dir, processes.between))
-meter = metrics.Meter(log, run, processes, dtype, tokens_per_iter, flops_per_token, layout.tp, _started)
+meter = metrics.Meter(log, run, processes, dtype, flops_per_token, layout.tp, _started)
 
 
 # --- what the loop calls ------------------------------------------------------------------------------------
@@ -324,18 +326,19 @@ while True:
         lr = lr_at(run.iteration)
         set_lr(optimizer, lr)
         loss_sum = torch.zeros((), device=processes.device)
-        steps = batches.count(run.iteration)
+        n_tokens, steps = run.batch * block_size, batches.count(run.iteration)
         for step in range(steps):
             if signals.poll():
                 break
             with record_function('data'), exit_on_error():
                 x, y = batches(run.iteration, step)
-            loss_sum += parallel.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
+            loss_sum += parallel.forward_backward(x, y, n_tokens, step == steps - 1, scaler.scale)
         # The device made the update before this one long ago, so that the guard does not wait.
         if signals.stop or not guard.settle():
             continue  # this iteration is left to the run that resumes, or that has gone back
         with record_function('optimizer'):
             grad_norm = guard.step(lr, loss_sum, grad_clip)
+        sums = parallel.take_sums()
     for hook in hooks:
         hook.after_update()
     run.advance()
@@ -349,7 +352,7 @@ while True:
         metrics.synchronize(processes.device)
         if not guard.settle():
             continue
-        line = meter.line(lr, loss_sum, grad_norm, {}, **parallel.balance.load_max(), **guard.figures())
+        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, **parallel.balance.load_max(), **guard.figures())
     signals.exchange(line)
     if not saver.under_way:
         log.save_written(run.iteration, run.clock.now())

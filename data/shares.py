@@ -16,7 +16,7 @@ class Shares:
 
     def __init__(self, batch, block_size, islands, iteration=0, tokens=0, parts=None):
         self.batch, self.block_size = batch, block_size
-        # A new part begins whenever the islands that are present change. `backlog` are the lost sequences
+        # A new part begins whenever the islands or the batch change. `backlog` are the lost sequences
         # that the part assigns first, as [begin, end] pairs; `position` is the next sequence of the data
         # after them.
         self.parts = parts or [dict(iteration=iteration, tokens=tokens, position=-(-tokens // block_size),
@@ -27,11 +27,20 @@ class Shares:
         part = self._part_of(iteration)
         return part['tokens'] + self._count(part, iteration) * self.block_size
 
+    def batch_at(self, iteration):
+        """The number of sequences that an island trains on in an iteration."""
+        return self._part_of(iteration).get('batch', self.batch)
+
+    def change_batch(self, iteration, batch):
+        """Let every island train on `batch` sequences an iteration, from an iteration on."""
+        self._begin_part(iteration, self.parts[-1]['present'], lost=[], batch=batch)
+
     def sequences(self, iteration, island):
         """The numbers of the sequences that an island trains on in an iteration."""
         part = self._part_of(iteration)
-        begin = self._count(part, iteration) + part['present'].index(island) * self.batch
-        return self._numbers(part, begin, begin + self.batch)
+        batch = self.batch_at(iteration)
+        begin = self._count(part, iteration) + part['present'].index(island) * batch
+        return self._numbers(part, begin, begin + batch)
 
     def assigned(self, begin, end, islands):
         """The numbers of the sequences that these islands train on in the iterations from `begin` to `end`."""
@@ -42,7 +51,7 @@ class Shares:
                     numbers.append(self.sequences(i, island))
         return np.concatenate(numbers)
 
-    def change(self, iteration, present, since, members):
+    def change_islands(self, iteration, present, since, members):
         """Let the islands in `present` take part from an iteration on.
 
         The sequences of islands that are not among the members of the last exchange are lost from the
@@ -52,21 +61,28 @@ class Shares:
         lost = self.assigned(since, iteration, set(part['present']) - set(members))
         if present == part['present'] and not len(lost):
             return
+        first = self._part_of(since)['iteration']
+        self.parts = [part for part in self.parts if part['iteration'] >= first]
+        batch = dict(batch=part['batch']) if 'batch' in part else {}
+        self._begin_part(iteration, present, lost, **batch)
+
+    def _begin_part(self, iteration, present, lost, **batch):
+        """Begin a part with other islands, other lost sequences, or another `batch`."""
+        part = self.parts[-1]
         count, n_backlog = self._count(part, iteration), _length(part['backlog'])
         rest_of_backlog = self._numbers(part, min(count, n_backlog), n_backlog)
         tokens = self.tokens_before(iteration) - len(lost) * self.block_size
-        first = self._part_of(since)['iteration']
-        self.parts = [part for part in self.parts if part['iteration'] >= first]
         self.parts.append(dict(iteration=iteration, tokens=tokens, present=present,
                                position=part['position'] + max(0, count - n_backlog),
-                               backlog=ranges(np.concatenate([rest_of_backlog, lost]))))
+                               backlog=ranges(np.concatenate([rest_of_backlog, lost])), **batch))
 
     def _part_of(self, iteration):
         return [part for part in self.parts if part['iteration'] <= iteration][-1]
 
     def _count(self, part, iteration):
         """How many sequences a part has assigned before an iteration."""
-        return (iteration - part['iteration']) * len(part['present']) * self.batch
+        batch = part.get('batch', self.batch)
+        return (iteration - part['iteration']) * len(part['present']) * batch
 
     def _numbers(self, part, begin, end):
         """The sequences at places `begin` to `end` in the order of a part: its backlog, then the data."""

@@ -80,6 +80,15 @@ class Run:
         """The numbers of the sequences that this island trains on in an iteration, an integer array."""
         return self.shares.sequences(iteration, self.island)
 
+    @property
+    def batch(self):
+        """The number of sequences that this island trains on in this iteration."""
+        return self.shares.batch_at(self.iteration)
+
+    def change_batch(self, batch):
+        """Train on that many sequences in each iteration from now on."""
+        self.shares.change_batch(self.iteration, batch)
+
     # --- what is due ----------------------------------------------------------------------------------------
 
     def is_due(self, signals, hooks):

@@ -12,7 +12,8 @@ from helpers import ROOT
 from kilogpt.configurator import configure
 from kilogpt.parallel.layout import Layout
 from kilogpt.optim import local_part
-from kilogpt.parallel.apply import Parallel, bytes_held, fill
+from kilogpt.parallel.apply import Parallel
+from kilogpt.parallel.dtensor import bytes_held, fill
 from kilogpt.parallel.processes import Processes
 from model import GPT, GPTConfig
 
