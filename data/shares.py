@@ -43,7 +43,7 @@ class Shares:
         return self._numbers(part, begin, begin + batch)
 
     def assigned(self, begin, end, islands):
-        """The numbers of the sequences that these islands train on in the iterations from `begin` to `end`."""
+        """The numbers of the sequences that these islands train on in iterations `begin` to `end`."""
         numbers = [np.arange(0)]
         for i in range(begin, end):
             for island in self._part_of(i)['present']:
