@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn import functional as F
 
 from kilogpt.mixture import Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
@@ -342,9 +342,9 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
-        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds,
-        per layer, two products with T × H D elements, 6 each, halved because a causal token sees half of the
-        sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
+        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds two
+        products a layer with T × H D elements, 6 each, halved since a causal token sees half of the sequence on
+        average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)

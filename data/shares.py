@@ -16,7 +16,7 @@ class Shares:
 
     def __init__(self, batch, block_size, islands, iteration=0, tokens=0, parts=None):
         self.batch, self.block_size = batch, block_size
-        # A new part begins whenever the islands that are present change. `backlog` are the lost sequences
+        # A new part begins whenever the islands or the batch change. `backlog` are the lost sequences
         # that the part assigns first, as [begin, end] pairs; `position` is the next sequence of the data
         # after them.
         self.parts = parts or [dict(iteration=iteration, tokens=tokens, position=-(-tokens // block_size),
@@ -32,7 +32,7 @@ class Shares:
         return self._part_of(iteration).get('batch', self.batch)
 
     def change_batch(self, iteration, batch):
-        """From an iteration on, an island trains on `batch` sequences in each."""
+        """Let every island train on `batch` sequences an iteration, from an iteration on."""
         self._begin_part(iteration, self.parts[-1]['present'], lost=[], batch=batch)
 
     def sequences(self, iteration, island):
@@ -43,7 +43,7 @@ class Shares:
         return self._numbers(part, begin, begin + batch)
 
     def assigned(self, begin, end, islands):
-        """The numbers of the sequences that these islands train on in the iterations from `begin` to `end`."""
+        """The numbers of the sequences that these islands train on in iterations `begin` to `end`."""
         numbers = [np.arange(0)]
         for i in range(begin, end):
             for island in self._part_of(i)['present']:
@@ -51,7 +51,7 @@ class Shares:
                     numbers.append(self.sequences(i, island))
         return np.concatenate(numbers)
 
-    def change(self, iteration, present, since, members):
+    def change_islands(self, iteration, present, since, members):
         """Let the islands in `present` take part from an iteration on.
 
         The sequences of islands that are not among the members of the last exchange are lost from the
@@ -67,7 +67,7 @@ class Shares:
         self._begin_part(iteration, present, lost, **batch)
 
     def _begin_part(self, iteration, present, lost, **batch):
-        """Begin a part of the data, from which on other islands are present or the batch is another one."""
+        """Begin a part with other islands, other lost sequences, or another `batch`."""
         part = self.parts[-1]
         count, n_backlog = self._count(part, iteration), _length(part['backlog'])
         rest_of_backlog = self._numbers(part, min(count, n_backlog), n_backlog)

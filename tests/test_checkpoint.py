@@ -48,7 +48,7 @@ def test_checkpoint_from_others_runs_nothing(tmp_path):
     Evil.path = str(tmp_path / 'it ran')
     with open(os.path.join(path, '.metadata'), 'wb') as file:
         pickle.dump(Evil(), file)
-    with pytest.raises(ValueError, match=r'names \w+.mkdir, which no checkpoint of ours does'):
+    with pytest.raises(ValueError, match=r'names \w+.mkdir, which no checkpoint of kiloGPT does'):
         checkpoint.load(path, parameters)
     assert not os.path.exists(Evil.path)
 

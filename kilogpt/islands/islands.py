@@ -328,7 +328,7 @@ class Islands(Hook):
         refresh(self.parallel)
         since, until = self._start_of(number - 1), self._start_of(number)
         sequences = ranges(self.shares.assigned(since, until, members))
-        self.shares.change(iteration, sorted({*members, *joining}), since, members)
+        self.shares.change_islands(iteration, sorted({*members, *joining}), since, members)
         self.merged += 1
         distance, size, bytes_sent = map(self.processes.sum, (distance, size, self._bytes_sent))
         return dict(iter=iteration, exchange=number, fragment=number % self.settings.outer_fragments,

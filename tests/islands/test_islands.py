@@ -227,7 +227,7 @@ def test_every_sequence_is_trained_on_once_although_islands_leave_and_return():
         was_present = shares.parts[-1]['present']
         trained.append(shares.assigned(begin, end, present))
         assert len(trained[-1]) == 12 * len(present & set(was_present))
-        shares.change(end, sorted(present), begin, members=present)
+        shares.change_islands(end, sorted(present), begin, members=present)
         assert shares.tokens_before(end) == 8 * sum(map(len, trained))
     assert sorted(np.concatenate(trained).tolist()) == list(range(240))
     continued = Shares(3, 8, 4, parts=json.loads(json.dumps(shares.parts)))

@@ -324,6 +324,14 @@ def test_second_job_of_an_island_replaces_the_first(server):
     assert 'another job has come as island 0' in printed[0] and not first.arrived_mark()
 
 
+def test_former_name_of_the_command_starts_the_server(tmp_path):
+    server = Server(tmp_path, module='kilogpt.meet')
+    try:
+        assert register(server, 0, islands=1).continues
+    finally:
+        server.kill()
+
+
 # --- bad input ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('secret, message', [('', 'KILOGPT_SECRET is not set'),
