@@ -282,8 +282,7 @@ class GPT(nn.Module):
         divides by the number of targets in the global batch, which only the caller knows.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
         those of the last position alone.
-        A pipeline stage without the embedding takes x (B, T, C) from the previous stage instead of idx; one
-        without the head returns x.
+        A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
         """
         # Sequence parallelism splits x between pipeline stages, but never the targets.
         T = idx.size(1) if targets is None else targets.size(1)
