@@ -97,39 +97,13 @@ def phases(shape, layout, work, rank):
     """
     stages = shape.stages(layout, work.block_size)[rank]
     merged = Stage.sum(stages)
-    counts = {part: shape.counts(part, layout) for part in shape.parts}
-    all_parts, ends = shape.totals(stages, layout)
     kinds = dict(dense=merged.n_dense, sparse=merged.n_sparse)
     kinds = {kind: count for kind, count in kinds.items() if count}
     sharded = state(shape, layout, work, rank)
     accumulates = work.micro_steps > 1
     replicates = layout.world_size > 1 and not layout.uses_fsdp
 
-    # Memory in addition to the shards while the model runs. FSDP2 gathers and reduces a block's experts and
-    # its other parameters as separate units.
-    gathered = reduced_unit = reduced_ends = 0
-    units = [*kinds, 'experts'] if 'sparse' in kinds else kinds
-    largest_unit = max((counts[unit].gathered for unit in units), default=0)
-    gradients = FLOAT32 * all_parts.split  # whole gradients
-    if layout.uses_fsdp:
-        blocks_gathered = all_parts.gathered - ends.gathered
-        if layout.zero_stage == 3:  # the parameters of two blocks, but the experts of only one
-            two_blocks = {kind: 2 * counts[kind].gathered for kind in kinds}
-            if 'sparse' in kinds:
-                two_blocks['sparse'] += counts['experts'].gathered
-            blocks_gathered = min(blocks_gathered, max(two_blocks.values(), default=0))
-        gathered = work.width * (blocks_gathered + ends.gathered)
-        reduced_unit = (work.width + FLOAT32) * largest_unit
-        reduced_ends = (work.width + FLOAT32) * ends.gathered
-        if layout.dp_shard * layout.cp == 1:
-            reduced_unit, reduced_ends = FLOAT32 * largest_unit, FLOAT32 * ends.gathered
-        gradients = sharded['gradients']
-        if layout.pp > 1:  # gradients stay whole until the last micro-batch
-            gradients = FLOAT32 * all_parts.gathered
-            reduced_unit, reduced_ends = FLOAT32 * largest_unit, FLOAT32 * ends.gathered
-    elif work.width < FLOAT32:
-        # autocast's copies
-        gathered = work.width * (all_parts.split_in_matrices - ends.split_in_matrices + ends.split)
+    gradients, gathered, reduced_unit, reduced_ends = _whole_bytes(shape, layout, work, stages)
     gradients_before = gradients if accumulates or replicates else 0  # at the start of the backward pass
 
     of_kind = {kind: block_activations(shape.config, layout, work, kind == 'sparse') for kind in kinds}
@@ -145,9 +119,11 @@ def phases(shape, layout, work, rank):
         if in_flight == work.micro_steps * layout.stages_per_rank:  # all forward passes come first
             gradients_before = 0
         # Between the two halves of a backward pass, the gradients of the products' results are kept too.
-        halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0)
+        splits_backward = layout.splits_backward(work.activation_checkpoint)
+        halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0) if splits_backward else 0
         activations += halves * products / layout.stages_per_rank
-        if layout.pp_schedule == 'zbv':  # ends with this many first halves before any of their second halves
+        # At its end, zbv computes this many first halves before any of their second halves.
+        if layout.pp_schedule == 'zbv' and splits_backward:
             last = 2 * rank + 1
             activations = max(activations, last * ((kept + products) / layout.stages_per_rank + stream))
     buffers = 0
@@ -178,6 +154,44 @@ def phases(shape, layout, work, rank):
             logits=0),
         'step': resident | dict(gradients=sharded['gradients'], gathered=0, activations=0, logits=0),
     }
+
+
+class WholeBytes(NamedTuple):
+    """Bytes of gradients, and of whole parameters and gradients in addition to the shards."""
+    gradients: float  # at the end of the backward pass
+    gathered: float  # copies of parameters while the model runs
+    reduced_unit: float  # whole gradients of the largest unit of FSDP2 (a block, its experts) in a reduction
+    reduced_ends: float  # whole gradients of embeddings, last norm and head in a reduction
+
+
+def _whole_bytes(shape, layout, work, stages):
+    """The WholeBytes of the stages of a pipeline rank."""
+    all_parts, ends = shape.totals(stages, layout)
+    if not layout.uses_fsdp:
+        gathered = 0
+        if work.width < FLOAT32:  # autocast's copies
+            gathered = work.width * (all_parts.split_in_matrices - ends.split_in_matrices + ends.split)
+        return WholeBytes(FLOAT32 * all_parts.split, gathered, 0, 0)
+    merged = Stage.sum(stages)
+    counts = {part: shape.counts(part, layout) for part in ('dense', 'sparse', 'experts')}
+    # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
+    units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
+    largest_unit = max((counts[unit].gathered for unit in units), default=0)
+    blocks_gathered = all_parts.gathered - ends.gathered
+    if layout.zero_stage == 3:  # the parameters of two blocks, but the experts of only one
+        two_blocks = [0]
+        if merged.n_dense:
+            two_blocks.append(2 * counts['dense'].gathered)
+        if merged.n_sparse:
+            two_blocks.append(2 * counts['sparse'].gathered + counts['experts'].gathered)
+        blocks_gathered = min(blocks_gathered, max(two_blocks))
+    gradients, width = FLOAT32 * shape.sharded(stages, layout)[0], work.width + FLOAT32
+    if layout.pp > 1:  # gradients stay whole until the last micro-batch
+        gradients = FLOAT32 * all_parts.gathered
+    if layout.pp > 1 or layout.dp_shard * layout.cp == 1:
+        width = FLOAT32
+    return WholeBytes(gradients, work.width * (blocks_gathered + ends.gathered), width * largest_unit,
+                      width * ends.gathered)
 
 
 def tokens_of(layout, work):

@@ -10,7 +10,7 @@ import os
 import torch
 from tqdm import tqdm
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from kilogpt.parallel.layout import SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.shape import Shape
