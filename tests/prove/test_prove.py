@@ -212,7 +212,7 @@ def test_layout_that_cannot_be_compiled_is_left_out():
 
 
 @pytest.mark.parametrize('arguments, sentence', [
-    (['--layouts=tp2; tq2'], "'tq2': a layout is words of dpN"),
+    (['--layouts=tp2; tq2'], "'tq2': the words of a layout are dpN"),
     (['--nproc=0'], '--nproc is 0'),
     (['--keep=n_head,n_heads'], "--keep has 'n_heads': choose from the shrunk keys, n_layer, n_head,"),
     (['--n_layers=2'], "unknown key 'n_layers'"),
