@@ -12,7 +12,7 @@ The two run in turns. All arguments that are not options listed below are passed
   loader    a batch of 64 sequences of 1024 random tokens
   tokenize  the command that converts --input to GPT-2's tokens
   sample    one text of --new_tokens from the same random weights, minus the time of the first token
-  start     from the command to the end of the first iteration, compared with a process that only imports torch
+  start     from the command to the end of the first iteration, compared with a process that imports torch
 """
 import argparse
 import ast
@@ -158,8 +158,8 @@ def compare_tokenize(nanogpt, arguments, options, folder):
     os.symlink(text, os.path.join(theirs, 'input.txt'))
     if text.endswith('.jsonl'):
         script = 'data/openwebtext/prepare.py'
-        # The changes: where the documents are, a small number of documents, and the number of processes, which
-        # nanoGPT's comment recommends.
+        # Changes: where the documents are, a small number of documents, and the number of processes, for
+        # which a comment in nanoGPT recommends half of the cores.
         source = read_theirs(nanogpt, 'data', 'openwebtext', 'prepare.py')
         processes = max(1, os.cpu_count() // 2)
         source = re.sub(r'^num_proc = .*', f'num_proc = {processes}', source, flags=re.MULTILINE)

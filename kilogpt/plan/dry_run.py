@@ -267,13 +267,13 @@ def substitutes_for_communication(memory):
 
     replicate = apply.replicate
 
-    def replicate_in_fake_memory(model, device, zero1, grad_compress):
+    def replicate_in_fake_memory(model, device, zero_mesh, grad_compress):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         with memory:
-            network = replicate(model, device, zero1, grad_compress)
+            network, zero1, powersgd = replicate(model, device, zero_mesh, grad_compress)
         if not zero1 and grad_compress == 'none':  # DDP's own reduction, but in Python, where it is counted
             network.register_comm_hook(None, allreduce_hook)
-        return network
+        return network, zero1, powersgd
 
     all_reduce = dist.all_reduce
 

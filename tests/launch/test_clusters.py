@@ -1,4 +1,4 @@
-"""Checkpoints on many nodes: listings that are out of date, folders that are not shared, who writes what."""
+"""Checkpoints on several nodes: outdated listings, folders that are not shared, division of the writing."""
 import json
 import os
 import shutil
@@ -8,7 +8,7 @@ import pytest
 from helpers import (FAULTS, ROOT, assert_same_tensors, curve, newest_tensors, run_forked, saved_iterations)
 from kilogpt import checkpoint
 
-# --- listings that are out of date ----------------------------------------------------------------------
+# --- outdated listings ----------------------------------------------------------------------------------
 
 OPTIONS = '--eval_iters=0', '--save_interval=4', '--keep_checkpoints=9'
 
@@ -20,7 +20,7 @@ def unbroken(train):
 
 
 def resume_with_stale_listing(train, unbroken, folder, opens):
-    """Resume the run from its checkpoint at 8, of which rank 1 fails to open a file that many times."""
+    """Resume the run from its checkpoint at 8. Rank 1 fails `opens` times to open a file of it."""
     out_dir = shutil.copytree(unbroken.out_dir, folder)
     shutil.rmtree(out_dir / 'ckpt' / 'iter_00000012')
     return train(*OPTIONS, '--init_from=resume', nproc=2, out_dir=out_dir, check=False, timeout=60,
