@@ -65,7 +65,7 @@ MISTAKES = {
          "        self.ln_0 = build_norm(config.n_embd, config).to_empty(device='meta')\n"
          "        self.loss = Loss(config)\n",
          "        x = self.transformer.ln_f(x)\n": "        x = self.transformer.ln_f(self.ln_0(x))\n"},
-        'pp2', ['ln_0.weight is in no block, and every pipeline stage has a copy']),
+        'pp2', ['ln_0.weight is in no block, so every pipeline stage has a copy']),
     'one layer in two blocks': (
         {"        self.to_empty(device=torch.get_default_device())\n":
          "        self.transformer.h['1'].mlp = self.transformer.h['0'].mlp\n"
