@@ -42,7 +42,7 @@ def test_bad_commands(tmp_path, capsys):
         export_weights(out_dir, str(tmp_path / 'hf'))
         import_weights(str(tmp_path / 'hf'), str(tmp_path / 'again'), dataset='openwebtext')
     inspect(str(tmp_path / 'hf'))
-    assert 'model: block_size 64' in capsys.readouterr().out
+    assert re.search(r'^model: .*\bblock_size 64, ', capsys.readouterr().out, re.M)
     path = tmp_path / 'run' / 'ckpt' / 'iter_00000003' / 'state.json'
     path.write_text(path.read_text() + ' ')
     for command in (inspect, lambda source: export_weights(source, str(tmp_path / 'x'))):
