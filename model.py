@@ -1,26 +1,27 @@
-"""The GPT, all of it. Knows nothing of devices, processes, files or config keys.
+"""The GPT, all of it but the experts of a mixture. Knows nothing of devices, processes, files or config keys.
 
 The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks
 (RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
-same few classes, and so is a mixture of experts. Where a layout or a device needs another form of a part,
-`kilogpt/parallel/apply.py` replaces it.
+same few classes. A mixture of experts is in `kilogpt/mixture.py`.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
-rows, S positions that a query may see; in experts N tokens (B * T), E experts, K experts that a token goes
-to, M = N * K.
+rows, S positions that a query may see, N tokens (B * T).
 """
+import functools
 import hashlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn import functional as F
+
+from kilogpt.mixture import Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
 
 
 @dataclass
-class GPTConfig:
+class GPTConfig(MixtureConfig):
     block_size: int = 1024
     vocab_size: int = 50257    # tokens that exist; the table has padded_vocab_size rows
     n_layer: int = 12
@@ -37,28 +38,14 @@ class GPTConfig:
     tie_weights: bool = True   # the output head is the token embedding
     softcap: float = 0.0       # tanh cap on the logits; 0 = none
     zero_init: bool = False    # each block starts as the identity: projections into the residual stream are 0
-    # For mlp='moe', a mixture of experts.
-    n_experts: int = 8
-    n_active_experts: int = 2  # experts that a token goes to
-    n_shared_experts: int = 0  # experts that every token goes to as well
-    expert_hidden: int = 0     # the width of an expert; 0 = that of a dense MLP
-    expert_mlp: str = 'swiglu'  # the form of an expert, and of the MLP in blocks without experts
-    moe_first_layer: int = 0   # the first block with experts
-    moe_every: int = 1         # each of that many blocks has experts, from moe_first_layer on
-    router: str = 'softmax'    # 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
-    router_balance: str = 'bias'  # 'bias', 'loss' or 'none': what keeps the experts equally busy
-    router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
-    router_z_loss: float = 0.0  # weight of the squared log of the router's softmax denominator
     # Weights that were trained elsewhere may need these; train.py has no keys for them.
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
     n_hidden: int = 0          # a dense MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
 
     def __post_init__(self):
-        choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'),
-                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'moe'),
-                       expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu'), router=('softmax', 'sigmoid'),
-                       router_balance=('bias', 'loss', 'none'))
+        choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'), **self.CHOICES,
+                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'moe'))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -80,43 +67,21 @@ class GPTConfig:
             raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
         if self.softcap < 0:
             raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
-        if not self.n_hidden:
-            self.n_hidden = 4 * self.n_embd
-            if self.mlp_form == 'swiglu':  # three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
-                self.n_hidden = -(-8 * self.n_embd // 3 // 64) * 64
+        if not self.n_hidden:  # SwiGLU's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
+            swiglu_hidden = -(-8 * self.n_embd // 3 // 64) * 64
+            self.n_hidden = swiglu_hidden if self.mlp_form == 'swiglu' else 4 * self.n_embd
         if self.mlp == 'moe':
-            self._check_experts()
-
-    def _check_experts(self):
-        for key in ('n_experts', 'n_active_experts', 'moe_every'):
-            if getattr(self, key) < 1:
-                raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
-        for key in ('n_shared_experts', 'expert_hidden', 'moe_first_layer', 'router_balance_rate',
-                    'router_z_loss'):
-            if getattr(self, key) < 0:
-                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
-        if self.n_active_experts > self.n_experts:
-            raise ValueError(f'n_active_experts={self.n_active_experts} is more than n_experts='
-                             f'{self.n_experts}: set n_active_experts to {self.n_experts} or less')
-        if self.moe_first_layer >= self.n_layer:
-            raise ValueError(f'moe_first_layer={self.moe_first_layer} is beyond the last block of '
-                             f'n_layer={self.n_layer}: set moe_first_layer to {self.n_layer - 1} or less')
-        self.expert_hidden = self.expert_hidden or self.n_hidden
-
-    @property
-    def mlp_form(self):
-        """What a dense MLP, and an expert, computes: 'gelu', 'gelu_tanh', 'relu2' or 'swiglu'."""
-        return self.expert_mlp if self.mlp == 'moe' else self.mlp
-
-    def has_experts(self, layer):
-        """Whether block number `layer` has experts in the place of a dense MLP."""
-        after_first = layer - self.moe_first_layer
-        return self.mlp == 'moe' and after_first >= 0 and after_first % self.moe_every == 0
+            self.check_experts()
+            self.expert_hidden = self.expert_hidden or self.n_hidden
 
     @property
     def padded_vocab_size(self):
         """Rows of the embedding: a multiple of 64, for fast matrix products and for tensor parallelism."""
         return -(-self.vocab_size // 64) * 64
+
+    def check_length(self, length):
+        if length > self.block_size:
+            raise ValueError(f'{length} positions, but block_size is {self.block_size}')
 
 
 def build_norm(width, config):
@@ -125,26 +90,14 @@ def build_norm(width, config):
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
-def build_embedding(rows, width):
-    # nn.Embedding(rows, width) would draw values; on the meta device, that imports torch.compile's machinery.
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
-
-
 def rotate(x, cos, sin):
-    """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al. 2021)."""
+    """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al.)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def cast_for_linears(x):
-    """x in autocast's dtype. Without this, each of the linears that read x would cast it again."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
-
-
 class DotProductAttention(nn.Module):
-    """softmax(q kᵀ / √D) v, causal. A module without parameters, so that a layout can replace or wrap it."""
+    """softmax(q kᵀ / √D) v, causal."""
 
     def __init__(self, dropout):
         super().__init__()
@@ -173,7 +126,7 @@ class Attention(nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None):
-        """x (B, T, C) -> (B, T, C). rope: what `GPT.rope` returns. cache: the CacheView of this layer."""
+        """x (B, T, C) -> (B, T, C). rope: the result of `GPT.rope`. cache: the CacheView of this layer."""
         B, T, _ = x.shape
         x = cast_for_linears(x)
         q = self.c_q(x).view(B, T, -1, self.head_width)  # (B, T, H, D)
@@ -195,10 +148,7 @@ class Attention(nn.Module):
 
 
 def activate(form, h, gate):
-    """The activation of an MLP of that form. h: what c_fc gives; gate: what c_gate gives, or None.
-
-    A device with a faster form replaces this function in the MLPs.
-    """
+    """The activation of an MLP of that form. h: the output of c_fc; gate: the output of c_gate, or None."""
     if form == 'swiglu':  # Shazeer 2020
         return F.silu(gate) * h
     if form == 'relu2':  # Primer (So et al. 2021)
@@ -230,7 +180,8 @@ class Block(nn.Module):
         self.attn = Attention(config)
         self.ln_2 = build_norm(config.n_embd, config)
         self.has_experts = config.has_experts(layer)
-        self.mlp = MixtureOfExperts(config) if self.has_experts else MLP(config, config.n_hidden)
+        self.mlp = (MixtureOfExperts(config, MLP, activate) if self.has_experts
+                    else MLP(config, config.n_hidden))
 
     def forward(self, x, rope=None, cache=None, is_counted=None):
         """x (B, T, C) -> (B, T, C). rope, cache: as in Attention. is_counted: as in Router."""
@@ -240,251 +191,10 @@ class Block(nn.Module):
         return x + self.mlp(self.ln_2(x))
 
 
-# --- experts ------------------------------------------------------------------------------------------------
-
-class MixtureOfExperts(nn.Module):
-    """Each token goes to K of E experts (Shazeer et al. 2017), and to shared ones (Dai et al. 2024).
-
-    No expert has a limit of tokens, so that none is dropped. Experts have no biases.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        self.routed = RoutedExperts(config)
-        self.shared = None
-        if config.n_shared_experts:  # side by side, they are one wide MLP
-            self.shared = MLP(config, config.n_shared_experts * config.expert_hidden)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x, is_counted=None):
-        """x (B, T, C) -> (B, T, C). is_counted: as in Router."""
-        x = cast_for_linears(x)
-        y, shared = self.routed(x, is_counted, meanwhile=lambda: self.shared(x) if self.shared else 0)
-        return self.dropout(y) + shared
-
-
-class RoutedExperts(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.router = Router(config)
-        self.experts = Experts(config)
-        self.send = send_nowhere
-
-    def forward(self, x, is_counted, meanwhile):
-        """x (B, T, C) -> what its experts make of x (B, T, C), and the result of the function `meanwhile`.
-
-        `meanwhile` is called while tokens travel, where the experts are on several processes.
-        """
-        tokens = x.flatten(0, 1)  # (N, C)
-        chosen, weights = self.router(tokens, is_counted)  # (N, K)
-        # Rows are sorted by expert, and among those of an expert by token: the order of all sums is fixed.
-        experts, order = chosen.flatten().sort(stable=True)  # (M,)
-        places = order.scatter(0, order, torch.arange(len(order), device=x.device))  # of row m in that order
-        ends = torch.searchsorted(experts, torch.arange(self.router.n_experts, device=x.device), right=True)
-        rows = TakeRows.apply(tokens, order, places, chosen.size(1))  # (M, C)
-        rows, ends, send_back = self.send(rows, ends)
-        result = meanwhile()
-        y = send_back(self.experts(rows, ends))  # (M, C)
-        weights = Permute.apply(weights.flatten(), order, places)  # (M,)
-        y = SumRows.apply(y * weights[:, None].type_as(y), order, places, chosen.size(1))  # (N, C)
-        return y.view_as(x), result
-
-
-def send_nowhere(rows, ends):
-    """Rows (M, C) to their experts, and a function that sends the experts' results back.
-
-    All experts are here. A layout with experts on several processes replaces this function.
-    """
-    return rows, ends, lambda rows: rows
-
-
-class Router(nn.Module):
-    """Which experts each token goes to, and how much each counts. Computes in float32.
-
-    'softmax': the K likeliest experts, and their probabilities divided by their sum (Mixtral, Jiang et al.
-    2024). 'sigmoid': an affinity for each expert on its own, and likewise (DeepSeek-V3, 2024, 2.1.2). With
-    K = 1 the affinity itself counts (Switch, Fedus et al. 2021), since divided by itself it has no gradient.
-
-    Experts are kept equally busy by a bias, which counts in the choice alone and moves by a fixed step
-    towards the experts with fewer tokens (Wang et al. 2024), or by Switch's loss. Both go by the tokens of
-    the whole batch: the bias moves after each update, and the loss takes the shares of the batch before,
-    since those of the present batch are known only after its last token.
-    """
-
-    def __init__(self, config):
-        super().__init__()
-        self.n_experts, self.n_active = config.n_experts, config.n_active_experts
-        self.kind, self.balance, self.rate = config.router, config.router_balance, config.router_balance_rate
-        self.z_loss = config.router_z_loss
-        self.weight = nn.Parameter(torch.empty(config.n_experts, config.n_embd))
-        # These two are not trained, but part of the model's state.
-        if self.balance == 'bias':
-            self.bias = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)
-        elif self.balance == 'loss':
-            self.load = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)  # shares of tokens
-        self.loss_scale = 1.0  # what the model's loss is multiplied by before the backward pass
-        self.n_tokens = None  # (E,): tokens that went to each expert since the last `rebalance`
-
-    def forward(self, x, is_counted=None):
-        """x (N, C) -> experts (N, K), the first of which counts most, and their weights (N, K), float32.
-
-        is_counted (N,): whether a token counts in the balance, as padding does not; None: no token does.
-        """
-        with torch.autocast(x.device.type, enabled=False):
-            precision = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(precision), self.matrix().to(precision))  # (N, E)
-            affinities = logits.softmax(dim=-1) if self.kind == 'softmax' else logits.sigmoid()
-            ranking = affinities.detach()
-            if self.balance == 'bias':
-                ranking = ranking + self.bias
-            chosen = self.choose(ranking)
-            weights = affinities.gather(-1, chosen)
-            if self.n_active > 1:
-                weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-            if is_counted is None or not self.training:
-                return chosen, weights
-            self._count(chosen, is_counted)
-            losses = self._losses(logits, affinities, is_counted)
-            return chosen, AddLoss.apply(weights, losses, self.loss_scale)
-
-    def choose(self, ranking):
-        """The experts (N, K) that rank highest of (N, E), the highest first, and of equal ones the first."""
-        # `topk` does not promise an order of equals.
-        indices = ranking.sort(dim=-1, descending=True, stable=True).indices
-        return indices[:, :self.n_active].contiguous()  # a view would keep those of all experts
-
-    def matrix(self):
-        """The weight (E, C). A layout that splits the model replaces this function."""
-        return self.weight
-
-    @torch.no_grad()
-    def _count(self, chosen, is_counted):
-        # A checkpointed block counts twice. The balance goes by shares, which does not show.
-        goes_there = chosen[..., None] == torch.arange(self.n_experts, device=chosen.device)
-        n_tokens = (goes_there.any(dim=1) & is_counted[:, None]).sum(dim=0)
-        self.n_tokens = n_tokens if self.n_tokens is None else self.n_tokens + n_tokens
-
-    def _losses(self, logits, affinities, is_counted):
-        """The sum of the tokens' balance losses and z-losses."""
-        total = logits.new_zeros(())
-        if self.balance == 'loss':  # Switch, equations 4 to 6; its f is the load
-            probabilities = affinities / affinities.sum(dim=-1, keepdim=True)
-            total = total + self.rate * self.n_experts * (probabilities @ self.load * is_counted).sum()
-        if self.z_loss:  # ST-MoE (Zoph et al. 2022), equation 5
-            total = total + self.z_loss * (logits.logsumexp(dim=-1).square() * is_counted).sum()
-        return total
-
-    @torch.no_grad()
-    def rebalance(self, n_tokens, is_applied):
-        """Go by the tokens (E,) of the batch, float32. is_applied: 1, or 0 where the update was left out."""
-        if self.balance == 'bias':
-            self.bias += is_applied * self.rate * (n_tokens.mean() - n_tokens).sign()
-        elif self.balance == 'loss':
-            shares = n_tokens / n_tokens.sum().clamp(min=1)
-            self.load.lerp_(shares.type_as(self.load), is_applied.type_as(self.load))
-
-
-class Experts(nn.Module):
-    """E MLPs without biases, of one form. Matrix number e of each parameter is that of expert e."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.form = config.mlp_form
-        E, C, width = config.n_experts, config.n_embd, config.expert_hidden
-        self.c_fc = nn.Parameter(torch.empty(E, width, C))
-        if self.form == 'swiglu':
-            self.c_gate = nn.Parameter(torch.empty(E, width, C))
-        self.c_proj = nn.Parameter(torch.empty(E, C, width))
-        self.products = loop_over_experts
-
-    def forward(self, x, ends):
-        """x (M, C), the rows of expert 0 first; ends (E,): the row at which each expert's end -> (M, C)."""
-        product = self.products(ends)
-        c_fc, c_proj, *c_gate = map(cast_for_linears, self.matrices())
-        gate = product(x, c_gate[0]) if c_gate else None
-        return product(activate(self.form, product(x, c_fc), gate), c_proj)
-
-    def matrices(self):
-        """c_fc, c_proj and, with SwiGLU, c_gate. A layout that splits them replaces this function."""
-        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.form == 'swiglu' else [])
-
-
-def loop_over_experts(ends):
-    """A function that multiplies rows by their experts' matrices: x (M, in), (E, out, in) -> (M, out).
-
-    ends (E,): as in Experts. A device with a kernel for all products at once replaces this function.
-    """
-    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    return lambda x, matrices: torch.cat([F.linear(*each) for each in zip(x.split(sizes), matrices.unbind())])
-
-
-class AddLoss(torch.autograd.Function):
-    """x as it is. In the backward pass the gradient of scale · loss joins in, as if it were part of the sum.
-
-    The model's loss stays the cross-entropy, and the blocks of a pipeline need not hand a second loss on.
-    """
-
-    @staticmethod
-    def forward(ctx, x, loss, scale):
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, torch.as_tensor(ctx.scale, dtype=grad.dtype, device=grad.device), None
-
-
-class TakeRows(torch.autograd.Function):
-    """Rows of x (N, C), each K times, in an order (M,) -> (M, C). Gradients add up in a fixed order.
-
-    places (M,): where in that order each row is.
-    """
-
-    @staticmethod
-    def forward(ctx, x, order, places, K):
-        ctx.save_for_backward(order, places)
-        ctx.K = K
-        return x.index_select(0, order // K)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return SumRows.apply(grad, *ctx.saved_tensors, ctx.K), None, None, None
-
-
-class SumRows(torch.autograd.Function):
-    """The reverse of TakeRows: the sum of each token's K rows of x (M, C) -> (N, C)."""
-
-    @staticmethod
-    def forward(ctx, x, order, places, K):
-        ctx.save_for_backward(order, places)
-        ctx.K = K
-        return x.index_select(0, places).unflatten(0, (-1, K)).sum(dim=1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return TakeRows.apply(grad, *ctx.saved_tensors, ctx.K), None, None, None
-
-
-class Permute(torch.autograd.Function):
-    """The elements of x in an order that `inverse` undoes. Indexing would add up gradients, in any order."""
-
-    @staticmethod
-    def forward(ctx, x, order, inverse):
-        ctx.save_for_backward(inverse)
-        return x[order]
-
-    @staticmethod
-    def backward(ctx, grad):
-        inverse, = ctx.saved_tensors
-        return grad[inverse], None, None
-
-
-# --- the whole model ----------------------------------------------------------------------------------------
-
 class GPT(nn.Module):
-    # How the model may be split, which kilogpt/parallel/apply.py carries out. Names are paths in the model or in a block.
+    # How `kilogpt/parallel/apply.py` may split the model. Names are paths in the model or in a block.
     split_plan = dict(
-        # A pipeline cuts between blocks; the first stage has what comes before, the last what comes after.
+        # A pipeline cuts between blocks. The first stage has the parts before them, the last the parts after.
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
@@ -492,36 +202,46 @@ class GPT(nn.Module):
                  'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
-        # Where a block has experts, selective activation checkpointing goes around these.
-        checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),
-        # Norms before linears: each rank has its part of the sequence, and the linears read all parts.
-        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),
+        checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
+        sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         positions=('transformer.wpe',),                # each rank has the positions of its part
-        # Norms of what is split and stays so: the heads here, or positions, as behind attention or an MLP.
-        local=('attn.q_norm', 'attn.k_norm'),
-        embedding=('transformer.wte',),                # vocabulary rows over ranks
-        head=('lm_head',),                             # vocabulary rows over ranks
+        local=('attn.q_norm', 'attn.k_norm'),          # norms of values that stay split by heads or positions
+        embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
+    )
+    # Functions, and modules without parameters, that a layout or a device may replace by another form.
+    replaceable = dict(
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
+        activation=('mlp.activate', 'mlp.shared.activate'),
+        loss=('loss',),
+        loss_of_hidden=('loss.of_hidden',),            # what is compiled of the loss
+        cross_entropy=('loss.cross_entropy',),
+        dispatch=('mlp.routed.dispatch',),             # sends tokens to the ranks of their experts
+        products=('mlp.routed.experts.products',),
+        matrices=('mlp.routed.experts.matrices',),     # those of all experts, or a rank's part of them
+        router_matrix=('mlp.routed.router.matrix',),
     )
 
     def __init__(self, config, seed=1337):
-        """Built on torch's default device. seed: of the weights; None leaves them to be filled later."""
+        """Build the model on torch's default device. seed: of the weights; None leaves them undefined."""
         super().__init__()
         self.config = config
-        with torch.device('meta'):  # shapes only: no time is spent on values that are replaced
+        with torch.device('meta'):  # shapes alone, since initial_value gives the values
+            # nn.Embedding would draw values, which on the meta device imports torch.compile's machinery.
+            build_embedding = functools.partial(nn.Embedding.from_pretrained, freeze=False)
             self.transformer = nn.ModuleDict(dict(
-                wte=build_embedding(config.padded_vocab_size, config.n_embd),
+                wte=build_embedding(torch.empty(config.padded_vocab_size, config.n_embd)),
                 drop=nn.Dropout(config.dropout),
-                # A ModuleDict: blocks keep their names in a pipeline stage, which has only some of them.
+                # Blocks keep their names in a pipeline stage, which has only some of them.
                 h=nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layer)}),
                 ln_f=build_norm(config.n_embd, config),
             ))
             if config.pos == 'learned':
-                self.transformer['wpe'] = build_embedding(config.block_size, config.n_embd)
+                self.transformer['wpe'] = build_embedding(torch.empty(config.block_size, config.n_embd))
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
+        self.sums = {}  # {name: sum over this process's tokens} of what the log shows beside the loss, as means
         self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
         self.tie()
         if seed is not None:
@@ -530,15 +250,15 @@ class GPT(nn.Module):
                     parameter.copy_(self.initial_value(name, parameter.shape, seed))
 
     def tie(self):
-        """Make the head share the embedding's weight, where both are here and the config says so."""
+        """Let the head share the embedding's weight if the config says so and this stage has both."""
         if self.tied and self.transformer.wte is not None and self.lm_head is not None:
             self.lm_head.weight = self.transformer.wte.weight
 
     def initial_value(self, name, shape, seed, rows=slice(None)):
-        """The `rows` of what parameter `name` of this shape starts from, as in GPT-2: float32, on the CPU.
+        """The `rows` of a parameter's first value, as in GPT-2: float32, on the CPU.
 
-        Values come in blocks of rows, each from a generator seeded by (seed, name, block): a process draws
-        the blocks that its rows lie in, and every layout starts from the same values.
+        Values come in blocks of rows, each from a generator seeded by (seed, name, block). A process draws
+        the blocks that contain its rows, and every layout starts from the same values.
         """
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:  # norms start at 1, biases at 0
@@ -546,8 +266,8 @@ class GPT(nn.Module):
         std = 0.02
         if 'c_proj' in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
-        size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; starting a generator takes 7% of a block
-        first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # of whole blocks
+        size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
+        first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
         value = torch.empty(last - first, *shape[1:], device='cpu')
         for number, block in enumerate(value.split(size), first // size):
             digest = hashlib.blake2b(f'{seed} {name} {number}'.encode(), digest_size=8).digest()
@@ -558,17 +278,16 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, cache=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
 
-        With targets (B, T; -1 is left out): the cross-entropy in nats, summed over the valid targets. The
-        caller divides by their number in the global batch, which only the caller knows.
-        With a cache (new_cache), idx continues the text in the cache, and the logits are those of the last
-        position alone, (B, 1, vocab_size).
-        A pipeline stage lacks some parts. Without the embedding, idx is x (B, T, C) from the stage before;
-        without the head, the result is x.
+        With targets (B, T; -1 is ignored), the result is the sum of their cross-entropies in nats. The caller
+        divides by the number of targets in the global batch, which only the caller knows.
+        With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
+        those of the last position alone.
+        A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
         """
-        # Sequence parallelism divides x between pipeline stages, but never the targets.
+        # Sequence parallelism splits x between pipeline stages, but never the targets.
         T = idx.size(1) if targets is None else targets.size(1)
         if cache is None:
-            check_length(self.first_position + T, self.config)
+            self.config.check_length(self.first_position + T)
             positions = self.first_position + torch.arange(T, device=idx.device)
             views = {name: None for name in self.transformer.h}
         else:
@@ -612,30 +331,23 @@ class GPT(nn.Module):
 
     def describe_size(self):
         """The number of parameters, in words."""
-        n_parameters, n_active = self.num_params(), self.num_active_params()
-        of_a_token = f' ({n_active:,} active in a token)' if n_active < n_parameters else ''
-        return f'{n_parameters:,} parameters{of_a_token}'
+        total, active = self.num_params(), self.num_active_params()
+        return f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
 
     def num_active_params(self):
-        """Parameters that take part in the computation of a token: of the experts, those that it goes to."""
-        config, total = self.config, self.num_params()
-        for module in self.modules():
-            if isinstance(module, Experts):
-                size = sum(p.numel() for p in module.parameters())
-                total -= size // config.n_experts * (config.n_experts - config.n_active_experts)
-        return total
+        """Parameters that a token meets, which do not include those of experts that it does not go to."""
+        return self.num_params() - sum(m.num_idle() for m in self.modules() if isinstance(m, Experts))
 
     def flops_per_token(self, T):
         """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
-        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds,
-        per layer, two products with T × H D elements, 6 each, halved because a causal token sees half of the
-        sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve, and so report
-        a somewhat higher MFU.
+        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds two
+        products a layer with T × H D elements, 6 each, halved since a causal token sees half of the sequence on
+        average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
         """
-        matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, (nn.Linear, Router)))
+        layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
+        matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)
         matrices -= self.num_params() - self.num_active_params()
-        matrices += sum(p.numel() for m in self.modules() if isinstance(m, Experts) for p in m.parameters())
         return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
 
     @torch.no_grad()
@@ -645,12 +357,10 @@ class GPT(nn.Module):
 
         temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
         probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it, and
-        the last row to do so ends the text. Past block_size the model sees the last block_size tokens, read
-        again for each token, since their positions shift.
+        the text ends once all rows have. Past block_size, each token takes a new reading of the window.
         cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
         """
-        block_size = self.config.block_size
-        cache = cache or self.new_cache(idx.size(0))
+        block_size, cache = self.config.block_size, cache or self.new_cache(idx.size(0))
         rows = cache.layers[0][0].size(0)
         stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
         window, token, filled = idx[:, -block_size:], None, 0
@@ -659,7 +369,7 @@ class GPT(nn.Module):
                 cache.length.zero_()
                 logits = self.forward(window, cache=cache)
                 filled = window.size(1)
-            else:  # called as a module: compile() compiles this step, which always has the same shape
+            else:  # a call of the module, since compile() compiles this step, which always has one shape
                 logits = self(token[:, None], cache=cache)
                 filled += 1
             logits = logits[:, -1].float().expand(rows, -1)
@@ -674,31 +384,20 @@ class GPT(nn.Module):
 
     def generate(self, idx, max_new_tokens, **sampling):
         """idx (B, T) with up to max_new_tokens tokens appended; the arguments of generate_tokens."""
-        tokens = [token[:, None] for token in self.generate_tokens(idx, max_new_tokens, **sampling)]
-        return torch.cat((idx, *tokens), dim=1)
-
-
-def check_length(length, config):
-    if length > config.block_size:
-        raise ValueError(f'{length} positions, but block_size is {config.block_size}')
+        tokens = self.generate_tokens(idx, max_new_tokens, **sampling)
+        return torch.cat((idx, *(token[:, None] for token in tokens)), dim=1)
 
 
 def cap(logits, config):
-    """Logits within ±softcap by a tanh, where the config has one."""
+    """Logits within ±softcap by a tanh, if the config has a softcap."""
     return config.softcap * torch.tanh(logits.float() / config.softcap) if config.softcap else logits
 
-
-# --- the loss -----------------------------------------------------------------------------------------------
 
 MAX_LOGITS = 2 ** 27  # elements of logits at a time: 0.5 GB in float32
 
 
 class Loss(nn.Module):
-    """The cross-entropy in nats, summed over the valid targets, in float32.
-
-    More than MAX_LOGITS logits are computed in parts. The loss is a module, without parameters, so that a
-    layout can replace it where logits are sharded.
-    """
+    """The cross-entropy in nats, summed over the valid targets, in float32. Many logits come in parts."""
 
     def __init__(self, config):
         super().__init__()
@@ -706,41 +405,33 @@ class Loss(nn.Module):
         self.cross_entropy = cross_entropy
 
     def forward(self, x, head, targets):
-        """x (B, T, C), head: the linear that gives logits, targets (B, T; -1 is left out)."""
+        """x (B, T, C), head: the linear that gives logits, targets (B, T; -1 is ignored)."""
         x, weight, targets = x.flatten(0, 1), head.weight, targets.flatten()
         size = self.part_size(x.size(0), weight.size(0))
         if size == x.size(0):
             return self.of_hidden(x, weight, targets)
         if torch.is_grad_enabled():
             return LossInParts.apply(x, weight, targets, self.of_hidden, size)
-        parts = zip(x.split(size), targets.split(size))
-        return sum(self.of_hidden(part, weight, part_targets) for part, part_targets in parts)
+        return sum(self.of_hidden(x, weight, y) for x, y in zip(x.split(size), targets.split(size)))
 
     def part_size(self, N, V):
-        """How many of N rows of V logits to compute at a time: all, or a divisor of N if one is near.
-
-        Parts of one size are compiled once. Where no divisor is near, the last part is smaller.
-        """
+        """How many of N rows of V logits to compute at a time: all, or a divisor of N if one is near."""
+        # Parts of one size are compiled once.
         parts = max(1, -(-N * V // MAX_LOGITS))
-        for number in range(parts, 2 * parts):
-            if N % number == 0:
-                return N // number
-        return -(-N // parts)
+        divisors = (number for number in range(parts, 2 * parts) if N % number == 0)
+        return -(-N // next(divisors, parts))
 
     def of_hidden(self, x, weight, targets):
         """The loss of x (N, C) through the head's weight (V, C) for targets (N,)."""
         return self.of_logits(F.linear(x, weight), targets)
 
     def of_logits(self, logits, targets):
-        """The loss of logits (N, V) for targets (N,). V counts rows of padding too, which are not tokens."""
+        """The loss of logits (N, V) for targets (N,). V includes rows of padding, which are not tokens."""
         return self.cross_entropy(cap(logits, self.config), targets, self.config.vocab_size)
 
 
 def cross_entropy(logits, targets, vocab_size):
-    """The sum of the cross-entropies of logits (N, V) for targets (N; -1 is left out), in float32.
-
-    Logits from vocab_size on count for nothing. A device with a faster form replaces this function in Loss.
-    """
+    """The sum of the cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored), float32."""
     logits = logits.float()
     if logits.size(-1) > vocab_size:
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
@@ -749,15 +440,12 @@ def cross_entropy(logits, targets, vocab_size):
 
 
 class LossInParts(torch.autograd.Function):
-    """A sum of losses over parts of `size` rows of x, whose gradients are computed in the forward pass.
-
-    No logits are kept for the backward pass or computed a second time.
-    """
+    """A sum of losses over parts of `size` rows of x. The forward pass computes the gradients too."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, loss, size):
         total, grad_x, grad_weight = 0, [], torch.zeros_like(weight, dtype=torch.float32)
-        head_weight = cast_for_linears(weight).detach().requires_grad_()  # once, rather than for each part
+        head_weight = cast_for_linears(weight).detach().requires_grad_()  # cast once, not for each part
         for part, part_targets in zip(x.split(size), targets.split(size)):
             inputs = part.detach().requires_grad_(), head_weight
             with torch.enable_grad():
@@ -774,8 +462,6 @@ class LossInParts(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         return grad * grad_x, grad * grad_weight, None, None, None
 
-
-# --- sampling -----------------------------------------------------------------------------------------------
 
 def draw_token(logits, temperature, top_k, top_p, generator):
     """Draw a token (B,) from logits (B, V)."""
@@ -797,12 +483,11 @@ class CacheView(NamedTuple):
     """One layer of a Cache in one step."""
     keys: torch.Tensor  # (rows, G, block_size, D)
     values: torch.Tensor  # (rows, G, block_size, D)
-    positions: torch.Tensor  # (T,), those of the new tokens
-    mask: torch.Tensor | None  # (T, S): which positions each new token sees; None where the cache was empty
+    positions: torch.Tensor  # (T,), positions of the new tokens
+    mask: torch.Tensor | None  # (T, S): which positions each new token sees; None if the cache was empty
 
     def extend(self, k, v):
-        """Write new k and v (B, G, T, D); returns the keys and values to attend to (B, G, S, D)."""
-        # A prompt of one row (B = 1) goes into every row of the cache.
+        """Write new k, v (B, G, T, D), one row into all; returns the keys and values so far (B, G, S, D)."""
         self.keys[:, :, self.positions] = k.type_as(self.keys)
         self.values[:, :, self.positions] = v.type_as(self.values)
         if self.mask is None:
@@ -815,11 +500,11 @@ class Cache:
     """The keys and values that attention has seen, per layer two tensors (rows, G, block_size, D).
 
     The first `length` positions are filled. No tensor grows or moves, and length is a tensor too, so that the
-    step of each token is the same work on the same memory: it is compiled once and makes one CUDA graph.
+    step of each token is compiled once and captured in one CUDA graph.
     """
 
     def __init__(self, n_layer, shape, like):
-        # Zeros, since positions that a mask leaves out are still multiplied by 0 and must not hold a NaN.
+        # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(n_layer)]
         self.length = torch.zeros((), dtype=torch.long, device=like.device)
 
@@ -830,7 +515,6 @@ class Cache:
             S = config.block_size
         else:
             S = int(self.length) + T
-            check_length(S, config)
+            config.check_length(S)
         mask = torch.arange(S, device=positions.device) <= positions[:, None] if S > T else None
-        return {str(i): CacheView(keys, values, positions, mask)
-                for i, (keys, values) in enumerate(self.layers)}
+        return {str(i): CacheView(*layer, positions, mask) for i, layer in enumerate(self.layers)}

@@ -12,11 +12,12 @@ import torch
 
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
-from kilogpt.convert import weights
-from kilogpt.parallel.compiler import compile_failure
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack, replace_all
-from kilogpt.parallel.apply import fill
+from kilogpt.convert import weights
+from kilogpt.devices.compiler import compile_failure
+from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
+from kilogpt.devices.parts import replace_all
+from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from model import GPT, GPTConfig
 

@@ -20,17 +20,19 @@ os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
 import torch
 from torch.profiler import record_function
 
-from data.loader import TokenLoader, open_dataset
+from data.datasets import open_dataset
+from data.loader import open_splits
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert import weights
 from kilogpt.devices import cpu
 from kilogpt.guard import Guard, Rollback
-from kilogpt.islands.islands import Islands, needed_checkpoint
+from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
 from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
-from kilogpt.parallel.apply import Parallel, fill
+from kilogpt.parallel.apply import Parallel, describe_layout
+from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory
@@ -162,12 +164,11 @@ with exit_on_error():
     processes.join(layout, backend, comm_timeout)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
-    all_islands = (IslandJob if outer_store else Islands)(processes, layout, config)
+    all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))
     out_dir = all_islands.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     data_dir, meta = open_dataset(dataset, processes)
     watchdog.beat()
-
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
     new_model = {key: config[key] for key in fields} | dict(vocab_size=meta['vocab_size'])
@@ -179,20 +180,16 @@ with exit_on_error():
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
-tokens_per_iter = global_batch * block_size
-micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
 
 with exit_on_error():
-    train_loader = TokenLoader(data_dir, 'train', block_size, model_args['vocab_size'], meta, seed)
-    val_loader = TokenLoader(data_dir, 'val', block_size, model_args['vocab_size'], meta, seed)
-    processes.check_same_data(data_dir, (train_loader.n_tokens, val_loader.n_tokens))
+    train_loader, val_loader = open_splits(
+        data_dir, block_size, model_args['vocab_size'], meta, seed, processes)
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
-    parallel.lay_out(model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
-                     block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
-                     async_tp=async_tp)
+    parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size, dtype=dtype,
+                     compile=compile, cpu_offload=cpu_offload, fp8=fp8, grad_compress=grad_compress,
+                     activation_checkpoint=activation_checkpoint, async_tp=async_tp)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
@@ -203,11 +200,9 @@ with exit_on_error():
     else:
         fill(parallel.named_parameters(), weights.initial_values(tensors, model, seed))
     scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
-    run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, max_iters=max_iters,
-              eval_interval=eval_interval, eval_only=eval_only, always_saves=always_save_checkpoint,
-              save_interval=save_interval, save_minutes=save_minutes)
-    if saved:
-        run.restore(saved)
+    run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
+              max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
+              always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
     batches = parallel.batches(train_loader, run.sequences, train_loader.train_starts)
     parallel.warm_up(lambda: batches(run.iteration, 0))
 
@@ -215,9 +210,11 @@ with exit_on_error():
 available = metrics.available_memory(processes.device) - all_islands.bytes_on(processes.device)
 processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
               f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
-for line in (*parallel.describe(optimizer, batch_size, islands), *all_islands.describe(),
+for line in (*describe_layout(parallel, optimizer, batch_size, islands), *all_islands.describe(),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
+if saved:
+    processes.say(f'resuming {source} at iteration {run.iteration}')
 
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
 saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
@@ -228,7 +225,7 @@ with exit_on_error():
                           tensorboard and not eval_only, run.iteration, prints=processes.is_first)
     saver = checkpoint.Saver(out_dir, keep_checkpoints,
                              partial(needed_checkpoint, out_dir, processes.between))
-meter = metrics.Meter(log, run, processes, dtype, tokens_per_iter, flops_per_token, layout.tp, _started)
+meter = metrics.Meter(log, run, processes, dtype, flops_per_token, layout.tp, _started)
 
 
 # --- what the loop calls ------------------------------------------------------------------------------------
@@ -312,8 +309,7 @@ while True:
             if run.needs_save(signals, saver):
                 if saves_checkpoints:
                     save(in_background=saves_in_background and not run.ending)
-                run.note_save()
-                signals.forget_save_request()
+                run.note_save(signals)
         if run.ending:
             break
 
@@ -323,18 +319,19 @@ while True:
         lr = lr_at(run.iteration)
         set_lr(optimizer, lr)
         loss_sum = torch.zeros((), device=processes.device)
-        steps = batches.count(run.iteration)
+        n_tokens, steps = run.batch * block_size, batches.count(run.iteration)
         for step in range(steps):
             if signals.poll():
                 break
             with record_function('data'), exit_on_error():
                 x, y = batches(run.iteration, step)
-            loss_sum += parallel.forward_backward(x, y, last=step == steps - 1, scale=scaler.scale)
+            loss_sum += parallel.forward_backward(x, y, n_tokens, step == steps - 1, scaler.scale)
         # The device made the update before this one long ago, so that the guard does not wait.
         if signals.stop or not guard.settle():
             continue  # this iteration is left to the run that resumes, or that has gone back
         with record_function('optimizer'):
             grad_norm = guard.step(lr, loss_sum, grad_clip)
+        sums = parallel.take_sums()
     for hook in hooks:
         hook.after_update()
     run.advance()
@@ -348,7 +345,7 @@ while True:
         metrics.synchronize(processes.device)
         if not guard.settle():
             continue
-        line = meter.line(lr, loss_sum, grad_norm, {}, **parallel.balance.load_max(), **guard.figures())
+        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, parallel.balance.load_max() | guard.figures())
     signals.exchange(line)
     if not saver.under_way:
         log.save_written(run.iteration, run.clock.now())

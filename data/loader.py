@@ -1,14 +1,11 @@
 """Token loader: the batch of a step is a pure function of the data, the seed and the step.
 
-No state is carried from batch to batch, so a run resumes from one integer, and neither the number of
-processes nor evaluation changes what a step trains on.
+No state is carried from one batch to the next. A run therefore resumes from one integer, and neither the
+number of processes nor an evaluation changes what a step trains on.
 """
 import functools
 import glob
-import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -16,77 +13,18 @@ import torch
 
 # llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
 HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256
-# Tokens of a split that each process searches for bad ids at start. Every token is checked as it is read.
+# Each process searches this many tokens of a split for bad ids at the start. Later, each batch is checked.
 SCAN_TOKENS = 2 ** 26
-# Sequences shuffled in one call, since a step asks for few of them and numpy's overhead is per call.
+# This many sequences are shuffled in one call: a step asks for few, and each call of numpy has a cost.
 SHUFFLE_BLOCK = 4096
-
-DATA = os.path.dirname(os.path.abspath(__file__))
-SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # prepared when they are missing
-
-
-def prepare_small_dataset(dataset):
-    """Run the prepare.py of a small dataset that is missing; ValueError if it fails."""
-    folder = os.path.join(DATA, dataset)
-    if dataset in SMALL_DATASETS and not os.path.exists(os.path.join(folder, 'val.bin')):
-        print(f'{dataset} is not there yet: running data/{dataset}/prepare.py', flush=True)
-        if subprocess.run([sys.executable, os.path.join(folder, 'prepare.py')]).returncode:
-            raise ValueError(f'dataset {dataset!r} could not be prepared')
-
-
-def open_dataset(dataset, processes):
-    """(folder, meta.json) of a dataset, prepared if it is a small one. All processes of a run call this.
-
-    ValueError if the dataset does not exist or cannot be used.
-    """
-    # The first process of all prepares while the others wait. Then the first process of each node does, since
-    # nodes may not share their files.
-    for is_preparer in (processes.is_first, processes.local_rank == 0):
-        if is_preparer:
-            prepare_small_dataset(dataset)
-        processes.barrier()
-    folder = find_dataset(dataset)
-    return folder, read_meta(folder)
-
-
-def find_dataset(dataset):
-    """The folder of a dataset, a name in data/ or any path; ValueError if it has no token files."""
-    folder = os.path.join(DATA, dataset)
-    if os.path.isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder)):
-        return folder
-    advice = f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'
-    if os.path.exists(os.path.join(folder, 'prepare.py')):
-        advice = f'run python data/{dataset}/prepare.py'
-    raise ValueError(f'dataset {dataset!r} has no data in {folder}: {advice}')
-
-
-def read_meta(folder):
-    """meta.json of a dataset, or GPT-2's vocabulary without one, as in nanoGPT. ValueError if unusable."""
-    path = os.path.join(folder, 'meta.json')
-    if not os.path.exists(path):
-        if os.path.exists(os.path.join(folder, 'meta.pkl')):
-            raise ValueError(f'{folder} has a meta.pkl but no meta.json; a pickle can run code, '
-                             'so it is never read: prepare the dataset again')
-        return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
-    with open(path, encoding='utf-8') as file:
-        try:
-            meta = json.load(file)
-        except ValueError as error:
-            raise ValueError(f'{path} is not JSON ({error}): prepare the dataset again') from None
-    if not isinstance(meta, dict):
-        raise ValueError(f'{path} is not a JSON object: prepare the dataset again')
-    if meta.get('dtype') not in ('uint16', 'uint32') or not isinstance(meta.get('vocab_size'), int):
-        raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
-                         f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
-    return meta
 
 
 def shuffled(positions, n, key):
-    """The images of positions (an integer array) under a pseudo-random permutation of range(n).
+    """Map positions (an integer array) to their images under a pseudo-random permutation of range(n).
 
-    Takes O(1) memory at any n: a Feistel network over the next power of four, applied again to whatever falls
-    outside range(n) (cycle walking: Black and Rogaway 2002, section 4).
-    key: a sequence of integers that names the permutation.
+    The permutation takes O(1) memory for any n: it is a Feistel network over the next power of four, applied
+    repeatedly to images outside range(n) (cycle walking: Black and Rogaway 2002, section 4).
+    key: a sequence of integers that determines the permutation.
     """
     half = np.uint64(max(1, ((n - 1).bit_length() + 1) // 2))
     mask = np.uint64((1 << int(half)) - 1)
@@ -104,23 +42,38 @@ def shuffled(positions, n, key):
     return x.astype(np.int64)
 
 
+def open_splits(folder, block_size, vocab_size, meta, seed, processes):
+    """The TokenLoaders of a dataset's training and validation split. All processes of a run call this.
+
+    ValueError on all processes if they do not have the same data.
+    """
+    train, val = (TokenLoader(folder, split, block_size, vocab_size, meta, seed) for split in ('train', 'val'))
+    sizes = train.n_tokens, val.n_tokens
+    if processes.any(sizes != processes.share(sizes)):
+        raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
+                         'here): copy one folder to all of them')
+    return train, val
+
+
 class TokenLoader:
-    """One split of a dataset as a stream of tokens, over one file or many shards, each opened once.
+    """One split of a dataset as a stream of tokens, from one file or many shards, each opened once.
 
-    An epoch closes the stream to a circle, starts at a random place, and cuts n_tokens // block_size
-    sequences from there, which are read in a shuffled order. Each token is an input once, except for
-    n_tokens % block_size tokens that are left over, which differ from epoch to epoch.
+    An epoch treats the stream as a circle: from a random position, it cuts n_tokens // block_size sequences,
+    which are read in shuffled order. In an epoch each token is an input once, except for the n_tokens %
+    block_size tokens that are left over; these differ between epochs.
 
-    folder: the dataset's, with {split}.bin or shards {split}_*.bin, raw or with llm.c's header.
-    ValueError if there are no data, too few tokens, a truncated file, or a token id of vocab_size or above.
+    folder: the folder of the dataset, with {split}.bin or shards {split}_*.bin, raw or with llm.c's header.
+    ValueError if the split does not exist or has too few tokens, if a file is truncated, or if a token id is
+    vocab_size or above.
     """
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
         self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
-        self.paths = [path for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin')
-                      for path in sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))]
+        self.paths = []
+        for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin'):
+            self.paths += sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
         if not self.paths:
-            raise ValueError(f'there is no {split}.bin (or {split}_*.bin) in {folder}')
+            raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin')
         self.shards = [_open_tokens(path, meta) for path in self.paths]
         self.sizes = np.array([len(shard) for shard in self.shards])
         self.ends = np.cumsum(self.sizes)
@@ -130,7 +83,7 @@ class TokenLoader:
                 f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of block_size='
                 f'{block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} or less')
         for path, shard in zip(self.paths, self.shards):
-            # Not through the memory map, where each first access reads megabytes ahead.
+            # Reading through the memory map would fetch megabytes ahead at each first access.
             first_tokens = np.fromfile(path, shard.dtype, max(1, SCAN_TOKENS // len(self.shards)),
                                        offset=os.path.getsize(path) - shard.nbytes)
             self._check(first_tokens, path)
@@ -140,25 +93,25 @@ class TokenLoader:
         if tokens.max() >= self.vocab_size:
             raise ValueError(
                 f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: it was '
-                'prepared with another tokenizer than its meta.json (GPT-2 where there is none) names')
+                'prepared with another tokenizer than its meta.json names (GPT-2 without a meta.json)')
 
-    def _places(self, positions):
+    def _locate(self, positions):
         """[(shard, position in the shard)] of an array of positions in the stream, which is a circle."""
         positions = positions % self.n_tokens
         i = np.searchsorted(self.ends, positions, side='right')
         return list(zip(i.tolist(), (positions - self.ends[i] + self.sizes[i]).tolist()))
 
     def read(self, start, length):
-        """`length` tokens from position `start` of the stream, across shards."""
+        """Read `length` tokens from position `start` of the stream, across shards."""
         pieces = []
         while length > 0:
-            (i, local), = self._places(np.array([start]))
+            (i, local), = self._locate(np.array([start]))
             pieces.append(self.shards[i][local:local + length])
             start, length = start + len(pieces[-1]), length - len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
     def train_starts(self, sequences):
-        """Stream positions where training sequences begin, given their numbers (integers); -1 stays -1."""
+        """Stream positions at which training sequences begin, given their numbers; -1 stays -1."""
         epochs, places = np.divmod(sequences, self.n_tokens // self.block_size)
         blocks, places = np.divmod(places, SHUFFLE_BLOCK)
         starts = np.full(len(sequences), -1, dtype=np.int64)
@@ -169,7 +122,7 @@ class TokenLoader:
         return starts
 
     def _starts(self, epoch, block):
-        """Stream positions of a block of an epoch's sequences. Cached, since steps ask for them in order."""
+        """Stream positions of a block of an epoch's sequences. Cached: steps ask for blocks in order."""
         key = [self.seed, epoch]
         per_epoch = self.n_tokens // self.block_size
         rotation = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % self.n_tokens
@@ -177,11 +130,11 @@ class TokenLoader:
         return rotation + self.block_size * shuffled(places, per_epoch, key)
 
     def where(self, starts):
-        """[(file, position in the file)] of these stream positions."""
-        return [(self.paths[i], token) for i, token in self._places(starts)]
+        """[(file, position in the file)] of stream positions."""
+        return [(self.paths[i], token) for i, token in self._locate(starts)]
 
     def eval_starts(self, count):
-        """Starts of the evaluation set: up to count sequences, without overlap, evenly over the split."""
+        """Stream positions of up to `count` evaluation sequences, spread evenly and without overlap."""
         available = (self.n_tokens - 1) // self.block_size
         count = min(count, available)
         return np.arange(count) * available // max(count, 1) * self.block_size
@@ -189,26 +142,26 @@ class TokenLoader:
     def batch(self, starts):
         """Inputs and targets (B, block_size), int64, of the sequences at starts.
 
-        A start of -1 is padding, whose targets are -1.
+        A start of -1 stands for padding, whose targets are -1.
         """
         length = self.block_size + 1
-        # The file's narrow type takes less time to copy and to check.
+        # The narrow type of the file takes less time to copy and to check than int64.
         tokens = np.zeros((len(starts), length), dtype=self.shards[0].dtype)
-        for row, start, (i, local) in zip(tokens, starts.tolist(), self._places(starts)):
+        for row, start, (i, local) in zip(tokens, starts.tolist(), self._locate(starts)):
             if start >= 0:
                 piece = self.shards[i][local:local + length]
                 if len(piece) < length:  # the sequence continues in the next shard
                     piece = self.read(start, length)
                 row[:] = piece
         self._check(tokens, os.path.dirname(self.paths[0]))
-        # Cast by numpy: torch would cast in parallel, and wait for the threads that compute the model.
+        # numpy casts: torch would cast in parallel, and wait for the threads that compute the model.
         x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         y[starts < 0] = -1
         return torch.from_numpy(x), torch.from_numpy(y)
 
 
 def _open_tokens(path, meta):
-    """The token ids of a .bin file, mapped into memory. ValueError if their number is not as it should be."""
+    """Map the token ids of a .bin file into memory. ValueError if the file is truncated or damaged."""
     size = os.path.getsize(path)
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
     header = np.fromfile(path, dtype='<i4', count=HEADER_INTS)
@@ -222,17 +175,17 @@ def _open_tokens(path, meta):
         raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} '
                          'bytes long: it is truncated or damaged, prepare the dataset again')
     tokens = np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,))
-    return np.asarray(tokens)  # slices of a plain array take less time than those of a memmap
+    return np.asarray(tokens)  # a plain array, which is faster to slice than a memmap
 
 
 class Batches:
-    """This process's micro-batches of one split, on its device.
+    """The micro-batches that this process takes of one split, on its device.
 
-    A thread reads each micro-batch while the one before is in use.
-    sequences(batch): the numbers of a global batch's sequences, an integer array.
+    A thread reads each micro-batch while the previous one is in use.
+    sequences(batch): the numbers of the sequences in a global batch, an integer array.
     starts(numbers): the stream positions at which these sequences begin.
     steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
-    rows(total, step): which of `total` sequences are micro-batch `step`, an integer array; -1 is padding.
+    rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence that this process takes.
     """
 
@@ -247,39 +200,39 @@ class Batches:
         return self.steps(len(self.sequences(batch)))
 
     def __call__(self, batch, step):
-        """Inputs and targets, int64 (micro-batch, positions), of a step of a global batch.
+        """Inputs and targets, int64 (micro-batch, positions), of one micro-step of a global batch.
 
-        ValueError if a token is too large.
+        ValueError if a token id is too large.
         """
         following = (batch, step + 1) if step + 1 < self.count(batch) else (batch + 1, 0)
-        x, y = self._read_ahead(self._content(batch, step), self._content(*following))
+        x, y = self._read_ahead(self._request(batch, step), self._request(*following))
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
 
-    def _content(self, batch, step):
-        """What a micro-batch consists of: it is read again if a batch gets other sequences meanwhile."""
+    def _request(self, batch, step):
+        """(numbers of the sequences as bytes, step): a batch whose sequences have changed is read again."""
         return self.sequences(batch).tobytes(), step
 
-    def _read(self, content):
-        numbers, step = content
+    def _read(self, request):
+        numbers, step = request
         starts = self.starts(numbers)
         rows = self.rows(len(starts), step)
         x, y = self.loader.batch(np.where(rows < 0, -1, starts[rows]))
         x, y = x[:, self.positions], y[:, self.positions]
         if self.device.type == 'cuda':
-            # Without a device of its own, this thread would open a context on GPU 0 to pin memory.
+            # A thread that has not chosen a device would open a context on GPU 0 to pin memory.
             torch.cuda.set_device(self.device)
             x, y = x.pin_memory(), y.pin_memory()
         return x, y
 
 
 class Prefetcher:
-    """Calls prepare(what) in a thread of its own, for the next request while the present one is in use."""
+    """Calls prepare(request) in a background thread, one request ahead of the caller."""
 
     def __init__(self, prepare):
         self.prepare, self.pool, self.pending = prepare, ThreadPoolExecutor(1), {}
 
-    def __call__(self, what, following):
-        """What prepare(what) returns. following: what the next call will probably ask for."""
-        future = self.pending.pop(what, None) or self.pool.submit(self.prepare, what)
+    def __call__(self, request, following):
+        """Return prepare(request), and start on `following`, the request that will probably come next."""
+        future = self.pending.pop(request, None) or self.pool.submit(self.prepare, request)
         self.pending = {following: self.pool.submit(self.prepare, following)}
         return future.result()

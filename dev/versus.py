@@ -111,7 +111,8 @@ def compare_loader(nanogpt, arguments, options, folder):
     import numpy as np
     import torch
 
-    from data.loader import TokenLoader, read_meta
+    from data.datasets import read_meta
+    from data.loader import TokenLoader
     source = read_theirs(nanogpt, 'train.py')
     functions = [node for node in ast.parse(source).body
                  if isinstance(node, ast.FunctionDef) and node.name == 'get_batch']

@@ -1,9 +1,9 @@
 """A run's checkpoints: save, find, verify, load and prune them.
 
-out_dir/ckpt/iter_00000250/ is a folder of torch.distributed.checkpoint (DCP) that holds tensors alone:
-weights as `model.<name>`, optimizer moments as `optimizer.<name>.<kind>`. Beside them, state.json holds
+out_dir/ckpt/iter_00000250/ is a folder of torch.distributed.checkpoint (DCP) that holds only tensors: weights
+as `model.<name>`, optimizer moments as `optimizer.<name>.<kind>`. In the same folder, state.json holds
 everything else that a run needs to continue, and checksums.json the size and CRC-32 of each file. A
-checkpoint is written to iter_00000250.tmp, which is renamed last: a checkpoint that has its final name is
+checkpoint is written to iter_00000250.tmp, which is renamed last, so that a checkpoint with its final name is
 complete.
 """
 import glob
@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, SoftFileLock, Timeout
 
-from kilogpt.checkpoint_files import ShardWriter, checksum, comes_true, safe_reader, size_of, write_json
+from kilogpt.checkpoint_files import ShardWriter, becomes_true, checksum, safe_reader, size_of, write_json
 
-warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns of a run of one process
+warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 
 
 def find(out_dir):
-    """Paths of the complete checkpoints of a run, the newest first."""
+    """The paths of a run's complete checkpoints, the newest first."""
     paths = [path for path in glob.glob(os.path.join(glob.escape(out_dir), 'ckpt', 'iter_*'))
              if re.fullmatch(r'iter_\d+', os.path.basename(path))
              and os.path.exists(os.path.join(path, '.metadata'))]
@@ -38,12 +38,12 @@ def find(out_dir):
 
 
 def iteration_of(path):
-    """The number of finished updates of a checkpoint, from its name."""
+    """The number of finished updates of a checkpoint, read from its name."""
     return int(path.rsplit('_', 1)[1])
 
 
 def find_best(out_dir):
-    """The complete checkpoint of least validation loss, or the newest if none was evaluated, or None."""
+    """The checkpoint with the lowest validation loss, the newest if none was evaluated, or None."""
     return min(find(out_dir), key=_val_loss, default=None)
 
 
@@ -60,13 +60,13 @@ def choose(source, which='best'):
 def _val_loss(path):
     try:
         loss = read_state(path)['val_loss']
-    except (OSError, ValueError, KeyError):  # a damaged checkpoint is not the best, and not an error here
+    except (OSError, ValueError, KeyError):  # damaged: such a checkpoint is not the best
         return float('inf')
     return float('inf') if loss is None or loss != loss else loss
 
 
 def read_state(path):
-    """state.json of a checkpoint: everything that is not a tensor."""
+    """The content of a checkpoint's state.json: everything that is not a tensor."""
     with open(os.path.join(path, 'state.json'), encoding='utf-8') as file:
         return json.load(file)
 
@@ -74,16 +74,17 @@ def read_state(path):
 class Saver:
     """Saves the checkpoints of a run, one at a time. All processes make the same calls and write together.
 
-    A save in the background costs training a copy of the tensors to host memory, which is kept for the next
-    save: 12 bytes a parameter for AdamW, divided by the number of processes. A save that comes due during
-    another one waits for it. A save that fails (a full disk, a folder that is gone) leaves the older
-    checkpoints, prints a warning, and sets `problem` to the reason until a later save succeeds.
+    For a save in the background, training waits only while the tensors are copied to host memory. This memory
+    is kept for the next save: 12 bytes a parameter for AdamW, divided by the number of processes. A save that
+    becomes due during another one waits for it. A save that fails (a full disk, a deleted folder) leaves the
+    older checkpoints alone, prints a warning, and sets `problem` to the reason until a later save succeeds.
     """
 
     def __init__(self, out_dir, keep, needed=lambda: None):
-        """In a process group: called by every process.
+        """All processes of a process group call this.
 
-        keep: complete checkpoints besides the best. needed(): another one to keep, asked after each save.
+        keep: how many checkpoints to keep besides the best. needed(): the path of another one to keep, or
+        None.
         """
         self.out_dir = out_dir
         self.folder = os.path.join(out_dir, 'ckpt')
@@ -94,7 +95,7 @@ class Saver:
         group = None
         if dist.is_initialized():
             self.rank = dist.get_rank()
-            # The saver's thread communicates at the same time as training does, hence in a group of its own.
+            # The saver's thread communicates while training does, and so needs a group of its own.
             group = dist.new_group(backend='gloo', group_desc='checkpoint')
         self.shards = ShardWriter(group)
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -103,10 +104,10 @@ class Saver:
         self.host_copies = {}
 
     def save(self, iteration, parameters, optimizer, state, background=False, more=()):
-        """Save a checkpoint, then delete all but the newest and the best; returns its path.
+        """Save a checkpoint, then delete old ones; returns the path of the new one.
 
         parameters: [(name, parameter)]; parameters of one name are copies of each other.
-        optimizer: was given its parameters with their names. None saves the weights alone.
+        optimizer: an optimizer that was given named parameters, or None to save only the weights.
         more: [(key, tensor)] of other tensors, each a DTensor or the same on all processes that have it.
         state: JSON-serialisable; its `val_loss` (a float or None) decides which checkpoint is the best.
         """
@@ -114,7 +115,7 @@ class Saver:
         path = os.path.join(self.folder, f'iter_{iteration:08d}')
         parts = self.shards.prepare([*_named_tensors(parameters, optimizer), *_as_own_layout(more)])
         if background:
-            # The thread gets copies alone: it does not know the stream in which training writes to a GPU.
+            # The thread reads copies only: it does not know the stream in which training writes to the GPU.
             copies = self._copy_to_host(parts)
             self.under_way = True
             self.pending = self.thread.submit(self._write_in_background, path, copies, state)
@@ -123,9 +124,10 @@ class Saver:
         return path
 
     def allocate(self, parameters, optimizer, more=()):
-        """Allocate the host memory for saves in the background, so that the first of them does not wait."""
+        """Allocate host memory ahead of the first save in the background, in a thread."""
         if self.pending is None:
-            parts = self.shards.parts_to_write([*_named_tensors(parameters, optimizer), *_as_own_layout(more)])
+            named_tensors = [*_named_tensors(parameters, optimizer), *_as_own_layout(more)]
+            parts = self.shards.parts_to_write(named_tensors)
             self.pending = self.thread.submit(self._allocate, parts)
 
     def wait(self):
@@ -135,17 +137,17 @@ class Saver:
             self.pending = None
 
     def _allocate(self, parts):
-        """Allocate host memory for the copies of tensors, of which only shape and dtype are read."""
+        """Allocate host memory for copies of tensors. Only their shapes and dtypes are read."""
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
         on_gpu = any(part.is_cuda for part in parts.values())
-        # The stager pins memory as it is; pin_memory=True would take the next power of two.
+        # The stager pins exactly the memory that it needs; pin_memory=True would take the next power of two.
         stager = DefaultStager(StagingOptions(use_pinned_memory=on_gpu, use_non_blocking_copy=False,
                                               use_shared_memory=False, use_async_staging=False))
         self.host_copies = {key: stager.stage(torch.empty_like(part, device='cpu'))
                             for key, part in parts.items()}
 
     def _copy_to_host(self, parts):
-        """Copy tensors to host memory, which the first call allocates and later calls overwrite."""
+        """Copy tensors to host memory, which the first call allocates and later calls use again."""
         if self.host_copies.keys() != parts.keys():
             self._allocate(parts)
         for key, part in parts.items():
@@ -157,7 +159,7 @@ class Saver:
     def _write_in_background(self, path, parts, state):
         """`_write` in the saver's thread."""
         interval = sys.getswitchinterval()
-        sys.setswitchinterval(1e-4)  # seconds for which training waits whenever this thread runs Python
+        sys.setswitchinterval(1e-4)  # seconds for which training waits at most while this thread runs Python
         try:
             self._write(path, parts, state)
         finally:
@@ -165,7 +167,7 @@ class Saver:
             self.under_way = False
 
     def _write(self, path, parts, state):
-        """Write a checkpoint and prune old ones, or report the problem: called by every process.
+        """Write a checkpoint and prune old ones, or report the problem. All processes call this.
 
         parts: {key: this process's part of the tensor}.
         """
@@ -176,23 +178,23 @@ class Saver:
             shutil.rmtree(unfinished, ignore_errors=True)
             last = next(iter(find(self.out_dir)), 'none')
             print(f'warning: {path} could not be saved ({self.problem}); the last good checkpoint is {last}. '
-                  'Make room or mend the folder before the next save', file=sys.stderr, flush=True)
+                  'Make room or repair the folder before the next save', file=sys.stderr, flush=True)
 
     def _delete_leftovers(self):
-        """Delete the folders that a killed run may have left. The next save tries again."""
+        """Delete unfinished folders of a killed run. The next save tries again if that fails."""
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _commit(self, unfinished, path, state, checksums):
-        """On the first process: complete a checkpoint whose tensors are written, give it its name, and prune.
+        """Complete a checkpoint whose tensors are written, and prune. The first process calls this.
 
-        checksums: {file name: checksum} of the files of tensors.
+        checksums: {file name: checksum} of the files with tensors.
         """
         write_json(os.path.join(unfinished, 'state.json'), state)
         checksums['state.json'] = checksum(os.path.join(unfinished, 'state.json'))
         write_json(os.path.join(unfinished, 'checksums.json'), checksums)
         _sync_folder(unfinished)
-        shutil.rmtree(path, ignore_errors=True)  # a damaged checkpoint that this run did not resume from
+        shutil.rmtree(path, ignore_errors=True)  # an older checkpoint of this name, which must be damaged
         os.rename(unfinished, path)
         _sync_folder(self.folder)
         self._prune()
@@ -204,7 +206,7 @@ class Saver:
 
 
 def delete_after(out_dir, iteration, processes):
-    """Delete a run's checkpoints of later iterations: all processes call this, and the main one deletes."""
+    """Delete a run's checkpoints of later iterations. All processes call this."""
     if processes.is_main:
         for path in find(out_dir):
             if iteration_of(path) > iteration:
@@ -213,23 +215,26 @@ def delete_after(out_dir, iteration, processes):
 
 
 def _delete(path):
-    os.rename(path, path + '.tmp')  # first, since a checkpoint that has its final name is complete
-    shutil.rmtree(path + '.tmp', ignore_errors=True)  # the next save tries again
+    os.rename(path, path + '.tmp')  # first, so that a checkpoint with its final name is always complete
+    shutil.rmtree(path + '.tmp', ignore_errors=True)  # the next save tries again if that fails
 
 
 def _set_up_thread(gpu):
     """Set up the saver's thread. gpu: the index of this process's CUDA device, or None."""
-    # One OpenMP thread: beside a second pool, even an idle one, libgomp wakes the threads of the first pool
-    # so late that they compute at half the speed.
+    # One OpenMP thread: with a second pool, even an idle one, libgomp wakes the threads of the first pool so
+    # late that they compute at half the speed.
     torch.set_num_threads(1)
-    if gpu is not None:  # a thread that names no device opens a context on GPU 0
+    if gpu is not None:  # a thread that has not chosen a device opens a context on GPU 0
         torch.cuda.set_device(gpu)
 
 
 # --- finding and loading ------------------------------------------------------------------------------------
 
 def damage(path, rank=0, world_size=1):
-    """What is wrong with a checkpoint, in words, or None. Each of several processes verifies a part."""
+    """Verify the files of a checkpoint; returns the problem in words, or None.
+
+    With several processes, each verifies its share of the files.
+    """
     try:
         with open(os.path.join(path, 'checksums.json'), encoding='utf-8') as file:
             expected = sorted(json.load(file).items())
@@ -246,9 +251,9 @@ def damage(path, rank=0, world_size=1):
 
 
 def damage_on_any(path, processes):
-    """What a process finds wrong with a checkpoint that the main process chose, or None; the same on all.
+    """Verify a checkpoint that the main process chose; returns a problem that any process found, or None.
 
-    ValueError on all processes if one of them does not see the checkpoint.
+    All processes return the same. ValueError on all if one of them does not see the checkpoint.
     """
     _require_visible(os.path.join(path, '.metadata'))
     found = processes.first_problem(damage(path, processes.rank, processes.world_size))
@@ -256,10 +261,10 @@ def damage_on_any(path, processes):
 
 
 def find_undamaged(out_dir, processes, newest=math.inf):
-    """(path, state) of a run's newest checkpoint that no process finds damaged; (None, {}) without one.
+    """(path, state) of a run's newest checkpoint that is not damaged; (None, {}) without one.
 
-    newest: the iteration after which checkpoints do not count.
-    The main process decides for all: the folder's list of files may be out of date on other nodes.
+    newest: the last iteration whose checkpoint counts.
+    The main process lists the checkpoints for all, since a listing may be out of date on other nodes.
     """
     for path in processes.share(find(out_dir) if processes.is_main else None):
         if iteration_of(path) > newest:
@@ -277,7 +282,7 @@ def check_shared(out_dir, processes):
     if processes.is_main:
         os.makedirs(out_dir, exist_ok=True)
         pathlib.Path(out_dir, name).touch()
-    # No process looks for the file before it exists: NFS would remember for a while that it did not.
+    # No process may look for the file before it exists: NFS would remember its absence for a while.
     path = os.path.join(out_dir, processes.share(name))
     try:
         _require_visible(path)
@@ -288,16 +293,16 @@ def check_shared(out_dir, processes):
 
 def _require_visible(path):
     """Wait until all processes see a file that the main process sees; ValueError on all if one does not."""
-    found = _all_gather((socket.gethostname(), comes_true(lambda: size_of(path) is not None)))
-    blind = sorted({host for host, is_visible in found if not is_visible})
-    if blind:
-        names = ', '.join(blind[:3]) + (f' and {len(blind) - 3} more' if len(blind) > 3 else '')
+    found = _all_gather((socket.gethostname(), becomes_true(lambda: size_of(path) is not None)))
+    hosts = sorted({host for host, is_visible in found if not is_visible})
+    if hosts:
+        names = ', '.join(hosts[:3]) + (f' and {len(hosts) - 3} more' if len(hosts) > 3 else '')
         raise ValueError(f'{os.path.abspath(path)} of host {found[0][0]} is not visible on {names}: '
                          'this folder must be on storage that all nodes share')
 
 
 def _all_gather(value):
-    """The picklable values that the processes pass, in order of rank."""
+    """The picklable values of all processes, in order of rank."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -306,7 +311,7 @@ def _all_gather(value):
 
 
 def load(path, parameters, optimizer=None):
-    """Fill parameters and the optimizer's state from a checkpoint. ValueError if the model is another.
+    """Fill parameters and the optimizer's state from a checkpoint. ValueError if it is of another model.
 
     parameters: [(name, parameter)], sharded or not; parameters of one name are copies of each other.
     """
@@ -314,15 +319,15 @@ def load(path, parameters, optimizer=None):
     for name, parameter in parameters:
         found = stored.get(f'model.{name}')
         if found is None or found.size != parameter.shape:
-            raise ValueError(f'{path} holds {tuple(found.size) if found else "nothing"} where the model has '
-                             f'{name} {tuple(parameter.shape)}')
+            content = tuple(found.size) if found else 'nothing'
+            raise ValueError(f'{path} holds {content} where the model has {name} {tuple(parameter.shape)}')
     if optimizer is not None:
         _allocate_state(optimizer, stored)
     load_tensors(path, [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)])
 
 
 def load_tensors(path, named_tensors):
-    """Fill tensors from a checkpoint, which must have them. Tensors of one key are copies of each other."""
+    """Fill tensors from a checkpoint, which must hold them. Tensors of one key are copies of each other."""
     import torch.distributed.checkpoint as dcp
     tensors, copies = {}, []
     for key, tensor in named_tensors:
@@ -336,7 +341,7 @@ def load_tensors(path, named_tensors):
 
 
 def _allocate_state(optimizer, stored):
-    """Give an optimizer tensors like those that a checkpoint holds of its state, for `load` to fill."""
+    """Give an optimizer the state tensors that a checkpoint holds of it, for `load` to fill."""
     for name, parameter in _named_parameters(optimizer):
         # A fused optimizer wants the step counter on the parameter's device, other optimizers on the CPU.
         step_device = parameter.device if optimizer.defaults.get('fused') else 'cpu'
@@ -344,7 +349,7 @@ def _allocate_state(optimizer, stored):
             kind = key.removeprefix(f'optimizer.{name}.')
             if kind == key:  # a tensor of another parameter
                 continue
-            if found.size == parameter.shape:  # a moment: sharded as its parameter is
+            if found.size == parameter.shape:  # a moment, which is sharded like its parameter
                 tensor = torch.zeros_like(parameter.detach(), dtype=found.properties.dtype)
             else:
                 device = parameter.device if found.size else step_device
@@ -353,39 +358,39 @@ def _allocate_state(optimizer, stored):
 
 
 def stored_tensors(path):
-    """{key: DCP's metadata (`size`, `properties.dtype`)} of a checkpoint's tensors, in the files' order."""
+    """{key: DCP's metadata (`size`, `properties.dtype`)} of a checkpoint's tensors."""
     return safe_reader(path).read_metadata().state_dict_metadata
 
 
 def lock_folder(out_dir, patience=30):
     """Lock out_dir against other runs: two runs in one folder would delete each other's checkpoints.
 
-    Returns the lock, which holds while it is referenced; the operating system releases it when the process
-    ends, however it ends. Waits up to `patience` seconds for a run that is about to end (an elastic run on a
-    node that was left out). ValueError if the folder is still locked then.
+    Returns the lock, which holds while it is referenced. The operating system releases it when the process
+    ends, for whatever reason. A run that is about to end (an elastic run on a node that was left out) is
+    waited for, up to `patience` seconds. ValueError if the folder is still locked after that.
     """
     path = pathlib.Path(out_dir, '.lock')
-    path.touch()  # OSError if out_dir is not writable; an OSError from here on is about locks
+    path.touch()  # OSError if out_dir is not writable; any later OSError is about locks
     lock = FileLock(path)
     for is_last_attempt in (False, True):
         try:
             lock.acquire(timeout=patience if is_last_attempt else 0)
             return lock
         except Timeout:
-            if isinstance(lock, SoftFileLock):  # without the system's support; would outlast a killed run
+            if isinstance(lock, SoftFileLock):  # not the system's: a killed run leaves its file
                 return lock
             if not is_last_attempt:
                 print(f'waiting for the run that is still at work in {out_dir}', flush=True)
-        except (OSError, NotImplementedError):  # the storage has no locks, which must not stop a run
+        except (OSError, NotImplementedError):  # storage without locks, which must not stop a run
             return lock
-    raise ValueError(f'another run is at work in {out_dir}: set another --out_dir, or end that one')
+    raise ValueError(f'another run is at work in {out_dir}: set another --out_dir, or end the other run')
 
 
 def set_aside(out_dir):
     """Move what an earlier run left in out_dir into a new folder in out_dir; returns that folder, or None."""
     if not find(out_dir) and not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
         return None
-    # Two short runs can begin within a second: microseconds tell their folders apart.
+    # Two short runs can begin within the same second, so the name has microseconds.
     folder = os.path.join(out_dir, f'{datetime.now():earlier-%Y%m%d-%H%M%S-%f}')
     os.makedirs(folder)
     for name in ('ckpt', 'metrics.jsonl', 'config.json', 'tensorboard'):
@@ -395,7 +400,7 @@ def set_aside(out_dir):
 
 
 def _sync_folder(folder):
-    """Wait until a folder's list of files is on disk; the files are already."""
+    """Wait until a folder's list of files is on disk, as the files already are."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except PermissionError:  # Windows does not open folders
@@ -413,6 +418,7 @@ def _named_parameters(optimizer):
 
 
 def _as_own_layout(named_tensors):
+    """[(key, (tensor, tensor))] of tensors that do not belong to a parameter, as ShardWriter takes them."""
     return [(key, (tensor, tensor)) for key, tensor in named_tensors]
 
 
@@ -422,6 +428,6 @@ def _named_tensors(parameters, optimizer):
     if optimizer is not None:
         for name, parameter in _named_parameters(optimizer):
             for kind, tensor in optimizer.state.get(parameter, {}).items():
-                if torch.is_tensor(tensor):  # SGD without momentum has a None there
+                if torch.is_tensor(tensor):  # SGD without momentum has None here
                     named.append((f'optimizer.{name}.{kind}', (tensor, parameter)))
     return named

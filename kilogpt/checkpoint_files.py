@@ -1,8 +1,8 @@
 """The tensors of a checkpoint on disk, in the format of torch.distributed.checkpoint (DCP).
 
-Each process writes one file, __<rank>_0.distcp. The first process writes .metadata, which says in which file
-and where each part of each tensor is. Here is who writes what, how the processes write together, and how
-.metadata is read without running code.
+Each process writes one file, __<rank>_0.distcp. The first process writes .metadata, which says where each
+part of each tensor is. This file decides which process writes what, lets the processes write together, and
+reads .metadata without running code.
 """
 import contextlib
 import gc
@@ -19,14 +19,14 @@ import torch.distributed as dist
 
 from kilogpt.optim import local_part
 
-PATIENCE = 60  # seconds for which NFS may not show what another node has written
+PATIENCE = 60  # seconds until NFS must show what another node has written
 
 
 class ShardWriter:
     """Writes the tensors of checkpoints. All processes make the same calls and write together.
 
-    The processes agree on who writes what at the first save, which on the first process is Python code for
-    each part of each tensor. Later saves follow the same plan, and write the same bytes of metadata.
+    At the first save, the processes agree on a plan of who writes what. Planning runs Python code for each
+    part of each tensor on the first process, so later saves follow the same plan and write the same metadata.
     """
 
     def __init__(self, group):
@@ -34,20 +34,20 @@ class ShardWriter:
         self.group = group
         self.rank = dist.get_rank(group) if group else 0
         self.world_size = dist.get_world_size(group) if group else 1
-        self.layout = None  # {key: (shape, dtype, placements)} of the tensors that are planned for
+        self.layout = None  # {key: (shape, dtype, placements)} of the tensors in the plan
         self.local_plan = None  # DCP's plan of what this process could write
-        self.items = None  # DCP's list of what this process writes, once all have agreed
-        self.results = None  # where in its file this process has written the items
+        self.items = None  # DCP's list of what this process writes, once all processes have a plan
+        self.results = None  # where in the file of this process the items are
         self.metadata = None  # on the first process: the bytes of .metadata, or DCP's object of a new plan
 
     # --- who writes what ------------------------------------------------------------------------------------
 
     def parts_to_write(self, named_tensors):
-        """{key: this process's part of a tensor} of what this process writes."""
+        """{key: this process's part of the tensor} of the tensors that this process writes."""
         return {key: local_part(tensor) for key, tensor in self._choose(named_tensors).items()}
 
     def prepare(self, named_tensors):
-        """Plan what this process writes, if that differs from the save before; returns `parts_to_write`."""
+        """Plan what this process writes, unless the last plan still holds; returns `parts_to_write`."""
         tensors = self._choose(named_tensors)
         layout = {key: (tensor.shape, tensor.dtype, getattr(tensor, 'placements', None))
                   for key, tensor in tensors.items()}
@@ -62,9 +62,10 @@ class ShardWriter:
         """{key: tensor} of the tensors of which this process writes its part.
 
         named_tensors: [(key, (tensor, the parameter it belongs to))].
-        Of the processes that hold the same part of a tensor, the one that has the least to write so far
-        writes it. All find the same without communication, since they hold the same tensors in the same
-        order. A pair of tied parameters on two pipeline stages is chosen on both; DCP's plan drops one.
+        Of the processes that hold the same part of a tensor, the one that has the least to write so far is
+        chosen. All processes reach the same result without communication, since they hold the same tensors in
+        the same order. Tied parameters on two pipeline stages are chosen on both; DCP's plan drops one of
+        them.
         """
         chosen = {}
         assigned = {}  # {number of replicas: how many elements each of them writes}
@@ -80,31 +81,31 @@ class ShardWriter:
     def _replica(self, tensor, parameter):
         """(which replica of its part of a tensor this process holds, how many replicas there are).
 
-        tensor: a parameter, or its state in the optimizer. State that is not laid out (a step counter) is the
-        same on all processes that hold a part of the parameter.
+        tensor: a parameter, or its state in the optimizer. State that is not a DTensor (a step counter) is
+        the same on all processes that hold a part of the parameter.
         """
-        laid_out = tensor if hasattr(tensor, 'placements') else parameter
-        if not hasattr(laid_out, 'placements'):
+        dtensor = tensor if hasattr(tensor, 'placements') else parameter
+        if not hasattr(dtensor, 'placements'):
             return self.rank, self.world_size
         replica, replicas = 0, 1
-        mesh = laid_out.device_mesh
-        for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), laid_out.placements):
-            if placement.is_replicate() or tensor is not laid_out:
+        mesh = dtensor.device_mesh
+        for size, coordinate, placement in zip(mesh.shape, mesh.get_coordinate(), dtensor.placements):
+            if placement.is_replicate() or tensor is not dtensor:
                 replica, replicas = replica * size + coordinate, replicas * size
         return replica, replicas
 
     # --- writing --------------------------------------------------------------------------------------------
 
     def write(self, folder, parts, begin, commit):
-        """Write the files of a checkpoint; returns the problem in words, the same on all processes, or None.
+        """Write the files of a checkpoint; returns the problem in words, or None, the same on all processes.
 
-        parts: what `prepare` returned, or copies. The first process calls begin() before the others write,
-        and commit({file name: checksum}) when it sees all files. An error in either is a problem too.
+        parts: what `prepare` returned, or copies of it. The first process calls begin() before any process
+        writes, and commit({file name: checksum}) when it sees all files. An error in either is a problem too.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.utils import _DistWrapper
-        # The steps of dcp.save. Unlike there, the metadata stays on the first process: at 1,024 processes the
-        # others would take seconds to read it.
+        # The steps of dcp.save, except that the metadata stays on the first process: the others would take
+        # seconds to read it if there are 1,024 of them.
         processes = _DistWrapper(self.group, self.group is not None, coordinator_rank=0)
 
         def start():
@@ -129,7 +130,7 @@ class ShardWriter:
             return _first_cause(error)
 
     def _plan_for_all(self, local_plans):
-        """On the first process: the plan of each process, in which every part is written once."""
+        """The plans of all processes, in which every part is written once. The first process calls this."""
         from torch.distributed.checkpoint import DefaultSavePlanner
         plans, self.metadata = DefaultSavePlanner().create_global_plan(local_plans)
         return plans
@@ -141,19 +142,21 @@ class ShardWriter:
         results = _write_items(path, self.items, parts)
         new_results = results if self.results is None else None
         if self.results is not None and results != self.results:
-            raise ValueError(f'{path} is not laid out as in the save before')
+            raise ValueError(f'{path} is not laid out as in the previous save')
         self.results = results
         return socket.gethostname(), os.path.basename(path), checksum(path), new_results
 
     def _write_metadata(self, folder, written):
-        """On the first process: write .metadata when all files are visible; returns {file name: checksum}.
+        """Write .metadata once all files are visible. The first process calls this.
+
+        Returns {file name: checksum} of all files.
 
         written: what `_write_part` returned on each process.
         """
         checksums = {}
         for host, name, expected, _ in written:
             path = os.path.join(folder, name)
-            if not comes_true(lambda: size_of(path) == expected[0]):
+            if not becomes_true(lambda: size_of(path) == expected[0]):
                 raise ValueError(f'host {socket.gethostname()} does not see {path} as host {host} wrote it: '
                                  'out_dir must be on storage that all nodes share')
             checksums[name] = expected
@@ -169,9 +172,9 @@ class ShardWriter:
 
 
 def _write_items(path, items, parts):
-    """Write the parts that a plan's items name into a file; returns DCP's results: where each of them is.
+    """Write the parts that a plan's items name into a file; returns DCP's results, which say where each is.
 
-    DCP's FileSystemWriter writes the same, but keeps copies of all GPU tensors until the file is complete.
+    DCP's FileSystemWriter writes the same file, but keeps copies of all GPU tensors until it is complete.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
@@ -181,7 +184,7 @@ def _write_items(path, items, parts):
         for item in items:
             part = parts[item.index.fqn].cpu()
             if part.untyped_storage().nbytes() != part.nbytes:
-                part = part.clone()  # torch.save writes all of a storage
+                part = part.clone()  # torch.save would write the whole storage
             offset = file.tell()
             torch.save(part, file)
             length = file.tell() - offset
@@ -193,10 +196,10 @@ def _write_items(path, items, parts):
 
 @contextlib.contextmanager
 def _collector_paused():
-    """Keep Python's garbage collector from running.
+    """A context in which Python's garbage collector does not run.
 
-    A plan for 1,024 processes has millions of objects. The collector would look at all of them again and
-    again, for up to 15 seconds at a time, in which no other thread can run.
+    A plan for 1,024 processes has millions of objects. The collector would inspect all of them repeatedly,
+    for up to 15 seconds at a time, during which no other thread can run.
     """
     was_enabled = gc.isenabled()
     gc.disable()
@@ -218,9 +221,10 @@ def _first_cause(error):
 # --- reading ------------------------------------------------------------------------------------------------
 
 def safe_reader(path):
-    """DCP's reader of a checkpoint, safe to use on a file from others.
+    """DCP's reader of a checkpoint, which is safe to use on files from others.
 
-    .metadata is a pickle. The pickle may name only the classes that DCP writes there, so it cannot run code.
+    .metadata is a pickle. This reader accepts only the classes that DCP writes there, so that no code can
+    run.
     """
     from torch.distributed.checkpoint import FileSystemReader, filesystem, metadata
 
@@ -230,16 +234,16 @@ def safe_reader(path):
             metadata.ChunkStorageMetadata, metadata.TensorProperties, metadata.StorageMeta,
             metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
             torch.Size, torch.serialization._get_layout)}
-        # Windows cannot make a PosixPath, nor other systems a WindowsPath.
+        # Windows cannot build a PosixPath, and other systems cannot build a WindowsPath.
         allowed |= {('pathlib', name): pathlib.PurePath for name in ('PosixPath', 'WindowsPath')}
 
         def find_class(self, module, name):
-            module = module.removesuffix('._local')  # pathlib's, from Python 3.13 on
+            module = module.removesuffix('._local')  # where pathlib has its classes from Python 3.13 on
             if (module, name) in self.allowed:
                 return self.allowed[module, name]
             if module == 'torch' and isinstance(getattr(torch, name, None), torch.dtype):
                 return getattr(torch, name)
-            raise ValueError(f'{path}/.metadata names {module}.{name}, which no checkpoint of ours does: '
+            raise ValueError(f'{path}/.metadata names {module}.{name}, which no checkpoint of kiloGPT does: '
                              'it was not loaded')
 
     class Reader(FileSystemReader):
@@ -284,8 +288,8 @@ def size_of(path):
         return os.fstat(file.fileno()).st_size
 
 
-def comes_true(condition):
-    """Whether a condition comes true within PATIENCE; an OSError means that it has not yet."""
+def becomes_true(condition):
+    """Whether a condition becomes true within PATIENCE seconds. An OSError counts as not true yet."""
     deadline = time.monotonic() + PATIENCE
     while True:
         with contextlib.suppress(OSError):

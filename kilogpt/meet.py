@@ -1,4 +1,4 @@
-"""The former name of a command: python -m kilogpt.meet starts the server of kilogpt/islands/server.py."""
+"""The former name of a command: python -m kilogpt.meet does what python -m kilogpt.islands does."""
 from kilogpt.islands.server import main
 
 main()

@@ -208,40 +208,39 @@ def _is_not_finite(value):
 class Meter:
     """Makes a line of the log of an iteration, and writes it once its sums over all processes have arrived.
 
-    log: a Metrics. run: the Run. tokens_per_iter, flops_per_token: of all the run's processes, in an iteration.
+    log: a Metrics. run: the Run. flops_per_token: forward and backward.
     loss_copies: how many processes have the same loss (tensor parallelism), which counts once.
     started: the time.perf_counter() at which the process started.
     """
 
-    def __init__(self, log, run, processes, dtype, tokens_per_iter, flops_per_token, loss_copies, started):
+    def __init__(self, log, run, processes, dtype, flops_per_token, loss_copies, started):
         self.log, self.run, self.device = log, run, processes.device
-        self.tokens_per_iter, self.flops_per_token = tokens_per_iter, flops_per_token
-        self.loss_copies, self.started = loss_copies, started
+        self.flops_per_token, self.loss_copies, self.started = flops_per_token, loss_copies, started
         peak = peak_flops(processes.device, dtype)
         self.peak_flops = peak and peak * processes.world_size
 
-    def line(self, lr, loss_sum, grad_norm, sums, **others):
+    def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update, whose times are means over the iterations since the line before.
 
-        loss_sum: the losses of this process's tokens, added up; sums: {name: another such sum}. For `write`, all
-        of them are to be added up over the processes. others: further values of the line.
+        n_tokens: the tokens of the iteration on all processes. loss_sum: the losses of this process's tokens,
+        added up; sums: {name: another such sum}. `write` wants all of these added up over the processes.
+        others: {name: further value of the line}.
         """
         iterations, seconds = self.run.clock.lap(self.run.iteration)
-        tokens_per_sec = self.tokens_per_iter / seconds
-        flops = self.flops_per_token * self.tokens_per_iter / seconds
+        tokens_per_sec = n_tokens / seconds
+        flops = self.flops_per_token * n_tokens / seconds
         return dict(
-            iter=self.run.iteration, loss_sum=loss_sum.item(),
+            iter=self.run.iteration, n_tokens=n_tokens, loss_sum=loss_sum.item(),
             sums={name: float(value) for name, value in sums.items()}, grad_norm=grad_norm.item(), lr=lr,
             dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec,
             mfu=flops / self.peak_flops if self.peak_flops else None,
             mem_gb=peak_memory_gb(self.device), tokens=self.run.tokens,
-            seconds=time.perf_counter() - self.started, iterations=iterations, **others)
+            seconds=time.perf_counter() - self.started, iterations=iterations) | others
 
     def write(self, line):
         """Log a line of `line`, in which the sums are those over all processes."""
-        means = dict(loss=line.pop('loss_sum') / self.loss_copies / self.tokens_per_iter)
-        for name, value in line.pop('sums').items():
-            means[name] = value / self.loss_copies / self.tokens_per_iter
+        n_tokens, sums = line.pop('n_tokens'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
+        means = {name: value / self.loss_copies / n_tokens for name, value in sums.items()}
         iterations = line.pop('iterations')
         if 'lag_ms' in line:
             line['lag_ms'] /= iterations

@@ -63,6 +63,8 @@ class Watchdog:
         if self.limit != self.later_limit:
             limit = f'{self.limit:g} seconds (3 × comm_timeout until the first iteration is done)'
         seconds = max(5, self.later_limit / 10)  # for the reports of all to arrive
+        # This thread tells what happened: the main thread keeps silent if its connections close meanwhile.
+        sys.excepthook = lambda *error: time.sleep(seconds + 60)
         self._write_stacks(exit_after=seconds + 60)
         try:
             hung = self._find_hung(limit, seconds)

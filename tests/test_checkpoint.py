@@ -48,7 +48,7 @@ def test_checkpoint_from_others_runs_nothing(tmp_path):
     Evil.path = str(tmp_path / 'it ran')
     with open(os.path.join(path, '.metadata'), 'wb') as file:
         pickle.dump(Evil(), file)
-    with pytest.raises(ValueError, match=r'names \w+.mkdir, which no checkpoint of ours does'):
+    with pytest.raises(ValueError, match=r'names \w+.mkdir, which no checkpoint of kiloGPT does'):
         checkpoint.load(path, parameters)
     assert not os.path.exists(Evil.path)
 
@@ -117,7 +117,7 @@ def writes(monkeypatch):
         found.append((threading.current_thread(), addresses, sys.getswitchinterval()))
         return write_items(path, items, parts)
     found, write_items = [], checkpoint_files._write_items
-    monkeypatch.setattr(shards, '_write_items', recorded)
+    monkeypatch.setattr(checkpoint_files, '_write_items', recorded)
     return found
 
 
@@ -148,7 +148,7 @@ def test_thread_uses_the_gpu_of_its_process(tmp_path, monkeypatch):
 
 def test_save_in_the_background_is_under_way_until_it_is_written(tmp_path, monkeypatch):
     gate, write_items = threading.Event(), checkpoint_files._write_items
-    monkeypatch.setattr(shards, '_write_items', lambda *args: gate.wait() and write_items(*args))
+    monkeypatch.setattr(checkpoint_files, '_write_items', lambda *args: gate.wait() and write_items(*args))
     saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
     saver.allocate(parameters, None)
     assert not saver.under_way

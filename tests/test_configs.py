@@ -12,7 +12,8 @@ from helpers import ROOT
 from kilogpt.configurator import configure
 from kilogpt.parallel.layout import Layout
 from kilogpt.optim import local_part
-from kilogpt.parallel.apply import Parallel, bytes_held, fill
+from kilogpt.parallel.apply import Parallel
+from kilogpt.parallel.dtensor import bytes_held, fill
 from kilogpt.parallel.processes import Processes
 from model import GPT, GPTConfig
 
@@ -60,7 +61,7 @@ def lay_out(monkeypatch, world_size, rank, arguments):
         n_parameters = model.num_params()
         global_batch = config.batch_size * config.gradient_accumulation_steps
         micro_batch, micro_steps = layout.split_batch(global_batch, config.batch_size)
-        parallel.lay_out(model, global_batch=1, micro_batch=micro_batch, micro_steps=micro_steps,
+        parallel.lay_out(model, global_batch=global_batch, batch_size=config.batch_size,
                          block_size=config.block_size, dtype='bfloat16',
                          activation_checkpoint=config.activation_checkpoint)
     finally:

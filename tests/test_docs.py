@@ -7,7 +7,7 @@ import pytest
 import write_keys
 from helpers import ROOT, run_forked
 
-from data.loader import read_meta
+from data.datasets import read_meta
 
 PAGES = [pathlib.Path(ROOT, 'README.md'), *sorted(pathlib.Path(ROOT, 'docs').glob('*.md'))]
 FENCE = re.compile(r'^```.*?^```$', re.M | re.S)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from helpers import (FAULTS, ROOT, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
-                     read_tensors, saved_iterations, side_by_side, torchrun, wait_until, worker_pids)
+                     read_tensors, run_script, saved_iterations, side_by_side, torchrun, wait_until,
+                     worker_pids)
 from kilogpt import checkpoint
 from kilogpt.metrics import Metrics
 
@@ -82,6 +83,56 @@ def test_killed_process_is_named_and_torchrun_starts_the_run_again(train, datase
     unbroken = train(*options, f'--max_iters={last}', nproc=2)
     assert 'resuming' in resumed.stdout
     assert_same_run(resumed, unbroken, last)
+
+
+def lines_of_processes(stderr):
+    """The lines of stderr that a run's processes have printed, without those of torchrun."""
+    own, _, _ = stderr.partition('] failed (exitcode: ')
+    return [line for line in own.splitlines() if line.strip() and not re.match(r'[EIW]\d{4} ', line)]
+
+
+def run_with_end_of_rank(train, nproc, place, kind, rank, *arguments):
+    """The lines that the processes of a run print to stderr where a rank ends, as end_rank.py says."""
+    def run_with_fault(script, *options, **others):
+        return run_script('tests/with_fault.py', FAULTS / 'end_rank.py', *options, **others)
+
+    run = train('--gradient_accumulation_steps=8', '--comm_timeout=60', *arguments, nproc=nproc, check=False,
+                runner=run_with_fault, env=dict(FAULT_PLACE=place, FAULT_KIND=kind, FAULT_RANK=rank))
+    assert run.returncode == 1, run.stderr
+    return lines_of_processes(run.stderr)
+
+
+@pytest.mark.parametrize('nproc, place, kind, arguments', [
+    (4, 'forward', 'RuntimeError', '--zero_stage=2'),
+    (2, 'backward', 'ValueError', '--pp=2 --pp_schedule=zbv --activation_checkpoint=selective'),
+    pytest.param(2, 'forward', 'RuntimeError', '', marks=pytest.mark.slow),
+    pytest.param(2, 'backward', 'RuntimeError', '--zero_stage=3', marks=pytest.mark.slow),
+    pytest.param(2, 'backward', 'RuntimeError', '--pp=2', marks=pytest.mark.slow),
+    pytest.param(2, 'evaluation', 'RuntimeError', '--cp=2', marks=pytest.mark.slow),
+    pytest.param(2, 'evaluation', 'ValueError', '--pp=2', marks=pytest.mark.slow),
+    pytest.param(4, 'backward', 'RuntimeError', '--tp=2', marks=pytest.mark.slow)])
+def test_only_the_process_that_failed_prints_its_error(train, nproc, place, kind, arguments):
+    lines = run_with_end_of_rank(train, nproc, place, kind, '1', *arguments.split())
+    printed = '\n'.join(lines)
+    assert printed.count(f'{kind}: planted on rank 1') == 1, printed
+    assert 'lost its connection' not in printed and 'gloo' not in printed, printed
+    if '--pp' not in arguments:  # a pipeline adds which micro-batch it was
+        assert lines[-1] == f'{kind}: planted on rank 1', printed
+
+
+@pytest.mark.parametrize('place, kind, rank', [
+    ('forward', 'SIGKILL', '2'), pytest.param('backward', 'exit', '0', marks=pytest.mark.slow)])
+def test_one_process_speaks_for_one_that_ended_in_silence(train, place, kind, rank):
+    (line,) = run_with_end_of_rank(train, 4, place, kind, rank)
+    assert re.fullmatch(r'error: rank \d lost its connection to another process: '
+                        'torchrun names the one that ended first', line)
+
+
+@pytest.mark.slow
+def test_processes_that_fail_together_print_an_error_each(train):
+    lines = run_with_end_of_rank(train, 4, 'forward', 'ValueError', '1,2')
+    errors = [line for line in lines if not line.startswith(('  ', 'Traceback'))]
+    assert sorted(errors) == ['ValueError: planted on rank 1', 'ValueError: planted on rank 2'], lines
 
 
 @pytest.mark.slow

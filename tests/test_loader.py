@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.loader
-from data.loader import Batches, Prefetcher, TokenLoader, read_meta, shuffled
+from data.datasets import read_meta
+from data.loader import Batches, Prefetcher, TokenLoader, shuffled
 from kilogpt.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick
@@ -165,7 +166,7 @@ def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
     ('train_2.bin', dict(tokens=range(99)), 'train_2.bin should hold 100 tokens'),
     ('train.bin', dict(tokens=[*range(99), 200]), 'train.bin holds the token 200, but vocab_size is 200'),
     ('train_2.bin', dict(tokens=[200] + [0] * 99), 'train_2.bin holds the token 200, but vocab_size is 200'),
-    ('train.bin', None, 'there is no train.bin'),
+    ('train.bin', None, 'has neither train.bin nor train_'),
 ], ids=str)
 def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
     write(tmp_path / 'train.bin', range(100))

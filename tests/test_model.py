@@ -14,8 +14,8 @@ from helpers import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilogpt.parallel.apply import fill
 from kilogpt.convert.weights import pad_rows, read_weights
+from kilogpt.parallel.dtensor import fill
 from model import GPT, GPTConfig, rotate
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
@@ -95,7 +95,8 @@ def test_incomplete_folders_are_refused(tmp_path, missing, present):
     pytest.param(dict(HF_HUB_OFFLINE='1'), id='offline'),
     pytest.param(dict(HF_ENDPOINT='http://127.0.0.1:9'), id='unreachable', marks=pytest.mark.slow)])
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path, env):
-    code = ('from kilogpt import configurator, weights\n'
+    code = ('from kilogpt import configurator\n'
+            'from kilogpt.convert import weights\n'
             'with configurator.exit_on_error(): weights.read_weights("gpt2")')
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path), **env))

@@ -212,10 +212,10 @@ NEEDS = {
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
         'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
-    'export KILOGPT_SECRET': 'a server and islands: test_island_jobs.py has them',
-    'python -m kilogpt.meet': 'a server and islands: test_island_jobs.py has them',
+    'export KILOGPT_SECRET': 'a server and islands: tests/islands/test_jobs.py has them',
+    'python -m kilogpt.meet': 'a server and islands: tests/islands/test_jobs.py has them',
     'torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=3':
-        'a server and islands: test_island_jobs.py has them',
+        'a server and islands: tests/islands/test_jobs.py has them',
     'torchrun ...': 'a tunnel between two machines',
     'ssh -N': 'a tunnel between two machines',
     'export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1': 'several nodes: test_faults.py sets it',

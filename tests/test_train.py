@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from data.loader import TokenLoader, read_meta
+from data.datasets import read_meta
+from data.loader import TokenLoader
 from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
                      newest_tensors, read_metrics, read_run, saved_iterations, start_script)
 from model import GPT, GPTConfig

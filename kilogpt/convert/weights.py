@@ -9,7 +9,7 @@ import shutil
 
 import torch
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert.hugging_face import (arguments_from_hugging_face, gpt2_config, keys_without_standard_form,
@@ -86,7 +86,7 @@ def find_start(init_from, new_model, find_checkpoint, processes, out_dir, block_
 
 
 def initial_values(tensors, model, seed):
-    """The function for parallel.apply.fill that gives weights from elsewhere, or those of a new model.
+    """The function for parallel.dtensor.fill that gives weights from elsewhere, or those of a new model.
 
     tensors: those of `find_start`, or None.
     """

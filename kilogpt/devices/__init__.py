@@ -1,5 +1,6 @@
-"""What the parts of the model need on a CPU or a GPU in order to be fast.
+"""Forms of the model's parts that are fast on a CPU or on a GPU.
 
-When a model is laid out on a device, cpu.py or cuda.py puts faster forms in the place of the model's own attention,
-activation and loss; cpu_kernels.cpp is C++ for CPUs that multiply in bfloat16. Read cpu.py first.
+cpu.py and cuda.py replace parts that `GPT.replaceable` names (parts.py) when a model is laid out on a device:
+attention, activations, the loss, the products of experts. cpu_kernels.cpp is C++ for CPUs that multiply in
+bfloat16. Read cpu.py first.
 """

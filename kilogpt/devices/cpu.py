@@ -1,4 +1,4 @@
-"""Faster forms of some of the model's parts, for training and for drawing text on a CPU."""
+"""Faster forms of the model's parts on a CPU, for training and for sampling."""
 import ctypes
 import math
 import sys
@@ -9,13 +9,14 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 from kilogpt.devices import cpu_kernels
-from kilogpt.parallel.expert import group_products
+from kilogpt.devices.grouped_products import group_products
+from kilogpt.devices.parts import find_parts, replace_all, replace_parts
 
 
 def keep_freed_memory():
-    """Let glibc keep large blocks that are freed, for the next iteration to use.
+    """Let glibc keep large blocks of freed memory for the next iteration.
 
-    By default glibc returns such a block to the system at once, and the system zeroes each new one page by
+    By default glibc returns a large block to the system at once, and the system zeroes each new block page by
     page, which takes half of an iteration's time.
     """
     if sys.platform == 'linux':
@@ -27,39 +28,28 @@ def keep_freed_memory():
 
 
 def use_faster_parts(model, use_kernels=False):
-    """Replace dropout, cross-entropy, split_plan's attention and the products of experts, in place.
+    """Put faster forms in the place of the model's parts, and of its dropout, in place.
 
-    use_kernels: take attention and activations from kilogpt/devices/cpu_kernels.py, which then has to be usable.
+    A part that someone has edited in model.py stays as it is.
+    use_kernels: take attention and activations from `cpu_kernels`, which must be usable.
     """
-    plan = model.split_plan
-    for block in model.get_submodule(plan['blocks']).values():
-        for name in plan['attention']:
-            parent, _, child = name.rpartition('.')
-            attention = block.get_submodule(name)
-            if is_plain(attention, model.config):
-                setattr(block.get_submodule(parent), child, PlainAttention(attention, use_kernels))
-    for module in model.modules():
-        if use_kernels and hasattr(module, 'activate'):
-            replace_activation(module)
-        if hasattr(module, 'cross_entropy'):
-            replace_cross_entropy(module)
+    def attention_for(attention):
+        return PlainAttention(attention, use_kernels) if is_plain(attention, model.config) else attention
+
+    replace_parts(model, 'attention', attention_for)
+    if use_kernels:
+        for mlp, name in find_parts(model, 'activation'):
+            setattr(mlp, name, faster_activation(getattr(mlp, name), getattr(mlp, 'form', None)))
+    replace_parts(model, 'cross_entropy', faster_cross_entropy)
     replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
     group_products(model, [torch.float32, torch.bfloat16])
 
 
-def replace_all(model, kind, build):
-    """Replace every module of that class, but not of its subclasses, by build(module), in place."""
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is kind:
-                setattr(parent, name, build(child))
-
-
 @torch.no_grad()
 def is_plain(attention, config):
-    """Whether attention computes what PlainAttention does: someone may have edited it in model.py.
+    """Whether an attention module gives the same result as PlainAttention, for one sequence.
 
-    Looks at the result of one sequence, of the model's length and heads.
+    The sequence has the model's length and heads. An attention that was edited in model.py may differ.
     """
     settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
     key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size
@@ -72,7 +62,7 @@ def is_plain(attention, config):
         attention.eval()
         try:
             y = attention(q, k, v)
-        except (RuntimeError, TypeError, ValueError):  # it takes something else
+        except (RuntimeError, TypeError, ValueError):  # the edited attention takes other arguments
             ARE_PLAIN[key] = False
         else:
             ARE_PLAIN[key] = torch.allclose(y, PlainAttention(attention).eval().attend(q, k, v), atol=1e-4)
@@ -80,16 +70,16 @@ def is_plain(attention, config):
     return ARE_PLAIN[key]
 
 
-ARE_PLAIN = {}  # what `is_plain` has found
+ARE_PLAIN = {}  # the results of `is_plain`
 
 
 class FastDropout(nn.Dropout):
-    """PyTorch's dropout, with masks by `dropout_mask`."""
+    """PyTorch's dropout with the masks of `dropout_mask`."""
 
     def forward(self, x):
         if not self.training or self.p == 0 or hasattr(x, 'placements'):
             return super().forward(x)
-        # dropout_mask takes a tensor rather than a shape: the compiler would merge calls of equal arguments.
+        # A tensor is passed rather than a shape, since the compiler merges calls with equal arguments.
         return x * dropout_mask(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
 
 
@@ -110,57 +100,58 @@ def _(x, p):
 
 
 @torch.no_grad()
-def replace_activation(mlp):
-    """Let an MLP take its activation from cpu_kernels, unless someone has edited it in model.py."""
-    original, form = mlp.activate, getattr(mlp, 'form', None)
+def faster_activation(original, form):
+    """An MLP's `activate` that takes large activations from cpu_kernels, or the original if it was edited.
+
+    form: the form of the MLP, None if it does not have one.
+    """
     if form not in cpu_kernels.ACTIVATIONS:
-        return
+        return original
     h, gate = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
     if form == 'swiglu':
         expected = cpu_kernels.ACTIVATIONS[form](gate) * h
     else:
         expected, gate = cpu_kernels.ACTIVATIONS[form](h), None
     if not torch.allclose(original(form, h, gate), expected):
-        return
+        return original
     values, slopes = cpu_kernels.tables(form)
 
     def activate(form, h, gate):
-        # For fewer numbers, calling an operation of ours takes longer than what the compiler makes.
+        # For fewer numbers, a call of our operation takes longer than the code that the compiler makes.
         is_faster = torch.compiler.is_compiling() and h.dtype == torch.bfloat16 and h.numel() >= 2 ** 17
         if not is_faster or h.numel() % cpu_kernels.BLOCK:
             return original(form, h, gate)
         x, factor = (h, None) if gate is None else (gate, h)
         return cpu_kernels.activation(x, factor, values, slopes)
 
-    mlp.activate = activate
+    return activate
 
 
 @torch.no_grad()
-def replace_cross_entropy(loss):
-    """Let a compiled loss use `CrossEntropy`, unless someone has edited its cross-entropy in model.py."""
-    original = loss.cross_entropy
+def faster_cross_entropy(original):
+    """A cross_entropy that compiles to `CrossEntropy`, or the original if it was edited."""
     logits, targets = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([4, -1, 0])
     if not torch.allclose(original(logits, targets, 6), CrossEntropy.apply(logits, targets, 6)):
-        return
+        return original
 
     def cross_entropy(logits, targets, vocab_size):
         if torch.compiler.is_compiling():
             return CrossEntropy.apply(logits, targets, vocab_size)
         return original(logits, targets, vocab_size)
 
-    loss.cross_entropy = cross_entropy
+    return cross_entropy
 
 
 class CrossEntropy(torch.autograd.Function):
-    """The model's `cross_entropy`, of which the compiler makes code three times as fast.
+    """The model's `cross_entropy` in a form that is three times as fast when compiled.
 
-    In the code that it makes of F.cross_entropy, most of the time goes into comparing the number of each
-    column with the target and with the size of the vocabulary.
+    Compiled F.cross_entropy spends most of the time on comparisons of each column's number with the target
+    and with the size of the vocabulary.
     """
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size):
-        """As cross_entropy in model.py."""
+        """The same as cross_entropy in model.py."""
         ctx.vocab_size = vocab_size
         padded = logits.float() + padding_row(logits, vocab_size)
         largest = padded.amax(dim=-1, keepdim=True)
@@ -181,30 +172,30 @@ class CrossEntropy(torch.autograd.Function):
 
 
 def padding_row(logits, vocab_size):
-    """(V,): 0 for each token, and -inf for each row of padding."""
+    """(V,): 0 for each token and -inf for each row of padding."""
     row = logits.new_zeros(logits.size(-1), dtype=torch.float32)
     row[vocab_size:] = -torch.inf
     return row
 
 
 class PlainAttention(nn.Module):
-    """The model's attention as two matrix products and a softmax, where they are faster than fused attention.
+    """The model's attention as two matrix products and a softmax, if these are faster than fused attention.
 
-    That holds in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory. Faster
-    still, and of any length, is cpu_kernels.attention, where the processor has it and there is no dropout.
+    They are faster in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory.
+    Without dropout cpu_kernels.attention is faster still, at any length, if the processor supports it.
     """
     MAX_LENGTH = 1024
-    QUERIES = 256  # in a part of the products; smaller parts of short sequences leave out less than they cost
+    QUERIES = 256  # queries in one product; smaller products would cost more than they save
 
     def __init__(self, fused, use_kernels=False):
-        """fused: the DotProductAttention to replace, which takes the other cases."""
+        """fused: the DotProductAttention to replace, which computes the other cases."""
         super().__init__()
         self.fused = fused
         self.use_kernels = use_kernels
         self.dropout = FastDropout(fused.dropout)
 
     def forward(self, q, k, v, mask=None):
-        """As DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+        """The same as DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
         T = q.size(2)
         has_dropout = self.training and self.fused.dropout > 0
         if self.use_kernels and mask is None and not has_dropout and cpu_kernels.takes(q, k):
@@ -215,7 +206,7 @@ class PlainAttention(nn.Module):
         return self.attend(q, k, v)
 
     def attend(self, q, k, v):
-        """The products and the softmax, in parts, each without the keys after its last query."""
+        """Attend in parts of QUERIES queries, each without the keys after its last query."""
         k = k.repeat_interleave(q.size(1) // k.size(1), dim=1)
         v = v.repeat_interleave(q.size(1) // v.size(1), dim=1)
         parts = []
@@ -225,7 +216,7 @@ class PlainAttention(nn.Module):
         return torch.cat(parts, dim=2)
 
     def attend_part(self, q, k, v):
-        """q (B, H, T, D), the last T of the S positions of k and v (B, H, S, D) -> (B, H, T, D)."""
+        """q (B, H, T, D) at the last T of S positions, k and v (B, H, S, D) -> (B, H, T, D)."""
         T, S = q.size(2), k.size(2)
         future = q.new_full((T, S), -torch.inf).triu(1 + S - T)
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
@@ -234,11 +225,11 @@ class PlainAttention(nn.Module):
 
 
 class Int8Linear(nn.Module):
-    """A linear whose weights are read in 8 bits where x has few rows, as for each token of a text.
+    """A linear that reads its weights in 8 bits if x has few rows, as for each token of a text.
 
-    Such a product takes as long as its weights take to come from memory. Each output has a scale of its own,
-    by which its largest weight becomes 127 (absmax quantization, Dettmers et al. 2022, 2.1), and the product
-    is in bfloat16. Where x has more rows, as a prompt has, the weights of the linear itself are faster.
+    The time of such a product is the time in which the weights come from memory. Each output has a scale of
+    its own, which makes its largest weight 127 (absmax quantization, Dettmers et al. 2022, 2.1), and the
+    product is in bfloat16. If x has more rows, as a prompt has, the linear itself is faster.
     """
     MAX_ROWS = 4
 
@@ -263,12 +254,12 @@ class Int8Linear(nn.Module):
 class PackedLinear(nn.Module):
     """A linear for inference, with its weights in the blocks in which oneDNN reads them.
 
-    F.linear brings the weights into these blocks in every call. For the few rows of x that each token of a
-    text has, that takes longer than the product. Inductor packs weights in the same way where it freezes them.
+    F.linear copies the weights into these blocks in every call. For the few rows of x that each token of a
+    text has, the copy takes longer than the product. Inductor packs frozen weights in the same way.
     """
 
     def __init__(self, linear, dtype, n_rows):
-        """dtype: of the product, whatever x is in. n_rows: rows of x in most calls."""
+        """dtype: the dtype of the product, for x of any dtype. n_rows: rows of x in most calls."""
         super().__init__()
         self.dtype = dtype
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to(dtype), n_rows)
@@ -281,7 +272,7 @@ class PackedLinear(nn.Module):
 
 
 def can_pack(dtype):
-    """Whether PackedLinear works here with products in that dtype."""
+    """Whether PackedLinear can multiply in that dtype on this processor."""
     if dtype == torch.bfloat16:
         return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     return torch.backends.mkldnn.is_available() and dtype == torch.float32

@@ -10,20 +10,20 @@ import tempfile
 import torch
 from torch.nn import functional as F
 
-from kilogpt.parallel.compiler import in_one_line
+from kilogpt.devices.compiler import in_one_line
 
 SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
-# Without the rest of -ffast-math, which would round denormal numbers to zero in the whole process. Machines
-# that share a home share the library: no instructions but those of AVX512-BF16.
+# The rest of -ffast-math would round denormal numbers to zero in the whole process. Machines that share a
+# home share the library, which therefore has no instructions beyond AVX512-BF16.
 FLAGS = ('-std=c++20 -O3 -march=x86-64-v4 -mavx512bf16 -mtune=native -mprefer-vector-width=512 '
          '-fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC').split()
 NO_BFLOAT16 = 'the processor does not multiply in bfloat16'
 
 
 def is_usable(processes, notes):
-    """Whether the processes are on CPUs and cpu_kernels.cpp runs on all, which may wait for a compiler.
+    """Whether cpu_kernels.cpp runs on all processes, which must be on CPUs. The first call compiles the file.
 
-    notes: gets the reason if it should run, but does not.
+    notes: gets the reason if the processors support cpu_kernels.cpp, but it does not run.
     """
     if processes.device.type != 'cpu':
         return False
@@ -42,7 +42,7 @@ def problem():
         return None if library().is_supported() else NO_BFLOAT16
     except subprocess.CalledProcessError as error:
         return in_one_line(error.cmd[0], error.stderr)
-    except (OSError, RuntimeError) as error:  # there is no compiler, no place for the library, or no home
+    except (OSError, RuntimeError) as error:  # a compiler, a place for the library or a home is missing
         return in_one_line(type(error).__name__, error)
 
 
@@ -55,7 +55,7 @@ def library():
     path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'cpu_kernels-{key.hexdigest()}.so'
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile it too
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile too
             built = os.path.join(folder, path.name)
             subprocess.run([compiler, *FLAGS, f'-I{torch_folder}/include', str(SOURCE), '-o', built,
                             f'-L{torch_folder}/lib', '-ltorch_cpu', '-lc10'],
@@ -64,8 +64,8 @@ def library():
     return ctypes.CDLL(str(path))
 
 
-# The operations themselves have no gradients: torch.library.register_autograd would call Python in each call,
-# in compiled code too, which for a small model takes as long as what it calls.
+# Gradients are not registered with the operations: torch.library.register_autograd would run Python in each
+# call, in compiled code too, which for a small model takes as long as the operation.
 
 # --- attention ----------------------------------------------------------------------------------------------
 
@@ -137,7 +137,7 @@ ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=functools.partial(F.gelu, approximate=
 
 @functools.cache
 def tables(form):
-    """An activation and its derivative at all numbers in bfloat16, by their bits: two of (65536,), float32."""
+    """Tables of an activation and of its derivative, indexed by the bits of a bfloat16: (65536,), float32."""
     with torch.inference_mode(False), torch.enable_grad():
         numbers = torch.arange(2 ** 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
         numbers = numbers.double().requires_grad_()
@@ -147,9 +147,9 @@ def tables(form):
 
 
 def activation(x, factor, values, slopes):
-    """f(x), or f(x) * factor, all in bfloat16 and of a multiple of BLOCK numbers. values, slopes: tables of f.
+    """f(x), or f(x) * factor, in bfloat16, for a multiple of BLOCK numbers. values, slopes: tables of f.
 
-    A number in bfloat16 is one of 65,536: a table has the exact value, and is faster than a computation.
+    A number in bfloat16 has one of 65,536 values. A table has the exact result and is faster than arithmetic.
     """
     factor = None if factor is None else factor.contiguous()
     return Activation.apply(x.contiguous(), factor, values, slopes)

@@ -1,29 +1,28 @@
-"""What the model's parts need on GPUs, put in place when a model is laid out on them."""
+"""Other forms of the model's parts on GPUs, put in place when a model is laid out on them."""
 import torch
 
-from kilogpt.parallel.expert import group_products
+from kilogpt.devices.grouped_products import group_products
+from kilogpt.devices.parts import find_parts
 
 
 def use_fused_attention(model, device, dtype):
-    """Give each query head a key/value head of its own where no fused kernel shares them, in place.
+    """Give each query head a key/value head of its own if no fused kernel lets heads share them, in place.
 
-    dtype: that of attention, 'float32', 'bfloat16' or 'float16'. Attention without a fused kernel would hold
-    all scores, T² for each head.
+    dtype: the dtype of attention, 'float32', 'bfloat16' or 'float16'. Attention without a fused kernel would
+    store all scores, T² for each head.
     """
     has_flash = torch.backends.cuda.is_flash_attention_available()
     if has_flash and flash_attention_runs(dtype, torch.cuda.get_device_capability(device)):
         return
-    plan = model.split_plan
-    for block in model.get_submodule(plan['blocks']).values():
-        for name in plan['attention']:
-            block.get_submodule(name).register_forward_pre_hook(repeat_grouped_heads)
+    for module, name in find_parts(model, 'attention'):
+        getattr(module, name).register_forward_pre_hook(repeat_grouped_heads)
 
 
 def flash_attention_runs(dtype, capability):
     """Whether a GPU of that compute capability has flash attention in dtype.
 
-    Of PyTorch's kernels that hold no scores, it alone takes fewer key/value heads than query heads (torch
-    2.13). The memory-efficient kernel, which serves float32 and older GPUs, wants as many.
+    Of PyTorch's kernels that do not store scores, only flash attention takes fewer key/value heads than query
+    heads (torch 2.13). The memory-efficient kernel, for float32 and older GPUs, needs as many.
     """
     return dtype in ('bfloat16', 'float16') and capability >= (8, 0)
 
@@ -36,6 +35,6 @@ def repeat_grouped_heads(attention, inputs):
 
 
 def use_grouped_products(model, device):
-    """Compute the products of a block's experts by one kernel where the GPU has it, in place."""
+    """Compute the products of a block's experts in one kernel if the GPU has it, in place."""
     if torch.cuda.get_device_capability(device) >= (8, 0):
         group_products(model, [torch.bfloat16])

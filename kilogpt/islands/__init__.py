@@ -1,5 +1,7 @@
 """Islands: groups of processes that train apart and exchange their parameters now and then (DiLoCo).
 
-islands.py is what a run does with the other islands of its torchrun, jobs.py what it does where islands are jobs of
-their own, which meet at the server of server.py. Read islands.py first; docs/islands.md has examples.
+islands.py is the hook that exchanges between islands of one torchrun, with the outer optimizer of
+outer_optimizer.py. jobs.py is the hook of islands that are jobs of their own, started at different times:
+each has a client (client.py) of a common server (server.py), which `python -m kilogpt.islands` starts. Read
+islands.py first; docs/islands.md has examples.
 """

@@ -1,8 +1,8 @@
 """Islands that are jobs of their own, started at different times, which may be lost and come back.
 
-They meet at the server of kilogpt/islands/server.py, which decides who takes part in an exchange. An island that was
-left out joins the others: after their next exchange it takes over the outer parameters, the momentum and the
-place in the data from one of them.
+The jobs exchange through a common server (server.py), which decides which islands take part in an exchange.
+An island that was left out joins the others: after their next exchange, it takes over the outer parameters,
+the momentum and the place in the data from one of them.
 """
 import hashlib
 import math
@@ -10,118 +10,130 @@ import time
 import uuid
 
 from kilogpt import checkpoint
+from kilogpt.islands.client import IslandClient, parse_address, read_secret
 from kilogpt.islands.islands import Islands
-from kilogpt.islands.client import Meeting, parse_address, read_secret
 from kilogpt.parallel.apply import refresh
 
-# Keys that must be the same on all islands, besides those of islands.FIXED_KEYS.
-COMMON_KEYS = ('seed', 'outer_lr', 'outer_momentum', 'outer_delay', 'outer_mix', 'outer_timeout',
-               'zero_stage', 'dp_replicate', 'tp', 'cp', 'ep', 'pp')
+# These must be the same on all islands, as must the keys in islands.FIXED_KEYS.
+COMMON_KEYS = ('seed', 'outer_lr', 'outer_momentum', 'outer_delay', 'outer_mix', 'outer_timeout')
+COMMON_DEGREES = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'ep', 'pp')
 
 
 class IslandJob(Islands):
-    """One of the islands, of which this job's processes are the whole."""
+    """The hook of an island that consists of all processes of this job."""
 
-    def __init__(self, processes, layout, config):
-        self.address = config['outer_store']
-        parse_address(self.address)  # here, since loading a model takes time
+    def __init__(self, processes, layout, settings):
+        parse_address(settings.outer_store)  # bad input must end the run before it loads a model
         read_secret()
-        super().__init__(processes, layout, config, config['island'])
+        super().__init__(processes, layout, settings, settings.island)
         self.is_on = True
-        # Others do not start from island 0's folder, where it may be at work and delete checkpoints.
+        # No island starts from the folder of island 0, which may be training and deleting checkpoints there.
         self.main_dir = self.out_dir
-        self.copies = 1  # which the server sends on
-        self.joins = False  # whether this island waits for the others' next exchange, to join after it
+        self.n_receivers = 1  # the server
+        self.is_joining = False  # whether this island waits for the next exchange of the others, to join them
 
     def _connect(self, state):
         """Introduce this island to the server."""
-        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.optimizer.parameters]
-        sending = self.processes.gather(self._sends)
+        are_senders = self.processes.gather(self._is_sender)
         job = self.processes.share(uuid.uuid4().hex)
-        if self._sends:
-            settings = self._keys | {key: self.config[key] for key in COMMON_KEYS}
-            settings['training_tokens'] = self.training_tokens
-            settings['parameters'] = hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16]
-            self.wire = Meeting(self.address, self.island, int(sum(sending[:self.processes.rank])),
-                                int(sum(sending)), job, settings, self.merged,
-                                state.get('history') or (0, f'{self.base:09d}'), self.processes.say)
-        if self.processes.any(self._sends and not self.wire.hello()):  # others are ahead
-            self._join()
+        if self._is_sender:
+            place, places = int(sum(are_senders[:self.processes.rank])), int(sum(are_senders))
+            history = state.get('history') or (0, f'{self.base:09d}')
+            self.link = IslandClient(self.settings.outer_store, self.island, place, places, job,
+                                     self._common_settings(), self.merged, history, self.processes.say)
+        others_are_ahead = self._is_sender and not self.link.register()
+        if self.processes.any(others_are_ahead):
+            self._start_joining()
         else:
             self._resend()
 
+    def _common_settings(self):
+        """Plain values in which all islands must agree."""
+        settings = dict(self._fixed_settings)
+        settings |= {key: getattr(self.settings, key) for key in COMMON_KEYS}
+        settings |= {key: getattr(self.layout, key) for key in COMMON_DEGREES}
+        shapes = [(name, tuple(parameter.shape)) for name, parameter in self.optimizer.parameters]
+        settings['training_tokens'] = self.training_tokens
+        settings['parameters'] = hashlib.sha256(repr(sorted(shapes)).encode()).hexdigest()[:16]
+        return settings
+
     def state(self):
-        """What a checkpoint's state.json keeps."""
-        history = self.processes.share(self.wire.history if self._sends else None)
+        """What state.json of a checkpoint keeps."""
+        history = self.processes.share(self.link.history if self._is_sender else None)
         return super().state() | dict(history=history)
 
     def is_due(self, run):
-        """Whether there is something to send or to receive before the next update."""
-        return self.joins or super().is_due(run)
+        """Whether the island joins others, or an exchange starts or ends, before the next update."""
+        return self.is_joining or super().is_due(run)
 
     def act(self, run):
-        """As in Islands. An island that joins others takes over their state, and continues at their iteration."""
+        """Start or finish the exchanges that are due.
+
+        An island that joins others takes over their state and continues at their iteration.
+        """
         waited = 0.0
         while True:
-            if self.joins:
-                began = time.perf_counter()
-                if not self._wait(run):
+            if self.is_joining:
+                wait_began = time.perf_counter()
+                if not self._wait_for_others(run):
                     return False
-                waited += time.perf_counter() - began
-                joined = self._receive()
-                self.joins = False
-                if not self.processes.share(joined is None):
-                    self._take_over(run, joined)
+                waited += time.perf_counter() - wait_began
+                join_state = self._receive()
+                self.is_joining = False
+                if not self.processes.share(join_state is None):
+                    self._take_over(run, join_state)
                     return True
                 self._resend()
             line = self._exchange(run)
             if line:
                 self.log.exchange(line | dict(wait_s=line['wait_s'] + waited))
-            if not self.joins:
+            if not self.is_joining:
                 return False
 
-    def _check_others(self, run):
-        """End the wait and the run if the server has not answered for too long."""
-        seconds = self.processes.max(self.wire.seconds_silent() if self._sends else 0)
-        if seconds > self.config['comm_timeout']:
-            run.end('failed', f'outer_store={self.address} has not answered for {seconds:.0f} seconds '
-                    '(comm_timeout): start it again, then continue with --init_from=auto', exit_code=1)
+    def _end_if_abandoned(self, run):
+        """End the run if the server does not answer within comm_timeout."""
+        seconds = self.processes.max(self.link.seconds_silent() if self._is_sender else 0)
+        if seconds > self.settings.comm_timeout:
+            message = (f'outer_store={self.settings.outer_store} did not answer for {seconds:.0f} seconds '
+                       '(comm_timeout): start the server again, then continue with --init_from=auto')
+            run.end('failed', message, exit_code=1)
 
     def _has_arrived(self):
-        mark = self.wire.done() if self._sends else None
-        if not self.signals.all_agree(not self._sends or mark):
+        mark = self.link.arrived_mark() if self._is_sender else None
+        if not self.signals.all_agree(not self._is_sender or mark):
             return False
         if self.processes.world_size == 1:
             return True
-        # If the server was started again, processes may have the results of two exchanges of one number.
-        newest = self.processes.max(mark if self._sends else -math.inf)
-        return newest == -self.processes.max(-mark if self._sends else -math.inf)
+        # After a restart of the server, processes may have the results of two decisions on one exchange.
+        greatest = self.processes.max(mark if self._is_sender else -math.inf)
+        least = -self.processes.max(-mark if self._is_sender else -math.inf)
+        return greatest == least
 
-    def _merge(self, iteration, exchanged, waited):
-        if self.processes.share(exchanged is None):
-            self._join()
+    def _merge(self, iteration, result, waited):
+        if self.processes.share(result is None):
+            self._start_joining()
             return None
-        line = super()._merge(iteration, exchanged, waited)
-        joining = self.processes.share(exchanged.joining)
-        if joining and self.island == line['islands'][0] and self._sends:
+        line = super()._merge(iteration, result, waited)
+        joining = self.processes.share(result.joining)
+        if joining and self.island == line['islands'][0] and self._is_sender:
             state = dict(iteration=iteration, base=self.base, merged=self.merged, shares=self.shares.parts)
-            self.wire.give(state, self.optimizer.snapshot())
+            self.link.send_state(state, self.optimizer.snapshot())
         return line
 
-    def _join(self):
-        self.joins = True
-        if self._sends:
-            self.wire.join()
+    def _start_joining(self):
+        self.is_joining = True
+        if self._is_sender:
+            self.link.start_joining()
         self.processes.say(f'island {self.island} is behind the others: '
                            'it joins them after their next exchange')
 
-    def _take_over(self, run, joined):
-        """Continue from the state of an island that has given its own."""
-        state = self.processes.share(joined.state if self._sends else None)
-        if self._sends:
-            self.optimizer.restore(joined.payload)
-        if self._replicas:
-            self.optimizer.share(self._replicas, self.processes.device)
+    def _take_over(self, run, join_state):
+        """Continue from the state of another island."""
+        state = self.processes.share(join_state.state if self._is_sender else None)
+        if self._is_sender:
+            self.optimizer.load_snapshot(join_state.payload)
+        if self._replica_group:
+            self.optimizer.broadcast_state(self._replica_group, self.processes.device)
         self.optimizer.reset(to_outer=True)
         refresh(self.parallel)
         self.base = state['base']
@@ -133,14 +145,14 @@ class IslandJob(Islands):
             checkpoint.delete_after(self.out_dir, run.iteration, self.processes)
 
     def _resend(self):
-        """Send again what was sent but not merged."""
+        """Send again the exchange that was started but not merged."""
         if self.started > self.merged:
             self._send(self.merged)
 
     def close(self):
-        """Wait until islands that join have the state that they were promised.
+        """Wait until the server has the state for islands that join.
 
-        The server notices by itself that this island has ended.
+        The server finds out by itself that this island has ended.
         """
-        if self._sends:
-            self.wire.leave()
+        if self._is_sender:
+            self.link.wait_until_state_is_sent()

@@ -1,39 +1,59 @@
-"""What becomes of DDP's buckets of gradients: rows of them (ZeRO-1), or fewer bytes to send (PowerSGD)."""
+"""DDP, and the forms of its buckets of gradients: rows of them (ZeRO-1), or fewer bytes (PowerSGD)."""
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from kilogpt.parallel.whole_matrices import all_gather
 
-BUCKET_BYTES = 25 * 2 ** 20  # parameters are gathered in buckets of about the size that DDP's have
+BUCKET_BYTES = 25 * 2 ** 20  # parameters are gathered in buckets of about the size of DDP's
 
 
-def replicate(model, device, zero1, grad_compress):
-    """DDP, without sending weights first: every rank fills in the same, and the model has no buffers.
+def replicate(model, device, zero_mesh, grad_compress):
+    """Wrap a model in DDP; returns (network, its Zero1 or None, its PowerSGD or None).
 
-    zero1: a Zero1, or None. grad_compress: 'none', 'bf16' or a PowerSGD.
+    Weights are not sent, since every rank fills in the same, and the model does not have buffers.
+    zero_mesh: for ZeRO-1, the mesh of the processes that divide the parameters, or None.
+    grad_compress: 'none', 'bf16' or 'powersgd'.
     """
+    zero1 = powersgd = None
+    if grad_compress == 'powersgd':
+        powersgd = PowerSGD()
+    if zero_mesh is not None:
+        trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        zero1 = Zero1(trained, zero_mesh, powersgd or grad_compress)
     device_ids = [device] if device.type == 'cuda' else None
     network = DistributedDataParallel(model, device_ids, gradient_as_bucket_view=True, init_sync=False)
     if zero1:
         network.register_comm_hook(None, zero1.reduce_bucket)
+    elif powersgd:
+        network.register_comm_hook(None, powersgd.average_bucket)
     elif grad_compress == 'bf16':
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
         # On gloo DDP refuses this hook by name, but runs it under another name.
         network.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
-    elif isinstance(grad_compress, PowerSGD):
-        network.register_comm_hook(None, grad_compress.average_bucket)
-    return network
+    return network, zero1, powersgd
+
+
+def note_gradients(network, parameter, processes):
+    """A list that gets the device's time whenever a parameter has the gradient of an iteration."""
+    times = []
+
+    def note_time(parameter):
+        if network.require_backward_grad_sync:
+            times.append(processes.device_time())
+
+    parameter.register_post_accumulate_grad_hook(note_time)
+    return times
 
 
 class Zero1:
     """ZeRO stage 1 (Rajbhandari et al. 2020): each process updates its rows of every parameter.
 
-    One reduce-scatter averages each of DDP's buckets of gradients: a process receives its rows of them, and
-    its other rows are of no use from then on. After the update the parameters are gathered in buckets, too.
-    What is sent is flat: rank 0's rows of each parameter, then rank 1's, all padded to the same length.
+    One reduce-scatter averages each of DDP's buckets of gradients. A process receives its rows of them and
+    does not use its other rows from then on. After the update the parameters are gathered in buckets, too.
+    Messages are flat: rank 0's rows of each parameter, then rank 1's, all padded to the same length.
 
-    named_rows: [(name, a DTensor of this process's rows in the parameter's own memory)], for the optimizer.
+    named_rows: [(name, a DTensor of this process's rows in the parameter's memory)], for the optimizer.
     mesh: of one dimension, over the processes that divide the rows. grad_compress: 'none', 'bf16' or a
     PowerSGD, which averages whole gradients.
     """
@@ -42,9 +62,9 @@ class Zero1:
         self.mesh, self.grad_compress = mesh, grad_compress
         self.rank, self.world_size = mesh.get_local_rank(), mesh.size()
         self.named_rows, self._rows_of = [], {}
-        # DDP's first backward pass has all gradients in one bucket, and orders those of later passes.
+        # DDP's first backward pass has all gradients in one bucket, and decides the buckets of later passes.
         self.is_first_pass = True
-        self._gradient_views = {}  # {index of a bucket: what _views_of returns}
+        self._gradient_views = {}  # {index of a bucket: the result of _views_of}
         self._under_way = None  # (work, sums, rows, sizes) of the bucket that was sent last
         buckets, room = [], 0
         for name, parameter in named_parameters:
@@ -70,7 +90,7 @@ class Zero1:
                                   shape=tensor.shape, stride=tensor.stride())
 
     def _padded_size(self, tensor):
-        """The most elements that a process's rows of a parameter or gradient have."""
+        """The largest number of elements that a process's rows of a parameter or gradient have."""
         return -(-tensor.size(0) // self.world_size) * tensor[0].numel()
 
     # --- gradients ------------------------------------------------------------------------------------------
@@ -84,7 +104,7 @@ class Zero1:
         gradients, rows, sizes = self._views_of(bucket)
         if isinstance(self.grad_compress, PowerSGD):
             return self.grad_compress.average_bucket(state, bucket)
-        self.finish_reducing()  # the bucket before, so that only one at a time has buffers besides DDP's own
+        self.finish_reducing()  # of the previous bucket: only one at a time has buffers besides DDP's own
         arranged = torch._chunk_cat(gradients, dim=0, num_chunks=self.world_size)  # (processes, elements)
         if self.grad_compress == 'bf16':
             arranged = arranged.bfloat16()
@@ -95,7 +115,7 @@ class Zero1:
         return done
 
     def finish_reducing(self):
-        """Wait for the last bucket, and put this process's rows where `named_rows` have their gradients."""
+        """Wait for the last bucket, and write this process's rows to the gradients of `named_rows`."""
         if self._under_way:
             work, sums, rows, sizes = self._under_way
             self._under_way = None
@@ -106,8 +126,8 @@ class Zero1:
     def _views_of(self, bucket):
         """(gradients, this process's rows of each as a vector, their padded sizes) of a bucket.
 
-        The rows become the gradients of `named_rows`. All views are made once: to make them takes longer than
-        to copy the gradients of small layers.
+        The rows become the gradients of `named_rows`. All views are made once, which takes longer than a copy
+        of the gradients of small layers.
         """
         index = bucket.index()
         if index not in self._gradient_views:
@@ -122,7 +142,7 @@ class Zero1:
     # --- parameters -----------------------------------------------------------------------------------------
 
     def _views_to_gather(self, parameters):
-        """(vectors that this process sends, their padded sizes, where the rows of all go) of a bucket."""
+        """(vectors that this process sends, their padded sizes, places of the rows of all) of a bucket."""
         sent, sizes, places = [], [], []
         for parameter in parameters:
             own, size = self._own_rows(parameter).flatten(), self._padded_size(parameter)
@@ -159,7 +179,7 @@ class PowerSGD:
         return self._hook(self.state, bucket)
 
     def recover(self, is_finite):
-        """Undo what gradients that are not finite left in the state. is_finite: a tensor, on the device.
+        """Remove from the state what gradients that are not finite left. is_finite: a tensor, on the device.
 
         A NaN would stay in the errors, which are added to the next gradients, and in the factors, with which
         the next iteration begins.
@@ -167,7 +187,7 @@ class PowerSGD:
         for error in self.state.error_dict.values():
             error.masked_fill_(~is_finite, 0)
         for index, factor in self.state.q_memory_dict.items():
-            if index not in self._previous:  # random, but the same on all processes
+            if index not in self._previous:  # random numbers, but the same on all processes
                 random = torch.randn(len(factor), generator=torch.Generator().manual_seed(index))
                 self._previous[index] = random.to(factor)
             factor.copy_(torch.where(is_finite, factor, self._previous[index]))

@@ -1,82 +1,59 @@
 """A mixture of experts on many processes.
 
-  expert parallel (ep)  each process has some of the experts, and tokens travel to theirs and back by
+  expert parallel (ep)  each process has some of the experts, and tokens travel to their experts and back by
                         all-to-all (GShard, Lepikhin et al. 2020). FSDP2 shards an expert over the processes
                         that share it.
   tensor parallel (tp)  each process has a part of every expert's width, and all tokens, as in a dense MLP
 
-The balance of the experts goes by the tokens of the whole batch, which are added up once an iteration.
+The balance of the experts goes by the tokens of the whole batch, which are summed once an iteration.
 """
 import contextlib
-import functools
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
+
+from kilogpt.devices.parts import replace_parts
+from kilogpt.mixture import find_experts
 
 
-def find_experts(model):
-    """{name: module} of the model's mixtures of experts, as its split_plan names them."""
-    plan, found = model.split_plan, {}
-    if 'experts' not in plan:
-        return found
-    for number, block in model.get_submodule(plan['blocks']).items():
-        modules = dict(block.named_modules())
-        if plan['experts'] in modules:
-            found[f'{plan["blocks"]}.{number}.{plan["experts"]}'] = modules[plan['experts']]
-    return found
+def split_experts(model, mesh, ep, tp):
+    """Apply expert and tensor parallelism to all mixtures of experts of a model, in place.
 
-
-def group_products(model, dtypes):
-    """Compute the products of all experts of a block at once where PyTorch can, in place.
-
-    dtypes: those in which the device can. PyTorch 2.10 and later can where rows are multiples of 16 bytes.
+    mesh: has the dimensions 'ep' and 'tp' if their degrees are above 1.
     """
-    if hasattr(F, 'grouped_mm'):
-        for routed in find_experts(model).values():
-            routed.experts.products = functools.partial(grouped_products, routed.experts.products, dtypes)
+    mesh = mesh[('ep',) * (ep > 1) + ('tp',) * (tp > 1)]
+    for routed in find_experts(model).values():
+        split_matrices(routed.experts, mesh, ep, tp)
+        if tp > 1:
+            split_router(routed, mesh['tp'])
+    replace_parts(model, 'matrices', lambda matrices: lambda: [local_matrix(m, ep) for m in matrices()])
+    if ep > 1:
+        replace_parts(model, 'dispatch', lambda _: exchange_tokens(mesh['ep'].get_group(), ep))
+    if tp > 1:
+        replace_parts(model, 'router_matrix', router_matrix_of_rank)
 
 
-def grouped_products(loop, dtypes, ends):
-    """As `loop`, model.py's loop_over_experts, but on a GPU the host waits for no size."""
-    offsets = ends.to(torch.int32)
-
-    def product(x, matrices):
-        is_aligned = matrices.size(-1) % 8 == 0 and matrices.size(-2) % 8 == 0
-        if x.dtype in dtypes and is_aligned and x.size(0):  # no token may have come to this process
-            return F.grouped_mm(x, matrices.mT, offs=offsets)
-        return loop(ends)(x, matrices)
-
-    return product
+def split_matrices(experts, mesh, ep, tp):
+    """Make the matrices of experts DTensors on a mesh with the dimensions 'ep' and 'tp', in place."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+    width_dims = dict(c_fc=1, c_gate=1, c_proj=2)  # the dimension of each parameter that is an expert's width
+    for name, parameter in list(experts.named_parameters()):
+        placements = [Shard(0)] * (ep > 1) + [Shard(width_dims[name])] * (tp > 1)
+        sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+        experts.register_parameter(name, torch.nn.Parameter(sharded, parameter.requires_grad))
 
 
-def split_experts(routed, mesh, ep, tp):
-    """Expert and tensor parallelism of one mixture of experts, in place.
+def split_router(routed, mesh):
+    """Let a mixture of experts take whole tokens and return its part of the sequence, in place.
 
-    mesh: has the dimensions 'ep' and 'tp', where their degrees are above 1.
+    mesh: of tensor parallelism. Each rank has a part of the experts' width, so that all gradients on a rank
+    are parts of sums: those of the tokens, of the weights of experts' outputs, and of the router. All of them
+    stay parts until the end, since a whole gradient among the parts would count tp times.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-    router, experts = routed.router, routed.experts
-    mesh = mesh[('ep',) * (ep > 1) + ('tp',) * (tp > 1)]
-    width_of = dict(c_fc=1, c_gate=1, c_proj=2)  # the dimension of each parameter that is an expert's width
-    for name, parameter in list(experts.named_parameters()):
-        placements = [Shard(0)] * (ep > 1) + [Shard(width_of[name])] * (tp > 1)
-        sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
-        experts.register_parameter(name, torch.nn.Parameter(sharded))
-    all_matrices = experts.matrices
-    experts.matrices = lambda: [local_matrix(matrix, ep) for matrix in all_matrices()]
-    if ep > 1:
-        routed.send = exchange_tokens(mesh['ep'].get_group(), ep)
-    if tp == 1:
-        return
-
-    # Each rank has a part of the experts' width, so that all its gradients are parts of sums: those of the
-    # tokens, of the weights that the experts' outputs have, and of the router. None is summed up before the
-    # end, since a whole gradient among the parts would count tp times.
-    tp_mesh = mesh['tp']
-    weight = distribute_tensor(router.weight.detach(), tp_mesh, [Replicate()], src_data_rank=None)
-    router.weight = torch.nn.Parameter(weight)
-    router.matrix = lambda: router.weight.to_local(grad_placements=[Partial()])
+    router = routed.router
+    weight = distribute_tensor(router.weight.detach(), mesh, [Replicate()], src_data_rank=None)
+    router.weight = torch.nn.Parameter(weight, router.weight.requires_grad)
 
     def take_tokens(module, inputs):
         x, is_counted = inputs
@@ -84,18 +61,24 @@ def split_experts(routed, mesh, ep, tp):
 
     def sum_and_scatter(module, inputs, outputs):
         y, result = outputs
-        y = DTensor.from_local(y, tp_mesh, [Partial()], run_check=False)
+        y = DTensor.from_local(y, mesh, [Partial()], run_check=False)
         return y.redistribute(placements=[Shard(1)]).to_local(), result
 
     routed.register_forward_pre_hook(take_tokens)
     routed.register_forward_hook(sum_and_scatter)
 
 
+def router_matrix_of_rank(matrix):
+    """The form of a router's `matrix` whose gradient is this rank's part of a sum."""
+    from torch.distributed.tensor import Partial
+    return lambda: matrix().to_local(grad_placements=[Partial()])
+
+
 def local_matrix(matrix, ep):
     """This rank's part of experts' matrices, a DTensor.
 
-    The gradient has come from the tokens of ep ranks, of which FSDP2 does not know: it averages over the
-    ranks that have the same experts, ep times fewer than those whose gradients are to be averaged.
+    The gradient is a sum over the tokens of ep ranks. FSDP2 averages gradients over the ranks with the same
+    experts, which are ep times fewer than the ranks that the average must include.
     """
     local = matrix.to_local()
     if local.requires_grad and ep > 1:
@@ -104,9 +87,9 @@ def local_matrix(matrix, ep):
 
 
 def shard_experts(routed, layout, mesh, reshard, options):
-    """FSDP2 for the router, in float32, and for experts that others than all data-parallel ranks share.
+    """Apply FSDP2 to a router, in float32, and to its experts, which only some data-parallel ranks share.
 
-    options: of `fully_shard`, for the rest of the model.
+    options: of `fully_shard` for the rest of the model.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     from torch.distributed.tensor import Shard
@@ -119,7 +102,7 @@ def shard_experts(routed, layout, mesh, reshard, options):
     n_shards = layout.dp_shard * layout.cp // layout.ep
 
     def placement(parameter):
-        """Whole experts on each rank, or the same part of all experts where that is what divides evenly."""
+        """Whole experts on each rank, or the same part of all experts if only the parts divide evenly."""
         experts, rows, _ = parameter.to_local().shape if hasattr(parameter, 'to_local') else parameter.shape
         return Shard(1) if experts % n_shards and rows % n_shards == 0 else Shard(0)
 
@@ -127,35 +110,36 @@ def shard_experts(routed, layout, mesh, reshard, options):
 
 
 def exchange_tokens(group, ep):
-    """The function for the place of model.py's `send_nowhere`, where `ep` processes share the experts."""
+    """The form of mixture.py's `dispatch_locally` for experts that `ep` processes share."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    def send(rows, ends):
-        n_sent = ends.diff(prepend=ends.new_zeros(1))  # (E,): rows of this process for each expert
-        n_received = torch.empty_like(n_sent)  # (ep * E / ep,): rows of each process for each expert here
+    def dispatch(rows, ends):
+        n_sent = ends.diff(prepend=ends.new_zeros(1))  # (E,): rows from this process to each expert
+        n_received = torch.empty_like(n_sent)  # (ep * E / ep,): rows from each process to each expert here
         dist.all_to_all_single(n_received, n_sent, group=group)
         n_received = n_received.view(ep, -1)
-        # The host must know the sizes of what it sends. On a GPU this waits for the router.
+        # The host must know how many rows it sends. On a GPU the next line waits for the router.
         sent, received = n_sent.view(ep, -1).sum(dim=1).tolist(), n_received.sum(dim=1).tolist()
         rows = all_to_all_single_autograd(rows, received, sent, group)
-        # The rows of one process come after those of another, each sorted by expert: sort all by expert.
+        # The rows arrive sorted by process, and then by expert. Sort all of them by expert.
         experts = torch.arange(n_received.size(1), device=rows.device).repeat(ep)
         experts = experts.repeat_interleave(n_received.flatten(), output_size=sum(received))
         order = experts.argsort(stable=True)
         back = order.argsort()
 
-        def send_back(rows):
+        def combine(rows):
             return all_to_all_single_autograd(rows.index_select(0, back), sent, received, group)
 
-        return rows.index_select(0, order), n_received.sum(dim=0).cumsum(dim=0), send_back
+        return rows.index_select(0, order), n_received.sum(dim=0).cumsum(dim=0), combine
 
-    return send
+    return dispatch
 
 
 def remember_choice(router):
-    """The `context_fn` of a checkpoint whose second forward pass takes the experts that the first one chose.
+    """The `context_fn` of a checkpoint whose second forward pass takes the experts that the first pass chose.
 
-    A choice made again might differ in the last bit, and then the gradients would be those of other experts.
+    A second choice could differ after a difference in the last bit, and the gradients would be those of other
+    experts.
     """
     choose = router.choose
 
@@ -180,13 +164,13 @@ def remember_choice(router):
 
 
 class ExpertBalance:
-    """Adds up once an iteration how many tokens went to each expert, and tells the routers.
+    """Sums once an iteration how many tokens went to each expert, and rebalances the routers.
 
-    model: the whole model. stages: {index: module} of this process, where it is cut into pipeline stages.
+    model: the whole model. stages: {index: module}, the pipeline stages of this process.
     """
 
     def __init__(self, model, stages, processes, tp):
-        self.names = list(find_experts(model))  # also of those that other pipeline stages have
+        self.names = list(find_experts(model))  # those in other pipeline stages included
         self.processes, self.tp = processes, tp
         self.routers = {}
         for stage in stages.values():
@@ -195,12 +179,12 @@ class ExpertBalance:
         self.n_tokens = None  # (routers of the model, E): tokens of the last iteration, on every process
 
     def set_loss_scale(self, loss_scale):
-        """Set what the losses of the routers, like the model's, are multiplied by: a tensor or a number."""
+        """Set the factor of the routers' losses and of the model's: a tensor or a number."""
         for router in self.routers.values():
             router.loss_scale = loss_scale / self.tp  # each tensor-parallel rank adds the whole loss
 
     def load_max(self):
-        """{} or one item: tokens of the busiest expert of any block, as a multiple of the block's mean."""
+        """{} or one item: the most tokens of any expert, as a multiple of the mean of its block."""
         if self.n_tokens is None:
             return {}
         n_tokens = self.n_tokens.float()
@@ -214,13 +198,13 @@ class ExpertBalance:
         return dict(moe_loads=[[round(share, 4) for share in block] for block in shares.tolist()])
 
     def forget(self):
-        """Leave out the tokens since the last update."""
+        """Do not count the tokens since the last update."""
         for router in self.routers.values():
             router.n_tokens = None
 
     @torch.no_grad()
     def update(self, is_applied):
-        """Rebalance all routers. is_applied: a tensor of 1, or 0 where the update was left out."""
+        """Rebalance all routers. is_applied: a tensor of 1, or of 0 if the update was skipped."""
         if not self.names:
             return
         counts = torch.zeros(len(self.names), self.n_experts, dtype=torch.int64, device=self.processes.device)

@@ -1,7 +1,7 @@
-"""How the processes divide into a layout, which slice of the batch each takes, and what cannot be laid out.
+"""How processes divide into a layout, which slice of the batch each takes, and which layouts cannot be.
 
-Plain arithmetic: no torch, no device, no communication. `processes.py` makes the device mesh of a layout and
-`kilogpt/parallel/apply.py` lays the model out on it.
+This is arithmetic alone, without torch, devices and communication. `processes.py` makes the device mesh of a
+layout, and `apply.py` lays the model out on the mesh.
 """
 import functools
 import itertools
@@ -19,7 +19,7 @@ SCHEDULES = {
     'dualpipev': ('ScheduleDualPipeV', 2),
 }
 V_SHAPED = ('zbv', 'dualpipev')  # pipeline rank r holds stages r and 2 pp - 1 - r; otherwise r and pp + r
-# These compute the gradients of weights apart from those of inputs.
+# These compute the gradients of weights apart from those of inputs (see Layout.splits_backward).
 SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')
 
 
@@ -27,8 +27,8 @@ SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')
 class Layout:
     """The degrees of a run: pp × dp_replicate × dp_shard × cp × tp = world_size.
 
-    Ranks count with tp innermost, so that the processes that communicate most share a node. Data parallelism
-    takes the processes that tp, cp and pp leave: dp = dp_replicate × dp_shard.
+    tp is the innermost dimension of the ranks, so that the processes that communicate most share a node. Data
+    parallelism takes the processes that tp, cp and pp leave: dp = dp_replicate × dp_shard.
     Raises ValueError for degrees that do not fit the number of processes.
     """
     world_size: int = 1
@@ -67,7 +67,7 @@ class Layout:
         self.gradient_ranks = self.dp * self.cp  # the ranks over which gradients are averaged
         self.stages_per_rank = SCHEDULES[self.pp_schedule][1] if self.pp > 1 else 1
         self.n_stages = self.pp * self.stages_per_rank
-        self.notes = []  # one line for each choice that differs from what was asked for, with the reason
+        self.notes = []  # one line for each choice that differs from the request, with the reason
         if self.tp * self.pp * self.ep > 1 and self.zero_stage < 2:
             self.notes.append(f'zero_stage={self.zero_stage} runs as 2: '
                               'with tp, pp or ep above 1 the data-parallel part is FSDP2')
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def uses_fsdp(self):
-        """Whether FSDP2 shards the parameters (ZeRO stages 2 and 3), rather than DDP replicating them."""
+        """Whether FSDP2 shards the parameters (ZeRO stages 2 and 3) rather than DDP replicates them."""
         return self.zero_stage >= 2
 
     @property
@@ -87,24 +87,32 @@ class Layout:
         """Whether the first and the last pipeline stage are on the same rank."""
         return self.pp > 1 and self.pp_schedule in V_SHAPED
 
+    def splits_backward(self, activation_checkpoint):
+        """Return whether the pipeline computes the gradients of weights apart from those of inputs.
+
+        With activation checkpointing it does not: PyTorch computes the gradients of weights in one backward
+        pass for each weight, and each of those passes would recompute the whole block.
+        """
+        return self.pp > 1 and self.pp_schedule in SPLIT_BACKWARD and activation_checkpoint == 'none'
+
     def coordinates(self, rank):
         """(pp, dp, cp, tp) coordinates of a rank."""
         return tuple(int(i) for i in np.unravel_index(rank, (self.pp, self.dp, self.cp, self.tp)))
 
     def stages_of(self, pp_rank):
-        """The pipeline stages that a pipeline rank holds, in the order of the model."""
+        """The pipeline stages of a pipeline rank, in the order of the model."""
         second = 2 * self.pp - 1 - pp_rank if self.is_v_shaped else self.pp + pp_rank
         return [pp_rank, second][:self.stages_per_rank]
 
     def split_batch(self, global_batch, batch_size):
         """(micro_batch, micro_steps) in which a data-parallel rank takes its share of global_batch sequences.
 
-        micro_batch is at most batch_size, and micro_steps a number that the pipeline's schedule can run. Of
-        these the cheapest is taken, where a micro-step costs as much as its sequences and an eighth of
-        batch_size more. Beyond the share, micro-batches are padded with sequences that count for nothing.
+        micro_batch is at most batch_size, and micro_steps is a number that the pipeline's schedule can run.
+        The cheapest of these pairs is taken. A micro-step costs as much as its sequences and an eighth of
+        batch_size more. Beyond the share, micro-batches are padded with sequences that do not count.
         """
         share = -(-global_batch // self.dp)
-        most = next(n for n in itertools.count(share) if self._pipeline_runs(n))  # one sequence in each
+        most = next(n for n in itertools.count(share) if self._pipeline_runs(n))  # of one sequence each
         possible = [n for n in range(-(-share // batch_size), most + 1) if self._pipeline_runs(n)]
         micro_steps = min(possible, key=lambda n: n * (-(-share // n) + batch_size / 8))
         return -(-share // micro_steps), micro_steps
@@ -146,13 +154,13 @@ class Layout:
         return micro_steps >= self.n_stages and (not interleaved or micro_steps % self.pp == 0)
 
     def rows(self, rank, total, micro_batch, micro_step):
-        """Which of `total` sequences are a rank's micro-batch: integers (micro_batch,), -1 for padding."""
+        """Which of `total` sequences form a rank's micro-batch: integers (micro_batch,), -1 for padding."""
         _, dp_rank, _, _ = self.coordinates(rank)
         rows = (micro_step * self.dp + dp_rank) * micro_batch + np.arange(micro_batch)
         return np.where(rows < total, rows, -1)
 
     def positions(self, rank, block_size):
-        """The slice of each sequence that a rank takes: all, or a part where cp ranks share sequences."""
+        """The slice of each sequence that a rank takes: all, or a part if cp ranks share sequences."""
         _, _, cp_rank, _ = self.coordinates(rank)
         length = block_size // self.cp
         return slice(cp_rank * length, (cp_rank + 1) * length)
@@ -172,9 +180,9 @@ class Layout:
 def stage_lengths(model, n_stages, block_size):
     """How many parts each pipeline stage has: part 0 comes before the blocks, the last part after them.
 
-    The stages cost as nearly the same as whole parts allow. A parameter costs one multiplication per token,
-    attention T · C per block, and the embedding half of its size: lookups are nearly free, but memory and
-    updates are not.
+    The costs of the stages are as equal as whole parts allow. A parameter costs one multiplication per token,
+    attention T · C per block, and the embedding half of its size, since lookups are nearly free, but memory
+    and updates are not.
     """
     plan = model.split_plan
     names = list(model.get_submodule(plan['blocks']))
@@ -192,7 +200,7 @@ def stage_lengths(model, n_stages, block_size):
 
 
 def balance(costs, parts):
-    """Lengths of `parts` non-empty runs of costs, of which the most expensive is as cheap as possible."""
+    """Lengths of `parts` non-empty runs of costs, whose most expensive run is as cheap as possible."""
     @functools.cache
     def best(start, parts):  # (most expensive run, sum of squares, lengths) of costs[start:]
         if parts == 1:
@@ -208,7 +216,7 @@ def balance(costs, parts):
     return best(0, parts)[2]
 
 
-# --- what cannot be laid out --------------------------------------------------------------------------------
+# --- impossible layouts -------------------------------------------------------------------------------------
 
 def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress, fp8,
                  async_tp=False):
@@ -274,7 +282,7 @@ def _sizes_to_split(model):
         sizes.append(('expert_hidden', config.expert_hidden))
     for name in plan['embedding']:
         sizes.append((f'{name} (rows)', model.get_submodule(name).weight.size(0)))
-    return list(dict.fromkeys(sizes))  # blocks are mostly alike
+    return list(dict.fromkeys(sizes))  # most blocks have the same sizes
 
 
 def _split_obstacle(sizes, block_size, tp, cp):

@@ -4,11 +4,15 @@ The schedules are PyTorch's own (torch.distributed.pipelining); `layout.SCHEDULE
 """
 import copy
 import functools
+import logging
 
 import torch
 import torch.distributed as dist
 
 from kilogpt.parallel.layout import SCHEDULES, stage_lengths
+
+# On every process that an exception passes, also one of a lost connection, it prints the whole schedule.
+logging.getLogger('torch.distributed.pipelining.schedules').setLevel(logging.CRITICAL)
 
 
 def cut_stage(model, index, n_stages, block_size):
@@ -46,16 +50,18 @@ class Pipeline:
     stages: {index: module}.
     tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different
     stages they are two copies, the `tied_pair`, that each get the sum of both gradients.
+    splits_backward: whether the schedule may compute the gradients of weights later than those of inputs.
     """
 
     def __init__(self, stages, layout, mesh, device, *, micro_batch, micro_steps, block_size, n_embd, dtype,
-                 tied, loss_scale):
+                 tied, splits_backward):
         from torch.distributed import pipelining
-        self.stages, self.device, self.loss_scale = stages, device, loss_scale
+        self.stages, self.device = stages, device
+        self.loss_scale = 1.0  # what the sum of losses is multiplied by before the backward pass
         self._find_tied_pair(tied, layout, mesh)
 
-        # Each stage is told its shapes. Otherwise every change between training and evaluation would run the
-        # model once more to infer them.
+        # Without these shapes, every change between training and evaluation would run the model once more to
+        # infer them.
         length = block_size // layout.cp
         tokens = torch.empty(micro_batch, length, dtype=torch.int64, device='meta')
         x = torch.empty(micro_batch, length // layout.tp, n_embd, device='meta', requires_grad=True,
@@ -63,30 +69,37 @@ class Pipeline:
         loss = torch.empty((), device='meta', requires_grad=True)
         pipeline_stages = []
         for index, stage in stages.items():
-            pipeline_stages.append(_stage_class()(
+            pipeline_stage = _stage_class()(
                 stage, index, layout.n_stages, device, group=mesh.get_group('pp'),
                 input_args=x if index > 0 else tokens,
-                output_args=x if index < layout.n_stages - 1 else loss))
+                output_args=x if index < layout.n_stages - 1 else loss)
+            pipeline_stage.splits_backward = splits_backward
+            pipeline_stages.append(pipeline_stage)
         schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
         self.schedule = schedule(
             pipeline_stages if layout.stages_per_rank > 1 else pipeline_stages[0], micro_steps,
             scale_grads=False, loss_fn=lambda loss, target: loss * self.loss_scale)
 
     def _find_tied_pair(self, tied, layout, mesh):
-        """Set tied_pair to [embedding's weight, head's weight], with None for what another rank holds."""
+        """Set tied_pair to [embedding's weight, head's weight], with None for a weight on another rank."""
         self.tied_pair, self._tied_group = [], None
         for head, embedding in tied.items():
             for index, name in ((0, embedding), (layout.n_stages - 1, head)):
                 parameters = dict(self.stages[index].named_parameters()) if index in self.stages else {}
                 self.tied_pair.append(parameters.get(name))
-            if not layout.is_v_shaped:  # in a V, one rank holds both
+            if not layout.is_v_shaped:  # in a V, one rank has both
                 first_and_last = mesh.mesh[[0, -1]].flatten(1).t().tolist()
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
-    def forward_backward(self, x, y):
-        """Add the gradients of all micro-batches; returns the sum of the losses, 0 without the last stage."""
+    def forward_backward(self, x, y, loss_scale, last):
+        """Add the gradients of all micro-batches; returns the sum of losses (0 without the last stage).
+
+        last: whether no further micro-batches of the iteration follow.
+        """
+        self.loss_scale = loss_scale
         losses = self._run(self.schedule.step, x, y)
-        self._sum_tied_gradients()
+        if last:
+            self._sum_tied_gradients()
         return losses
 
     def evaluate(self, x, y):
@@ -113,10 +126,20 @@ class Pipeline:
 
 @functools.cache
 def _stage_class():
-    """PipelineStage for V-shaped schedules too, in which a rank hands tensors to itself."""
+    """PipelineStage for V-shaped schedules, where a rank hands tensors to itself, and for checkpointing."""
     from torch.distributed import pipelining
 
     class Stage(pipelining.PipelineStage):
+        splits_backward = True
+
+        def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
+            full_backward = full_backward or not self.splits_backward
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+
+        def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
+            if self.splits_backward:  # otherwise backward_one_chunk has computed these gradients
+                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+
         def get_local_bwd_output(self, mb_index):
             # Evaluation has no gradients to hand over.
             return super().get_local_bwd_output(mb_index) if self.has_backward else None

@@ -1,35 +1,32 @@
-"""The processes of a run: rank and device of each, process group and meshes, and sums of numbers over all.
+"""The processes of a run: their ranks and devices, process group and meshes, and sums of numbers over all.
 
-Knows no model. `Processes(device)` is enough for a script of one process; `join` makes it one of many.
+This file does not know the model. `Processes(device)` is enough for a script of one process; `join` connects
+many.
 """
 import contextlib
 import datetime
-import ipaddress
 import json
 import os
 import platform
-import re
-import socket
-import struct
 import sys
 import time
-import uuid
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-SIOCGIFADDR = 0x8915  # Linux: the request for an interface's IPv4 address (linux/sockios.h)
+from kilogpt.parallel.errors import report_errors
+from kilogpt.parallel.network import choose_gloo_interface, fresh_store, raise_file_limit
 
 
 class Processes:
-    """This process among all that torchrun started: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
+    """This process among all of torchrun's: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
 
     device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
     CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
-    islands: groups of processes that train apart (islands.py). `rank`, `world_size`, `is_main` and all that
-    the processes do together, but for `barrier` and `tell_islands`, are those of this process's island.
-    Raises ValueError where islands do not divide the processes.
+    islands: the number of groups of processes that train apart (islands.py). `rank`, `world_size`, `is_main`
+    and all communication but `barrier` and `tell_islands` are within this process's island. Raises ValueError
+    if the islands do not divide the processes.
     """
 
     def __init__(self, device='auto', islands=1):
@@ -44,9 +41,9 @@ class Processes:
         self.is_first = rank == 0  # the main process of island 0
         self.device = find_device(device, self.local_rank, count)
         self.between = None  # the Between of this process
-        self.mesh = None  # for the parameters: pp × dp_replicate × dp_shard_cp × tp
-        self.cp_mesh = None  # for the ranks that share sequences
-        self.expert_mesh = None  # for the parameters of experts
+        self.mesh = None  # the mesh of the parameters: pp × dp_replicate × dp_shard_cp × tp
+        self.cp_mesh = None  # the mesh of the ranks that share sequences
+        self.expert_mesh = None  # the mesh of experts' parameters
         self._waits = []  # (begin, end) of waiting for other processes
         self._counts_waits = False
 
@@ -71,27 +68,28 @@ class Processes:
         # The group's own timeout is longer than any wait that the watchdog allows. The watchdog ends a run
         # that hangs, since it names the process that hung and gives a start and a save more time.
         timeout = datetime.timedelta(seconds=3600 + 3 * comm_timeout)
-        # A monitor of NCCL's own watchdog aborts the process, and names no other, where the driver has not
-        # answered for 8 minutes, as behind a hung kernel. Our watchdog has to speak first.
+        # If the driver does not answer for 8 minutes, as behind a hung kernel, the monitor of NCCL's own
+        # watchdog aborts the process and does not say which one hung. Our watchdog must report first.
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
-        # An event before each collective tells the watchdog which device has reached the collective.
+        # An event before each collective lets the watchdog see which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
-        store = dist.HashStore() if self.world_size * self.islands == 1 else _fresh_store()
+        store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else fresh_store()
+        store = store_of_all
         if self.islands > 1:
             self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)
         if is_alone:
-            sys.excepthook = _report_lost_connection
+            report_errors(store_of_all)
             return
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
                                 timeout=timeout)
-        sys.excepthook = _report_lost_connection  # in the place of one that init_process_group has set
-        # The groups of meshes would otherwise have NCCL's own timeout, which comm_timeout may exceed.
+        report_errors(store_of_all)  # after init_process_group, which sets a hook of its own
+        # Without this line the groups of meshes would have NCCL's own timeout, which comm_timeout may exceed.
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
         self.build_meshes(layout)
 
     def machine(self):
-        """What decides the bits of a result besides the keys of a run, as a list of plain values."""
+        """The facts besides a run's keys that decide the bits of its results, as a list of plain values."""
         name = platform.processor()
         if self.device.type == 'cuda':
             name = torch.cuda.get_device_name(self.device)
@@ -101,12 +99,12 @@ class Processes:
         return [self.world_size, name, torch.get_num_threads(), torch.__version__]
 
     def build_meshes(self, layout):
-        """Make the device meshes of a Layout, where it needs any."""
+        """Make the device meshes of a Layout, if it needs any."""
         if layout.zero_stage == 0 and layout.cp == 1:
             return
         from torch.distributed.device_mesh import init_device_mesh  # slow, and not needed by plain DDP
-        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on
-        # their own mesh.
+        # FSDP2 shards parameters over the ranks of context parallelism too, which exchange activations on a
+        # mesh of their own.
         self.mesh = init_device_mesh(
             self.device.type, (layout.pp, layout.dp_replicate, layout.dp_shard * layout.cp, layout.tp),
             mesh_dim_names=('pp', 'dp_replicate', 'dp_shard_cp', 'tp'))
@@ -122,13 +120,13 @@ class Processes:
             self.cp_mesh = cp_meshes['cp']
 
     def as_replicas(self, tensor):
-        """A DTensor over the memory of a tensor that all processes of a pipeline stage hold alike."""
+        """A DTensor in the memory of a tensor that is the same on all processes of a pipeline stage."""
         from torch.distributed.tensor import DTensor, Replicate
         mesh = self.mesh['dp_replicate', 'dp_shard_cp', 'tp']
         return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * 3, run_check=False)
 
     def say(self, text):
-        """Print on the main process only, of island 0 where there are several."""
+        """Print on one process alone, the main process of island 0."""
         if self.is_first:
             print(text, flush=True)
 
@@ -162,7 +160,7 @@ class Processes:
         return self._all_reduce(values, dist.ReduceOp.SUM)
 
     def sum_later(self, numbers, of_rank=0.0):
-        """Start adding up every process's numbers, {name: number}; returns a function that waits for the sums.
+        """Start the sums of every process's numbers, {name: number}; returns a function that waits for them.
 
         The function returns {name: sum} and [of_rank of each process].
         """
@@ -182,7 +180,7 @@ class Processes:
         return wait
 
     def share(self, value, rank=0):
-        """The value of one rank, the main process's by default, any picklable object, on every process."""
+        """The value of one rank, by default of the main process, on every process: any picklable object."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -190,7 +188,7 @@ class Processes:
         return values[0]
 
     def first_problem(self, problem):
-        """(rank, problem) of the first process that passes one, on every process; None if none does."""
+        """(rank, problem) of the first process that passes a problem, on every process; None without one."""
         has_problem = self.gather(bool(problem))
         if not any(has_problem):
             return None
@@ -204,7 +202,7 @@ class Processes:
             self.between.barrier()
 
     def tell_islands(self, value):
-        """What the islands' main processes pass, values of JSON, by island, on all processes."""
+        """The JSON values that the islands' main processes pass, by island, on all processes."""
         values = [value]
         if self.between:
             values = self.between.tell(value) if self.is_main else None
@@ -212,12 +210,12 @@ class Processes:
 
     def leave(self, exit_code):
         """End this process once every process has called this."""
-        # No process leaves while the main one still writes: torchrun ends all others when one has failed.
+        # Processes wait until the main process has written, since torchrun ends all others when one fails.
         self.barrier()
         if self.world_size > 1:
             dist.destroy_process_group()
         sys.stdout.flush()
-        # Shutting down the interpreter takes a second, and would abort in threads of gloo that still need it.
+        # A regular exit takes a second, and would abort in threads of gloo that still need the interpreter.
         os._exit(exit_code)
 
     # --- waiting for other processes ------------------------------------------------------------------------
@@ -232,21 +230,15 @@ class Processes:
             self._counts_waits = False
 
     def record_wait(self, begin, end):
-        """Note a wait for other processes between two times of `time.perf_counter` or of `device_time`."""
+        """Record a wait for other processes between two times of `time.perf_counter` or of `device_time`."""
         if self._counts_waits:
             self._waits.append((begin, end))
-
-    def check_same_data(self, folder, sizes):
-        """Raise ValueError on all processes unless all have the same sizes. sizes: (training tokens, ...)."""
-        if self.any(sizes != self.share(sizes)):
-            raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training '
-                             'tokens here): copy one folder to all of them')
 
     def seed(self, seed, iteration, rank):
         """Seed the generators of this process's device and of its CPU for an iteration.
 
         rank: this process among those of all islands.
-        torch.manual_seed also records a stack trace for each kind of device that is not in use: 0.4 ms.
+        torch.manual_seed also records a stack trace for each type of device that is not in use, in 0.4 ms.
         """
         number = int(np.random.SeedSequence([seed, iteration, rank]).generate_state(1)[0])
         torch.default_generator.manual_seed(number)
@@ -254,7 +246,7 @@ class Processes:
             torch.get_device_module(self.device).manual_seed(number)
 
     def device_time(self):
-        """The present time on the device's clock: on a GPU an event in its stream, which costs no wait."""
+        """The present time on the device's clock. On a GPU this is an event in its stream, without a wait."""
         if self.device.type != 'cuda':
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -264,8 +256,8 @@ class Processes:
     def seconds_waited(self):
         """Seconds that this process has waited for others since the last call.
 
-        Waits for DDP's gradients are counted. FSDP2, tensor, context and pipeline parallelism wait within the
-        model, where nothing is measured.
+        Waits for DDP's gradients are counted. The waits of FSDP2, tensor, context and pipeline parallelism
+        are within the model and are not measured.
         """
         seconds = 0.0
         for begin, end in self._waits:
@@ -275,9 +267,9 @@ class Processes:
 
 
 class Between:
-    """Connects a process with those that have the same rank in the other islands.
+    """Connects a process with the processes of the same rank in the other islands.
 
-    torch.distributed knows the processes of one island alone, hence groups that are made by hand.
+    torch.distributed knows the processes of one island alone, hence groups without torch.distributed's help.
     """
 
     def __init__(self, store, rank, island, islands):
@@ -296,18 +288,18 @@ class Between:
         self._group.barrier().wait()
 
     def tell(self, value):
-        """The values that the islands pass, what JSON can hold, by island. One process of each calls this."""
+        """The JSON values that the islands pass, by island. One process of each island calls this."""
         self._n_told += 1
         keys = [f'value {self._n_told} of {island}' for island in range(self.islands)]
         self.store.set(keys[self.island], json.dumps(value))
         return [json.loads(self.store.get(key)) for key in keys]
 
     def leave_note(self, subject, text):
-        """Leave a note that `read_notes` of the other islands finds, in the place of an earlier one."""
+        """Leave a note that `read_notes` of the other islands finds. A later note replaces an earlier one."""
         self.store.set(f'{subject} {self.island}', text)
 
     def read_notes(self, subject):
-        """{island: note} of the islands that have left one."""
+        """{island: note} of the islands that have left a note."""
         keys = {island: f'{subject} {island}' for island in range(self.islands)}
         return {island: self.store.get(key).decode() for island, key in keys.items()
                 if self.store.check([key])}
@@ -316,7 +308,7 @@ class Between:
 # --- device and dtype ---------------------------------------------------------------------------------------
 
 def find_device(device='auto', local_rank=0, world_size=1):
-    """The torch.device that a `device` key means on a local rank; ValueError if there is none."""
+    """The torch.device that a `device` key means on a local rank. Raises ValueError if it does not exist."""
     if device == 'auto':
         device = 'cpu'
         if torch.cuda.is_available():
@@ -377,130 +369,16 @@ def autocast(dtype, device):
 
 
 def make_deterministic():
-    """Make equal runs on equal GPUs equal to the bit. To be called before CUDA starts.
+    """Make equal runs on equal GPUs equal to the bit. Call this before CUDA starts.
 
-    Otherwise the backward pass of flash attention adds in any order, and TorchInductor takes the kernels that
-    happened to be faster. An operation that does not have a deterministic form raises RuntimeError.
+    By default the backward pass of flash attention adds in any order, and TorchInductor takes the kernels
+    that were faster in a measurement. An operation without a deterministic form raises RuntimeError.
     """
-    # Under this setting the backward pass of flash attention adds in a fixed order, cuDNN's attention is not
-    # taken, and the process group keeps NCCL from summing within the switch (NCCL_ALGO=^NVLS).
+    # With this setting the backward pass of flash attention adds in a fixed order, cuDNN's attention is not
+    # used, and the process group keeps NCCL from summing within the switch (NCCL_ALGO=^NVLS).
     torch.use_deterministic_algorithms(True)
-    # The setting would also fill every new tensor with NaN, a pass over its memory that changes no result.
+    # By default the setting also fills every new tensor with NaN, which takes time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False
     os.environ.setdefault('CUBLAS_WORKSPACE_CONFIG', ':4096:8')  # the same workspace for every product
     from torch._inductor import config  # slow, and not needed without this setting
     config.deterministic = True
-
-
-# --- limits and networks ------------------------------------------------------------------------------------
-
-def raise_file_limit():
-    """Raise the limit of open files to the hard limit, in this process and in the torchrun that started it.
-
-    gloo keeps a socket for each other process, once for the run and once for the saves: 2N of them, where
-    many systems allow 1,024 files. torchrun on the first node, which keeps the store, has as many. A dataset
-    takes one for each of its shards.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if 'TORCHELASTIC_RUN_ID' in os.environ and hasattr(resource, 'prlimit'):  # Linux
-        with contextlib.suppress(OSError, ValueError):
-            resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def spans_nodes():
-    """Whether the processes of this run are on several nodes."""
-    world_size = os.environ.get('WORLD_SIZE', '1')
-    return os.environ.get('LOCAL_WORLD_SIZE', world_size) != world_size
-
-
-def choose_gloo_interface():
-    """On several nodes, set GLOO_SOCKET_IFNAME to the interface that other nodes reach, unless it is set.
-
-    Otherwise gloo listens at the address that the host's name resolves to, which on Debian is 127.0.1.1. The
-    interface is the one whose route leads to the first node (MASTER_ADDR); on the first node itself, whose
-    name may be a loopback address, it is the default route's. Where neither is known nothing is set.
-    """
-    if not spans_nodes() or 'GLOO_SOCKET_IFNAME' in os.environ:
-        return
-    # The second address is reserved for documentation (RFC 5737): only the default route leads there.
-    for host in (os.environ.get('MASTER_ADDR'), '192.0.2.1'):
-        name = _interface_to(host)
-        if name:
-            os.environ['GLOO_SOCKET_IFNAME'] = name
-            return
-
-
-def _interface_to(host):
-    """The network interface whose route leads to a host; None if it is unknown or the loopback interface."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(address)  # sends nothing, but chooses the address that packets would be sent from
-            source = ipaddress.ip_address(probe.getsockname()[0])
-        if source.is_loopback:
-            return None
-        for name, addresses in _interfaces().items():
-            if source in addresses:
-                return name
-    except OSError:  # no such host, or no route
-        pass
-    return None
-
-
-def _interfaces():
-    """{name of a network interface: its IP addresses}; {} where the system is not Linux."""
-    if sys.platform != 'linux':
-        return {}
-    import fcntl
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                reply = fcntl.ioctl(probe, SIOCGIFADDR, struct.pack('256s', name.encode()))
-                found.setdefault(name, []).append(ipaddress.ip_address(reply[20:24]))
-    with contextlib.suppress(FileNotFoundError), open('/proc/net/if_inet6') as file:
-        for line in file:
-            address, *_, name = line.split()
-            found.setdefault(name, []).append(ipaddress.ip_address(bytes.fromhex(address)))
-    return found
-
-
-# --- the store ----------------------------------------------------------------------------------------------
-
-def _fresh_store():
-    """The store that torchrun announces, under a prefix that only the processes of this start have.
-
-    torchrun keeps one store over restarts, which still holds the addresses of processes that have ended
-    (pytorch#135712). Therefore each process says hello under a random name, the main one answers with the
-    prefix of this start, and all confirm that they have read the answer.
-    """
-    store, rank, world_size = next(dist.rendezvous('env://'))
-    name = uuid.uuid4().hex
-    if rank:
-        store.set(f'hello/{rank}', name)
-        prefix = store.get(f'welcome/{name}').decode()
-        store.set(f'{prefix}/{rank}', '')
-        return dist.PrefixStore(prefix, store)
-    others = range(1, world_size)
-    while missing := [r for r in others if not store.check([f'{name}/{r}'])]:
-        for r in missing:
-            if store.check([f'hello/{r}']):
-                store.set(f'welcome/{store.get(f"hello/{r}").decode()}', name)
-        time.sleep(0.01)
-    return dist.PrefixStore(name, store)
-
-
-def _report_lost_connection(kind, error, traceback):
-    """sys.excepthook: one line rather than a traceback where only the connection to a process was lost."""
-    if re.search('gloo.*(closed by peer|reset by peer|Broken pipe|Timed out)', str(error)):
-        print(f'error: rank {os.environ["RANK"]} lost its connection to another process: '
-              'torchrun names the one that ended first', file=sys.stderr, flush=True)
-        time.sleep(1)  # torchrun must see the process that ended first before this one
-        os._exit(1)
-    sys.__excepthook__(kind, error, traceback)

@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
-from kilogpt.parallel.expert import group_products
+from kilogpt.devices.grouped_products import group_products
+from kilogpt.devices.parts import find_parts
 from kilogpt.script_runs import ROOT, last_error
 from kilogpt.parallel.layout import Layout
 from kilogpt.metrics import peak_memory_gb
@@ -124,7 +125,7 @@ def run_rank(config):
             substitutes.enter_context(substitute)
         laid_out = apply.Parallel(processes, layout)
         laid_out.lay_out(
-            model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
+            model, global_batch=global_batch, batch_size=config['batch_size'],
             block_size=block_size, dtype=dtype, cpu_offload=config['cpu_offload'], fp8=config['fp8'],
             activation_checkpoint=config['activation_checkpoint'], grad_compress=config['grad_compress'],
             async_tp=config['async_tp'])
@@ -296,7 +297,7 @@ def substitutes_for_communication(memory):
         mock.patch.object(dist.Reducer, '_rebuild_buckets', lambda reducer: False),
         mock.patch.object(dist, 'all_reduce', all_reduce_at_once),
         mock.patch.object(schedules, '_batch_p2p', send_and_receive_at_once),
-        mock.patch.object(parallel, 'replicate', replicate_in_fake_memory)]
+        mock.patch.object(apply, 'replicate', replicate_in_fake_memory)]
     if hasattr(_sharding_prop, 'detect_fake_mode'):
         # DTensor works out shapes on whole tensors, in a fake mode of its own if it does not find one.
         contexts.append(mock.patch.object(_sharding_prop, 'detect_fake_mode', lambda *inputs: None))
@@ -351,11 +352,11 @@ def substitutes_for_gpus(dtype):
 
     def use_parts_of_gpus(model, use_kernels):
         group_products(model, [torch.bfloat16])
-        for module in list(model.modules()):
-            if isinstance(module, DotProductAttention):
-                module.__class__ = FlashAttention
-                if not flash_attention_runs(dtype, HOPPER):
-                    module.register_forward_pre_hook(repeat_grouped_heads)
+        for owner, name in find_parts(model, 'attention'):
+            attention = getattr(owner, name)
+            attention.__class__ = FlashAttention
+            if not flash_attention_runs(dtype, HOPPER):
+                attention.register_forward_pre_hook(repeat_grouped_heads)
 
     composite = torch.nn.RMSNorm.forward
 

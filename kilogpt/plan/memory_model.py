@@ -294,9 +294,11 @@ def phases(shape, layout, work, rank):
         if in_flight == work.micro_steps * layout.stages_per_rank:  # all forward passes come first
             before = 0
         # Between the two halves of a backward pass the gradients of all products' results are kept too.
-        halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0)
+        splits_backward = layout.splits_backward(work.activation_checkpoint)
+        halves = {'interleavedzb': rank + 1, 'zbv': 1}.get(layout.pp_schedule, 0) if splits_backward else 0
         activations += halves * products / layout.stages_per_rank
-        if layout.pp_schedule == 'zbv':  # ends with the first halves of so many, before the second of any
+        # zbv ends with the first halves of so many, before the second of any.
+        if layout.pp_schedule == 'zbv' and splits_backward:
             last = 2 * rank + 1
             activations = max(activations, last * ((kept + products) / layout.stages_per_rank + stream))
     buffers = 0

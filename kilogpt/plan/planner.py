@@ -22,7 +22,7 @@ import sys
 import torch
 from tqdm import tqdm
 
-from data.loader import DATA, read_meta
+from data.datasets import DATA, read_meta
 from kilogpt.plan import calibrate, memory_model, time_model
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.script_runs import ROOT

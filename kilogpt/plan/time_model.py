@@ -5,20 +5,26 @@ et al. 2021 and Qi et al. 2024.
 """
 import math
 
+from kilogpt.parallel.layout import SPLIT_BACKWARD
 from kilogpt.plan.memory_model import FLOAT32, Stage, block_activations, state, tokens_of
 
 
-def bubble(pp, micro_steps, pp_schedule):
+def bubble(pp, micro_steps, pp_schedule, splits_backward=True):
     """Idle share of a pipeline of pp ranks with equal stages.
 
     Backward takes twice as long as forward, and sending nothing. Each rank waits while p - 1 others compute a
     micro-batch (Huang et al. 2019), with two stages on each rank half as long (Narayanan et al. 2021, 2.2).
     Schedules that split the backward pass wait for p - 1 forward passes of half a rank's blocks (Qi et al.
-    2024).
+    2024). Where they may not split it, interleavedzb waits as interleaved1f1b does, and the V-shaped ones
+    wait for up to 3/4 of p - 1 micro-batches, with backward three times as long as forward ('full').
     """
     if pp == 1:
         return 0.0
-    waits = {'gpipe': pp - 1, '1f1b': pp - 1, 'interleaved1f1b': (pp - 1) / 2}.get(pp_schedule, (pp - 1) / 6)
+    shares = {'gpipe': 1, '1f1b': 1, 'interleaved1f1b': 1 / 2, 'interleavedzb': 1 / 2, 'zbv': 3 / 4,
+              'dualpipev': 3 / 4}
+    if splits_backward:
+        shares.update(dict.fromkeys(SPLIT_BACKWARD, 1 / 6))
+    waits = shares[pp_schedule] * (pp - 1)
     return waits / (micro_steps + waits)
 
 
@@ -43,7 +49,8 @@ def seconds(shape, layout, work, machine):
         stride = layout.world_size // layout.pp
         bandwidth = machine.network if stride >= machine.per_node else machine.node_link
         parts['pp'] = 2 * m * layout.stages_per_rank * (machine.latency + sent / bandwidth)
-    idle = bubble(layout.pp, m, layout.pp_schedule)
+    splits_backward = layout.splits_backward(work.activation_checkpoint)
+    idle = bubble(layout.pp, m, layout.pp_schedule, splits_backward)
     parts['bubble'] = m * slowest['total'] * idle / (1 - idle)
     parts['optimizer'] = _optimizer_seconds(shape, layout, work, machine)
     return parts

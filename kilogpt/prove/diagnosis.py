@@ -256,8 +256,8 @@ def where_to_look(value, tp, cp):
     text = f'{value} is the first value that is wrong'
     if cp > 1 and tp == 1:
         return (f'{text}: with cp a process has a part of each sequence, T / {cp} positions from '
-                "GPT.first_position on. What mixes positions has to be a module in split_plan's attention, "
-                'and what counts them starts at first_position')
+                'GPT.first_position on. A part that mixes positions has to be a module that GPT.replaceable '
+                'names as attention, and a part that counts positions starts at first_position')
     if tp > 1:
         return (f'{text}: with tp a process has 1/{tp} of the features behind a colwise linear (of the '
                 f'heads), and T / {tp} positions between blocks. A norm, softmax or mean over them sees a '

@@ -3,7 +3,8 @@ import os
 
 import torch
 
-from data.loader import TokenLoader, find_dataset, read_meta
+from data.datasets import find_dataset, read_meta
+from data.loader import TokenLoader
 from data.shares import Shares
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint

@@ -6,7 +6,7 @@ import sys
 import pytest
 from helpers import TINY, run_script
 
-import versus
+import versus as program
 
 ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]
 TINIEST = '--device=cpu --compile=False --n_layer=1 --n_head=1 --n_embd=16 --block_size=16'.split()
@@ -101,7 +101,7 @@ def test_wrong_arguments_are_a_sentence(tmp_path, monkeypatch, arguments, messag
     arguments = [str(tmp_path) if argument == 'HERE' else argument for argument in arguments]
     monkeypatch.setattr(sys, 'argv', ['versus.py', *arguments])
     with pytest.raises(SystemExit, match=message):
-        versus.main()
+        program.main()
 
 
 @pytest.mark.slow

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from helpers import graph
-from kilogpt.devices.cpu import (FastDropout, Int8Linear, PackedLinear, PlainAttention, can_pack, replace_all,
-                         use_faster_parts)
-from kilogpt.parallel.expert import group_products
+from kilogpt.devices.cpu import (FastDropout, Int8Linear, PackedLinear, PlainAttention, can_pack,
+                                 use_faster_parts)
+from kilogpt.devices.grouped_products import group_products
+from kilogpt.devices.parts import replace_all
 from model import GPT, DotProductAttention, GPTConfig, cap
 
 pytestmark = pytest.mark.quick

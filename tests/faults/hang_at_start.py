@@ -3,7 +3,7 @@ import os
 import time
 
 from kilogpt import checkpoint
-from kilogpt.parallel import apply
+from kilogpt.parallel import dtensor
 
 
 def hang_on_rank_1(function):
@@ -15,4 +15,4 @@ def hang_on_rank_1(function):
 
 
 checkpoint.load = hang_on_rank_1(checkpoint.load)
-apply.fill = hang_on_rank_1(apply.fill)
+dtensor.fill = hang_on_rank_1(dtensor.fill)

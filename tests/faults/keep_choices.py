@@ -6,12 +6,12 @@ import os
 
 import torch
 
-import model
+from kilogpt.mixture import Router
 from kilogpt.parallel.processes import Processes
 
 torch.set_default_dtype(getattr(torch, os.environ['CHOICES_IN']))
 choices = []
-choose, leave = model.Router.choose, Processes.leave
+choose, leave = Router.choose, Processes.leave
 
 
 def kept_choose(self, ranking):
@@ -26,4 +26,4 @@ def written_leave(self, exit_code):
     leave(self, exit_code)
 
 
-model.Router.choose, Processes.leave = kept_choose, written_leave
+Router.choose, Processes.leave = kept_choose, written_leave

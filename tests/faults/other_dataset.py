@@ -1,7 +1,7 @@
-"""Rank 1 finds the dataset in another folder, OTHER_DATASET, as a node of its own would."""
+"""Rank 1 finds the dataset in the folder OTHER_DATASET, as if the rank ran on another node."""
 import os
 
-from data import loader
+from data import datasets
 
 if os.environ['RANK'] == '1':
-    loader.find_dataset = lambda dataset: os.environ['OTHER_DATASET']
+    datasets.find_dataset = lambda dataset: os.environ['OTHER_DATASET']

@@ -9,16 +9,15 @@ import os
 
 import torch
 
+from kilogpt.mixture import find_experts
 from kilogpt.parallel import apply, expert
 
 fault = os.environ['FAULT']
 
 
-def split_experts(routed, mesh, ep, tp):
-    split(routed, mesh, ep, tp)
-    if fault == 'router':
-        routed.router.matrix = lambda: routed.router.weight.to_local()
-    if fault == 'sum':
+def split_experts(model, mesh, ep, tp):
+    split(model, mesh, ep, tp)
+    for routed in find_experts(model).values() if fault == 'sum' else ():
         routed._forward_hooks.clear()
         rank = mesh['tp'].get_local_rank()
         routed.register_forward_hook(
@@ -26,6 +25,8 @@ def split_experts(routed, mesh, ep, tp):
 
 
 split, apply.split_experts = apply.split_experts, split_experts
+if fault == 'router':
+    expert.router_matrix_of_rank = lambda matrix: lambda: matrix().to_local()
 if fault == 'factor':
     expert.local_matrix = lambda matrix, ep: matrix.to_local()
 if fault == 'loads':

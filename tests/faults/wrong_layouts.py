@@ -7,6 +7,7 @@ import os
 import torch
 
 from kilogpt import checkpoint, optim
+from kilogpt.mixture import find_experts
 from kilogpt.parallel import apply, ddp, expert, layout, pipeline
 from kilogpt.parallel.apply import Parallel
 
@@ -20,20 +21,21 @@ def is_first():
 
 def lay_out_wrong(self, model, **options):
     lay_out(self, model, **options)
-    if fault == 'sum for mean':  # the processes' gradients are averaged, but the loss is not scaled up
-        self.loss_scale /= self.layout.gradient_ranks
     if fault == 'evaluation counts twice':
         self.sum_losses = lambda loss_sum: self.processes.sum(loss_sum.item())
-    if fault == 'torchtitan 2318':
-        self.loss_scale /= self.layout.dp_replicate
     if fault == 'torchtitan 3412' and self.layout.tp > 1:
         model.transformer.ln_f.register_forward_hook(lambda module, inputs, output: take_part_for_sum(output))
 
 
-def forward_backward_wrong(self, x, y, last=True, **options):
+def forward_backward_wrong(self, x, y, n_tokens=0, last=True, **options):
+    n_tokens = n_tokens or self.global_batch * self.block_size
+    if fault == 'sum for mean':  # the processes' gradients are averaged, but the loss is not scaled up
+        n_tokens *= self.layout.gradient_ranks
+    if fault == 'torchtitan 2318':
+        n_tokens *= self.layout.dp_replicate
     if fault == 'last micro-step alone' and last:
         self._drop_gradients()
-    loss = forward_backward(self, x, y, last, **options)
+    loss = forward_backward(self, x, y, n_tokens, last, **options)
     for name, parameter in self.named_parameters() if last else ():
         if fault == 'one rank alone' and not is_first():
             parameter.grad.mul_(1.5)
@@ -60,17 +62,18 @@ def take_part_for_sum(output):
             gradient.to_local(), gradient.device_mesh, output.placements, run_check=False))
 
 
-def split_experts_wrong(routed, mesh, ep, tp):
-    split_experts(routed, mesh, ep, tp)
-    if fault == 'torchtitan 1805' or fault == 'torchtitan 4054' and ep == 1:
-        routed._forward_pre_hooks.clear()
-        routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
+def split_experts_wrong(model, mesh, ep, tp):
     if fault == 'torchtitan 2416' or fault == 'torchtitan 4054' and ep == 1:
-        routed.router.matrix = lambda: routed.router.weight.to_local()
+        expert.router_matrix_of_rank = lambda matrix: lambda: matrix().to_local()
+    split_experts(model, mesh, ep, tp)
+    if fault == 'torchtitan 1805' or fault == 'torchtitan 4054' and ep == 1:
+        for routed in find_experts(model).values():
+            routed._forward_pre_hooks.clear()
+            routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
 
 
-def run_pipeline_wrong(self, x, y):
-    losses = run_pipeline(self, x, y)
+def run_pipeline_wrong(self, *arguments):
+    losses = run_pipeline(self, *arguments)
     for stage in self.stages.values():
         for parameter in stage.parameters():
             parameter.grad /= self.schedule._n_microbatches
@@ -83,7 +86,7 @@ if fault in ('padding counts', 'same batch everywhere'):
 if fault == 'tied pair':
     pipeline.Pipeline._sum_tied_gradients = lambda self: None
 if fault == 'heads of a part':
-    apply.exchange_heads = lambda attention, mesh: None
+    apply.exchange_heads = lambda model, mesh: None
 if fault == 'rows not gathered':
     ddp.Zero1.gather_parameters = lambda self, *_: None
 if fault == 'matrices in parts':
@@ -97,7 +100,7 @@ if fault == 'no decay of shards':
         parameters, lr, 0.0 if hasattr(list(parameters)[0][1], 'placements') else decay, betas)
 if fault == 'moments forgotten':
     load = checkpoint.load
-    checkpoint.load = lambda path, parameters, optimizer=None, more=(): load(path, parameters, None, more)
+    checkpoint.load = lambda path, parameters, optimizer=None: load(path, parameters)
 if fault in ('torchtitan 1805', 'torchtitan 2416', 'torchtitan 4054'):
     split_experts, apply.split_experts = apply.split_experts, split_experts_wrong
 if fault == 'torchtitan 1733':

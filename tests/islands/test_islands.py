@@ -1,16 +1,19 @@
-"""Islands compute what DiLoCo is, in any layout, and go on exactly after kills and stops."""
+"""Islands compute what DiLoCo defines, in any layout, and continue exactly after kills and stops."""
 import json
 import os
 import re
 import shutil
 import signal
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from data.loader import TokenLoader, read_meta
+from data.datasets import read_meta
+from data.loader import TokenLoader
+from data.shares import Shares
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
 from kilogpt import checkpoint
@@ -18,34 +21,35 @@ from kilogpt.configurator import config_of
 from kilogpt.islands.islands import needed_checkpoint, newest_together
 from kilogpt.islands.outer_optimizer import decode, encode
 from kilogpt.settings import check_settings
-from data.shares import Shares
 from model import GPT, GPTConfig
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 PLAIN_OUTER = '--outer_lr=1', '--outer_momentum=0'  # the mean of the islands' parameters
 
 
 def islands_of(run, count):
-    """The runs of all islands, of which `run` is the first."""
+    """The runs of all islands. run: that of island 0."""
     return [read_run(run.out_dir / f'island_{island}' if island else run.out_dir) for island in range(count)]
 
 
 def exchanges_of(run):
-    """{number: line} of the exchanges in a run's log, without times."""
+    """{number: line} of the exchanges in a run's log, without waiting times."""
     lines = [json.loads(line) for line in (run.out_dir / 'metrics.jsonl').read_text().splitlines()]
     return {line['exchange']: line | dict(wait_s=0) for line in lines if 'exchange' in line}
 
 
 def assert_same_run(run, other, iterations):
-    """Two islands made the same iterations and exchanges and found the same, to the last bit."""
+    """Assert that two islands made the same iterations and exchanges, equal to the last bit."""
     assert list(run.lines) == list(other.lines) == list(range(1, iterations + 1))
     assert curve(run) == curve(other) and run.evals[iterations] == other.evals[iterations]
     assert exchanges_of(run) == exchanges_of(other)
     assert_same_tensors(newest_tensors(run.out_dir), newest_tensors(other.out_dir))
 
 
-# --- exact ----------------------------------------------------------------------------------------------
+# --- compared with definitions
+# ----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('interval', [5, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('interval', [5, slow(1)])
 def test_one_island_changes_nothing_to_the_bit(train_all, interval):
     runs = train_all(dict(plain=['--dropout=0.1'],
                           island=['--dropout=0.1', f'--outer_interval={interval}', *PLAIN_OUTER]))
@@ -55,7 +59,7 @@ def test_one_island_changes_nothing_to_the_bit(train_all, interval):
 
 
 def test_islands_with_sgd_that_exchange_each_iteration_equal_ddp(train):
-    """Within 1e-5, of the mean loss, and of the evaluation of what the islands share."""
+    """The mean loss, and the evaluation of the shared parameters, are within 1e-5."""
     options = dict(faults=[FAULTS / 'plain_sgd.py'], nproc=2)
     arguments = '--grad_clip=0', '--learning_rate=0.3', '--min_lr=0.03'
     ddp = train(*arguments, **options)
@@ -76,8 +80,8 @@ def test_islands_with_sgd_that_exchange_each_iteration_equal_ddp(train):
 def diloco(dataset, islands, interval, fragments, delay, mix, iterations=12):
     """Plain DiLoCo in float64: ({(island, iteration): loss}, {name: outer parameter}).
 
-    Algorithm 1 of Douillard et al. 2023 with AdamW inside and PyTorch's SGD outside; algorithms 2 and 3 of
-    Douillard et al. 2025 for fragments, of which number p begins at iteration (p + 1) * interval / fragments.
+    Algorithm 1 of Douillard et al. 2023, with AdamW inside and PyTorch's SGD outside, and algorithms 2 and 3
+    of Douillard et al. 2025 for fragments: exchange p starts at iteration (p + 1) * interval / fragments.
     """
     torch.set_default_dtype(torch.float64)
     try:
@@ -132,9 +136,8 @@ def diloco(dataset, islands, interval, fragments, delay, mix, iterations=12):
 
 
 @pytest.mark.parametrize('islands, interval, fragments, delay, mix', [
-    (2, 4, 2, 1, 0.25), pytest.param(2, 4, 1, 3, 0.5, marks=pytest.mark.slow),
-    *(pytest.param(islands, interval, fragments, 0, 0.0, marks=pytest.mark.slow)
-      for islands in (2, 3) for interval, fragments in ((1, 1), (4, 1), (4, 2)))])
+    (2, 4, 2, 1, 0.25), slow(2, 4, 1, 3, 0.5), slow(2, 1, 1, 0, 0.0), slow(2, 4, 1, 0, 0.0),
+    slow(2, 4, 2, 0, 0.0), slow(3, 1, 1, 0, 0.0), slow(3, 4, 1, 0, 0.0), slow(3, 4, 2, 0, 0.0)])
 def test_islands_with_adamw_equal_a_plain_diloco_in_float64(train, dataset, islands, interval, fragments,
                                                             delay, mix):
     """Within 1e-9, since the run computes in float64 too."""
@@ -159,7 +162,7 @@ LAYOUTS = {'ddp': '', 'zero1': '--zero_stage=1', 'zero3': '--zero_stage=3', 'tp2
 @pytest.mark.slow
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_islands_of_a_layout_equal_islands_of_one_process(train, layout):
-    """Also in int8 where all processes hold whole tensors, of which tied weights are two copies."""
+    """Where all processes hold whole tensors, also in int8. Tied weights have copies on two stages."""
     options = ['--islands=2', '--outer_interval=4', '--outer_fragments=2', '--outer_delay=1',
                '--learning_rate=2e-3', '--eval_interval=3']
     if layout in ('ddp', 'pp2'):
@@ -176,7 +179,7 @@ def test_islands_of_a_layout_equal_islands_of_one_process(train, layout):
 
 @pytest.mark.slow
 def test_replicas_of_shards_exchange_once(train):
-    """HSDP: an island of two replicas, each of two processes, equals one of one process."""
+    """HSDP: an island of two replicas, each of two processes, equals an island of one process."""
     options = ['--outer_interval=4', '--outer_fragments=2', '--outer_compress=bf16', '--learning_rate=2e-3']
     alone = train(*options)
     run = train(*options, '--zero_stage=2', '--dp_replicate=2', nproc=4)
@@ -185,7 +188,7 @@ def test_replicas_of_shards_exchange_once(train):
     assert sent == [line['bytes_sent'] for line in exchanges_of(alone).values()]
 
 
-# --- what is sent ---------------------------------------------------------------------------------------
+# --- payloads ---------------------------------------------------------------------------------------
 
 @pytest.mark.quick
 @pytest.mark.parametrize('compress, error', [
@@ -215,16 +218,16 @@ def test_compression_sends_less_and_ends_at_the_same_loss(train_all):
 # --- shares of the data ---------------------------------------------------------------------------------
 
 @pytest.mark.quick
-def test_every_sequence_is_trained_on_once_though_islands_come_and_go():
-    """Islands of 3 sequences in rounds of 4 iterations; who is missing in a round has lost it."""
+def test_every_sequence_is_trained_on_once_although_islands_leave_and_return():
+    """Each island has 3 sequences in an iteration. A missing island loses those of a round, 4 iterations."""
     shares, trained = Shares(3, 8, 4), []
     rounds = [{0, 1, 2, 3}, {0, 2, 3}, {0, 2}, {0, 1, 2}, {0, 1, 2, 3}, {3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
     for number, present in enumerate(rounds):
         begin, end = 4 * number, 4 * number + 4
         was_present = shares.parts[-1]['present']
-        trained.append(shares.given(begin, end, present))
+        trained.append(shares.assigned(begin, end, present))
         assert len(trained[-1]) == 12 * len(present & set(was_present))
-        shares.change(end, sorted(present), begin, members=present)
+        shares.change_islands(end, sorted(present), begin, members=present)
         assert shares.tokens_before(end) == 8 * sum(map(len, trained))
     assert sorted(np.concatenate(trained).tolist()) == list(range(240))
     continued = Shares(3, 8, 4, parts=json.loads(json.dumps(shares.parts)))
@@ -235,7 +238,7 @@ def test_every_sequence_is_trained_on_once_though_islands_come_and_go():
 
 @pytest.mark.quick
 def test_islands_continue_from_checkpoints_that_go_together():
-    """Of (exchanges finished, started), the newest first."""
+    """The pairs are (exchanges merged, exchanges started) of each checkpoint, the newest first."""
     assert newest_together([[(2, 2), (1, 1)], [(2, 2), (1, 1)]]) == [0, 0]
     assert newest_together([[(2, 2), (1, 1)], [(1, 1), (0, 1)]]) == [1, 0]  # the second was killed in a save
     assert newest_together([[(2, 2), (1, 1)], [(1, 2), (1, 1)]]) == [0, 0]  # the second had sent the third
@@ -264,8 +267,7 @@ STAGGERED = ('--outer_interval=6', '--outer_fragments=2', '--outer_delay=2', '--
 
 
 @pytest.mark.parametrize('options', [
-    STAGGERED, pytest.param(('--outer_interval=5', '--outer_delay=3', '--outer_offload'),
-                            marks=pytest.mark.slow)])
+    STAGGERED, slow(('--outer_interval=5', '--outer_delay=3', '--outer_offload'))])
 def test_resumed_islands_continue_to_the_bit(train, options):
     options = ['--islands=2', *options, '--dropout=0.1', '--eval_interval=20']
     unbroken = train(*options, nproc=2)
@@ -280,8 +282,8 @@ def test_resumed_islands_continue_to_the_bit(train, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('count', [1, 3])
-def test_checkpoint_goes_on_with_another_number_of_islands(train, count):
-    """With the parameters that the islands shared, and the moments of the first."""
+def test_checkpoint_continues_with_another_number_of_islands(train, count):
+    """The run starts from the parameters that the islands shared, and from the moments of island 0."""
     options = '--outer_interval=4', '--max_iters=4', '--eval_interval=4'
     first = train(*options, '--islands=2', nproc=2)
     islands = ['--outer_interval=4', f'--islands={count}'] if count > 1 else []
@@ -290,7 +292,7 @@ def test_checkpoint_goes_on_with_another_number_of_islands(train, count):
     assert list(more.lines) == list(range(1, 13)) and more.lines[12]['tokens'] == 12 * 12 * 32
     assert more.lines[5]['loss'] == pytest.approx(first.evals[4]['train_loss'], abs=0.15)
     assert more.evals[12]['val_loss'] < first.evals[4]['val_loss'] - 0.1
-    if count > 1:  # and back to two: the second island's own checkpoints are of another run
+    if count > 1:  # back to two islands: the checkpoints of the second island are of another run
         again = train('--islands=2', '--outer_interval=4', '--max_iters=16', '--init_from=resume',
                       out_dir=first.out_dir, nproc=2)
         assert f'resuming {first.out_dir}/ckpt/iter_00000012' in again.stdout
@@ -312,7 +314,7 @@ def test_damaged_checkpoint_takes_all_islands_back(train):
 
 @pytest.mark.slow
 def test_run_that_ended_in_its_first_save_begins_again(train):
-    """One island had saved, the other not."""
+    """One island had saved a checkpoint, the other had not."""
     options = '--islands=2', '--outer_interval=2', '--dropout=0.1'
     run = train(*options, '--max_iters=6', nproc=2)
     shutil.rmtree(run.out_dir / 'island_1' / 'ckpt')
@@ -326,24 +328,26 @@ KILLED = ('--islands=2', '--outer_interval=6', '--outer_fragments=2', '--outer_d
 
 
 def logged(out_dir):
+    """How many iterations a run has logged."""
     return len(read_run(out_dir).lines) if (out_dir / 'metrics.jsonl').exists() else 0
 
 
-def wait_for_more(process, out_dir, count):
+def wait_for_iterations(process, out_dir, count):
+    """Wait until a torchrun has logged `count` more iterations."""
     wanted = logged(out_dir) + count
     wait_until(lambda: logged(out_dir) >= wanted, process)
 
 
 @pytest.mark.slow
 def test_islands_that_are_killed_continue_to_the_bit(train, dataset, tmp_path):
-    """Three kills of one process or the other. torchrun starts all again."""
+    """One process or the other is killed, three times. torchrun restarts both."""
     out_dir, options = tmp_path / 'out', [*KILLED, '--max_iters=120', '--save_interval=4']
     folders = out_dir, out_dir / 'island_1'
     command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
     restarting = '--standalone', '--nproc_per_node=2', '--max-restarts=3'
     with torchrun(restarting, tmp_path, 'train.py', *command) as process:
         for kill in range(3):
-            wait_for_more(process, out_dir, 10)
+            wait_for_iterations(process, out_dir, 10)
             wait_until(lambda: all(map(checkpoint.find, folders)), process)
             os.kill(worker_pids(process)[1 - kill % 2], signal.SIGKILL)
             wait_until(lambda: process.output().count('resuming') == kill + 1, process)
@@ -356,13 +360,13 @@ def test_islands_that_are_killed_continue_to_the_bit(train, dataset, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize('whom', ['torchrun', 'one process'])
 def test_islands_that_are_stopped_continue_to_the_bit(train, dataset, tmp_path, whom):
-    """At any moments. A signal that reaches one island alone stops the other at its next exchange."""
+    """A signal may come at any time. If it reaches one island, the other stops at its next exchange."""
     out_dir = tmp_path / 'out'
     options = [*KILLED, '--max_iters=60', '--outer_fragments=1', '--outer_interval=3']
     command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
     for stop in range(3):
         with torchrun(('--standalone', '--nproc_per_node=2'), tmp_path, 'train.py', *command) as process:
-            wait_for_more(process, out_dir, 5 + stop)
+            wait_for_iterations(process, out_dir, 5 + stop)
             pid = process.pid if whom == 'torchrun' else worker_pids(process)[stop % 2]
             os.kill(pid, signal.SIGTERM)
             process.wait(120)
@@ -384,8 +388,7 @@ BAD = {
     '--outer_interval=4 --outer_fragments=4': 'outer_fragments is 4: it must be at most 3',
     '--outer_interval=4 --outer_fragments=2 --outer_delay=2': 'outer_delay is 2: it must be below',
     '--outer_interval=4 --outer_momentum=1': 'outer_momentum is 1.0: it must be at least 0 and below 1',
-    '--outer_interval=4 --on_spike=rollback': 'on_spike=rollback does not work with islands',
-    '--outer_interval=4 --replay=all': 'replay=all does not work with islands'}
+    '--outer_interval=4 --on_spike=rollback': 'on_spike=rollback does not work with islands'}
 
 
 @pytest.mark.quick
@@ -404,7 +407,7 @@ def test_islands_that_do_not_divide_the_processes_get_a_sentence(train):
 
 @pytest.mark.slow
 def test_island_that_fails_ends_the_others_with_a_checkpoint(train):
-    """A NaN on one island: the other one stops at its next exchange and saves."""
+    """After a NaN on one island, the other one stops at its next exchange and saves."""
     run = train('--islands=2', '--outer_interval=4', '--max_iters=40', nproc=2, check=False,
                 faults=[FAULTS / 'nan_on_island.py'])
     assert run.codes == [143, 1] and 'stopped by SIGTERM at iteration 8' in run.stdout

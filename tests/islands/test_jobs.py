@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own: killed, stopped, left without a server, and compared with one world."""
+"""Islands that are jobs of their own: killed, stopped, left without a server, compared with one torchrun."""
 import contextlib
 import json
 import os
@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from test_server import Server
 
-from helpers import (FAULTS, ROOT, TINY, assert_same_tensors, kill_node, newest_tensors, read_run,
-                     side_by_side)
+from helpers import (FAULTS, ROOT, TINY, assert_same_tensors, kill_node, newest_tensors, newest_weights,
+                     read_run, side_by_side)
 
 SECRET = 'a secret of the tests'
-WAIT = 300  # seconds for whatever a loaded machine has to do
-# 12 sequences in an iteration, which divide over 2 and 3 islands
+TIMEOUT = 300  # seconds that a step may take on a loaded machine
+# An iteration of TINY has 12 sequences, which divide over 2 and 3 islands.
 JOBS = ['--outer_interval=4', '--eval_interval=100', '--max_iters=12', '--keep_checkpoints=1']
 
 
@@ -38,12 +38,12 @@ def server(tmp_path):
 
 
 class Job:
-    """An island that is a job of its own, launched as a user does; its updates take long until `hurry`."""
+    """An island that is a job of its own, launched as a user does. Its updates are slow until `end`."""
 
     def __init__(self, folder, dataset, address, island, *arguments, nproc=1):
         self.out_dir = folder / f'island_{island}' if island else folder
         self.log = folder.with_suffix(f'.{island}.log')
-        self.hurried = folder.with_suffix('.hurry')
+        self.hurry_file = folder.with_suffix('.hurry')
         launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
         self.command = [sys.executable, *(launcher if nproc > 1 else ()), 'train.py',
                         str(FAULTS / 'paced_updates.py'), *TINY, *JOBS, *arguments,
@@ -55,7 +55,7 @@ class Job:
         with open(self.log, 'a') as file:
             self.process = subprocess.Popen(self.command, cwd=ROOT, stdout=file, stderr=file,
                                             env=dict(os.environ, OMP_NUM_THREADS='1',
-                                                     HURRY=str(self.hurried)))
+                                                     HURRY=str(self.hurry_file)))
 
     def kill(self):
         kill_node(self.process)
@@ -70,27 +70,27 @@ class Job:
     def newest(self):
         return max(self.exchanges(), default=-1)
 
-    def wait_for(self, condition, seconds=WAIT):
+    def wait_for(self, condition, seconds=TIMEOUT):
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline and self.process.poll() in (None, 0), self.log.read_text()
             time.sleep(0.05)
 
     def pass_exchanges(self, count):
-        """Wait until this island has finished that many more exchanges."""
+        """Wait until this island has finished `count` more exchanges."""
         wanted = self.newest() + count
         self.wait_for(lambda: self.newest() >= wanted)
 
     def end(self, hurry=True):
-        """Wait until the run is over; its exit code."""
+        """Wait until the run is over; returns its exit code. hurry: let the updates be fast from now on."""
         if hurry:
-            self.hurried.touch()
-        return self.process.wait(WAIT)
+            self.hurry_file.touch()
+        return self.process.wait(TIMEOUT)
 
 
 @contextlib.contextmanager
 def jobs(folder, dataset, server, *arguments, islands=3):
-    """Jobs of that many islands, which share a folder; killed at the end of the context."""
+    """One job for each island, all with the same out_dir. The end of the context kills them."""
     started = [Job(folder, dataset, server.address, island, f'--islands={islands}', *arguments)
                for island in range(islands)]
     try:
@@ -101,7 +101,7 @@ def jobs(folder, dataset, server, *arguments, islands=3):
 
 
 def all_exchanges(started):
-    """{number: line} of all islands' exchanges; what they say of one exchange must be the same."""
+    """{number: facts} of the exchanges of all islands, which must say the same of each exchange."""
     found = {}
     for job in started:
         for number, line in job.exchanges().items():
@@ -111,7 +111,7 @@ def all_exchanges(started):
 
 
 def count_sequences(exchanges):
-    """(how many sequences were trained on, how many of them twice, how many up to the last one never)."""
+    """(how many sequences were trained on, how many of them twice, how many before the last never)."""
     numbers = []
     for line in exchanges.values():
         for begin, end in line['sequences']:
@@ -119,17 +119,17 @@ def count_sequences(exchanges):
     return len(numbers), len(numbers) - len(set(numbers)), max(numbers) + 1 - len(set(numbers))
 
 
-# --- jobs and one world -----------------------------------------------------------------------------------
+# --- jobs and one torchrun --------------------------------------------------------------------------------
 
-def assert_jobs_equal_world(train, server, folder, *arguments, islands=2, nproc=1):
+def assert_jobs_equal_one_torchrun(train, server, folder, *arguments, islands=2, nproc=1):
     arguments = [*JOBS, f'--islands={islands}', *arguments]
-    job = [partial(train, *arguments, f'--outer_store={server.address}', f'--island={island}',
-                   out_dir=folder / 'jobs', nproc=nproc, timeout=WAIT) for island in range(islands)]
-    side_by_side(*job)
-    train(*arguments, out_dir=folder / 'world', nproc=islands * nproc, timeout=WAIT)
+    calls = [partial(train, *arguments, f'--outer_store={server.address}', f'--island={island}',
+                     out_dir=folder / 'jobs', nproc=nproc, timeout=TIMEOUT) for island in range(islands)]
+    side_by_side(*calls)
+    train(*arguments, out_dir=folder / 'torchrun', nproc=islands * nproc, timeout=TIMEOUT)
     exchanges = {}
     for name in ('', *(f'island_{island}' for island in range(1, islands))):
-        run, other = read_run(folder / 'jobs' / name), read_run(folder / 'world' / name)
+        run, other = read_run(folder / 'jobs' / name), read_run(folder / 'torchrun' / name)
         losses = [{i: line['loss'] for i, line in one.lines.items()} for one in (run, other)]
         assert losses[0] == losses[1] and len(losses[0]) == 12
         assert [line['val_loss'] for line in run.evals.values()] == [
@@ -142,8 +142,8 @@ def assert_jobs_equal_world(train, server, folder, *arguments, islands=2, nproc=
 
 
 @pytest.mark.slow  # three scripts that import torch
-def test_jobs_equal_islands_of_one_world_to_the_bit(train, server, tmp_path):
-    exchanges = assert_jobs_equal_world(train, server, tmp_path)
+def test_jobs_equal_islands_of_one_torchrun_to_the_bit(train, server, tmp_path):
+    exchanges = assert_jobs_equal_one_torchrun(train, server, tmp_path)
     assert list(exchanges) == [0, 1, 2] and count_sequences(exchanges) == (12 * 12, 0, 0)
 
 
@@ -151,15 +151,15 @@ def test_jobs_equal_islands_of_one_world_to_the_bit(train, server, tmp_path):
 @pytest.mark.parametrize('layout', [
     ('--outer_fragments=2', '--outer_compress=int8', '--outer_delay=1'),
     ('--zero_stage=3', '--outer_mix=0.5')], ids=lambda layout: layout[0][2:])
-def test_jobs_of_other_layouts_equal_islands_of_one_world(train, server, tmp_path, layout):
-    assert_jobs_equal_world(train, server, tmp_path, *layout, nproc=2 if 'zero' in layout[0] else 1)
+def test_jobs_of_other_layouts_equal_islands_of_one_torchrun(train, server, tmp_path, layout):
+    assert_jobs_equal_one_torchrun(train, server, tmp_path, *layout, nproc=2 if 'zero' in layout[0] else 1)
 
 
 # --- kills, stops, restarts -------------------------------------------------------------------------------
 
 def run_with_kills(folder, dataset, server, kills, iterations, timeout=10.0, seed=0):
-    """Kill and restart islands at random moments; (jobs, seconds between lines of those that lived)."""
-    generator, stalls = random.Random(seed), []
+    """Kill and restart islands at random moments; returns (jobs, longest waits of the others in seconds)."""
+    generator, longest_waits = random.Random(seed), []
     with jobs(folder, dataset, server, f'--max_iters={iterations}', f'--lr_decay_iters={iterations}',
               '--save_interval=10', f'--outer_timeout={timeout}') as started:
         for job in started:
@@ -172,33 +172,33 @@ def run_with_kills(folder, dataset, server, kills, iterations, timeout=10.0, see
             lost.kill()
             for job in others:
                 job.pass_exchanges(2)
-            stalls.append(max(line['wait_s'] for job in others for other, line in job.exchanges().items()
-                              if other > number))
+            waits = [0.0]
+            for job in others:
+                waits += [line['wait_s'] for other, line in job.exchanges().items() if other > number]
+            longest_waits.append(max(waits))
             lost.start()
             since = max(job.newest() for job in others)
             lost.wait_for(lambda: lost.newest() > since
                           and len(lost.exchanges()[lost.newest()]['islands']) == 3)
         assert [job.end() for job in started] == [0, 0, 0]
-    return started, stalls
+    return started, longest_waits
 
 
 @pytest.mark.slow
-def test_killed_islands_return_and_no_sequence_is_trained_twice(dataset, server, tmp_path):
+def test_killed_islands_return_and_no_sequence_is_trained_on_twice(dataset, server, tmp_path):
     started, _ = run_with_kills(tmp_path / 'run', dataset, server, kills=2, iterations=600)
     found = all_exchanges(started)
     assert [] != [line for line in found.values() if len(line['islands']) == 2]
     assert found[max(found)]['islands'] == [0, 1, 2]
     count, twice, never = count_sequences(found)
     assert count > 5000 and twice == 0 and never == 0
-    weights = [newest_tensors(job.out_dir) for job in started]
-    outer = [{name: tensor for name, tensor in tensors.items() if name.startswith('model.')}
-             for tensors in weights]
-    assert_same_tensors(outer[0], outer[1])
-    assert_same_tensors(outer[0], outer[2])
+    shared = [newest_weights(job.out_dir) for job in started]
+    assert_same_tensors(shared[0], shared[1])
+    assert_same_tensors(shared[0], shared[2])
 
 
 @pytest.mark.slow
-def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
+def test_suspended_island_is_left_out_and_joins_again(dataset, server, tmp_path):
     with jobs(tmp_path / 'run', dataset, server, '--max_iters=200', '--outer_timeout=10') as started:
         for job in started:
             job.wait_for(lambda: job.newest() >= 0)
@@ -215,7 +215,7 @@ def test_stopped_island_is_left_out_and_joins_again(dataset, server, tmp_path):
 
 @pytest.mark.slow
 def test_island_without_a_checkpoint_does_not_take_that_of_another(train, server, tmp_path):
-    """Island 0 might delete it meanwhile; the island joins others instead, or begins if nobody is there."""
+    """Island 0 might delete the checkpoint. The island joins the others instead, or begins if it is alone."""
     arguments = [*JOBS, '--islands=2', f'--outer_store={server.address}', '--outer_timeout=0.5']
     train(*arguments, '--init_from=auto', out_dir=tmp_path / 'run')
     second = train(*arguments, '--island=1', '--init_from=auto', out_dir=tmp_path / 'run')
@@ -225,8 +225,8 @@ def test_island_without_a_checkpoint_does_not_take_that_of_another(train, server
 
 @pytest.mark.slow
 @pytest.mark.parametrize('layout, nproc', [('--zero_stage=0', 1), ('--zero_stage=3', 2)])
-def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path, layout, nproc):
-    """Replicas of the parameters, which an island of nproc=1 process does not have, and parts of them."""
+def test_island_of_two_processes_that_starts_late_joins(dataset, server, tmp_path, layout, nproc):
+    """With replicas, which an island of one process does not have, and with sharded parameters."""
     arguments = ['--islands=2', layout, '--max_iters=160', '--outer_timeout=10', '--outer_fragments=2',
                  '--outer_compress=bf16', f'--dataset={dataset}']
     with contextlib.ExitStack() as stack:
@@ -241,9 +241,7 @@ def test_island_of_two_processes_that_comes_late_joins(dataset, server, tmp_path
     assert found[3]['islands'] == [0] and found[max(found)]['islands'] == [0, 1]
     assert count_sequences(found)[1:] == (0, 0)
     assert 'joins the others at iteration' in second.log.read_text()
-    shared = [{name: tensor for name, tensor in newest_tensors(job.out_dir).items()
-               if name.startswith('model.')} for job in (first, second)]
-    assert_same_tensors(*shared)
+    assert_same_tensors(newest_weights(first.out_dir), newest_weights(second.out_dir))
 
 
 @pytest.mark.slow
@@ -256,28 +254,28 @@ def test_server_that_is_killed_and_started_again_changes_nothing(train, dataset,
             server.start()
             started[0].pass_exchanges(2)
         assert [job.end() for job in started] == [0, 0]
-    world = train(*JOBS, '--max_iters=40', '--islands=2', out_dir=tmp_path / 'world', nproc=2)
+    together = train(*JOBS, '--max_iters=40', '--islands=2', out_dir=tmp_path / 'torchrun', nproc=2)
     losses = {i: line['loss'] for i, line in read_run(started[0].out_dir).lines.items()}
-    assert losses == {i: line['loss'] for i, line in world.lines.items()}
+    assert losses == {i: line['loss'] for i, line in together.lines.items()}
 
 
 @pytest.mark.slow
 def test_signal_ends_the_wait_for_other_islands(train, dataset, server, tmp_path):
-    """And an island that was ended there continues to the bit."""
+    """An island that was stopped while it waited continues to the bit."""
     with jobs(tmp_path / 'run', dataset, server, islands=2) as started:
         started[1].wait_for(lambda: started[1].newest() >= 0)
         started[1].process.terminate()
         assert started[1].end(hurry=False) == 143
         iteration = max(read_run(started[1].out_dir).lines)
-        time.sleep(2)  # island 0 now waits at its next exchange
+        time.sleep(2)  # until island 0 waits at its next exchange
         started[0].process.terminate()
         assert started[0].end(hurry=False) == 143
         for job in started:
             job.start()
         assert [job.end() for job in started] == [0, 0] and iteration < 12
-    world = train(*JOBS, '--islands=2', out_dir=tmp_path / 'world', nproc=2)
+    together = train(*JOBS, '--islands=2', out_dir=tmp_path / 'torchrun', nproc=2)
     losses = {i: line['loss'] for i, line in read_run(started[0].out_dir).lines.items()}
-    assert losses == {i: line['loss'] for i, line in world.lines.items()}
+    assert losses == {i: line['loss'] for i, line in together.lines.items()}
 
 
 @pytest.mark.slow
@@ -288,7 +286,7 @@ def test_run_without_a_server_ends_with_a_checkpoint(dataset, server, tmp_path):
         assert [job.end(hurry=False) for job in started] == [1, 1]
         for job in started:
             text = job.log.read_text()
-            assert text.count('does not answer') == 1 and 'has not answered for 1' in text
+            assert text.count('does not answer') == 1 and 'did not answer for 1' in text
             assert 'Traceback' not in text
             job.out_dir.joinpath('stopped').write_text(str(max(read_run(job.out_dir).lines)))
         server.start()
@@ -307,7 +305,7 @@ def test_run_without_a_server_ends_with_a_checkpoint(dataset, server, tmp_path):
      'island is 2: it must be at least 0 and below islands=2'),
     ('--island=1 --islands=2', 'island says which island a job is: set outer_store too'),
     ('--outer_store=127.0.0.1:1 --islands=2 --outer_timeout=0', 'outer_timeout is 0.0: it must be above 0')])
-def test_bad_settings_of_jobs_are_one_sentence(train, arguments, message):
+def test_bad_settings_of_jobs_end_the_run_in_one_sentence(train, arguments, message):
     run = train(*arguments.split(), check=False)
     assert run.returncode == 1 and message in run.stderr and run.stderr.count('\n') == 1
 
@@ -329,7 +327,7 @@ def test_island_with_other_data_is_refused_in_one_sentence(dataset, server, tmp_
 
 
 @pytest.mark.slow
-def test_server_that_is_not_there_is_one_sentence(train):
+def test_missing_server_ends_the_run_in_one_sentence(train):
     run = train('--islands=2', '--outer_store=127.0.0.1:1', check=False)
     assert run.returncode == 1 and 'outer_store=127.0.0.1:1 cannot be reached' in run.stderr
     assert run.stderr.count('\n') == 1
@@ -342,11 +340,11 @@ def test_jobs_need_a_secret(train):
 
 if __name__ == '__main__':  # python tests/islands/test_jobs.py DATASET FOLDER KILLS ITERATIONS SEED
     os.environ['KILOGPT_SECRET'] = SECRET
-    _, data, place, kill_count, last, first_seed = sys.argv
-    place = pathlib.Path(place)
-    place.mkdir()
-    running = Server(place)
-    islands_of_run, waits = run_with_kills(place / 'run', data, running, int(kill_count), int(last),
+    _, data, folder_name, kill_count, last, first_seed = sys.argv
+    output = pathlib.Path(folder_name)
+    output.mkdir()
+    running = Server(output)
+    islands_of_run, waits = run_with_kills(output / 'run', data, running, int(kill_count), int(last),
                                            seed=int(first_seed))
     running.kill()
     print('seconds of waiting:', [round(seconds, 1) for seconds in waits])

@@ -1,4 +1,4 @@
-"""Where islands meet that are jobs of their own: who comes, goes and returns, and who is refused."""
+"""The server of islands that are jobs of their own: who joins, leaves and returns, and who is refused."""
 import contextlib
 import os
 import socket
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from helpers import ROOT, free_port
-from kilogpt.islands.client import MAGIC, Meeting, parse_address, prove, receive_bytes, send
+from kilogpt.islands.client import MAGIC, IslandClient, authenticate, parse_address, receive_bytes, send
 
 SECRET = 'a secret of the tests'
 
@@ -22,16 +22,17 @@ def secret(monkeypatch):
 
 
 class Server:
-    """A process of kilogpt.meet, which may be killed and started again."""
+    """A process of python -m kilogpt.islands, which may be killed and started again."""
 
-    def __init__(self, folder):
-        self.port, self.log = free_port(), folder / 'meet.log'
+    def __init__(self, folder, module='kilogpt.islands'):
+        self.module = module
+        self.port, self.log = free_port(), folder / 'server.log'
         self.address = f'127.0.0.1:{self.port}'
         self.start()
 
     def start(self):
         with open(self.log, 'a') as file:
-            self.process = subprocess.Popen([sys.executable, '-m', 'kilogpt.meet', f'--port={self.port}'],
+            self.process = subprocess.Popen([sys.executable, '-m', self.module, f'--port={self.port}'],
                                             cwd=ROOT, stdout=file, stderr=file)
         self.wait_for_connection()
 
@@ -55,191 +56,201 @@ def server(tmp_path):
     server.kill()
 
 
-def come(server, island, place=0, places=1, job=None, islands=3, timeout=60.0, **options):
-    """A rank of an island; `is_ahead` is what its hello says."""
+def register(server, island, place=0, places=1, job=None, islands=3, timeout=60.0, **options):
+    """A rank of an island that has registered; `continues` is what `register` of its client returned."""
     settings = dict(islands=islands, outer_timeout=timeout, outer_interval=10)
-    rank = Meeting(server.address, island, place, places, job or f'job of {island}', settings, **options)
-    rank.continues = rank.hello()
+    rank = IslandClient(server.address, island, place, places, job or f'job of {island}', settings, **options)
+    rank.continues = rank.register()
     return rank
 
 
 def upload(rank, *values):
-    """Begin the exchange under way with a payload of these bytes."""
+    """Start the next exchange of a rank, with a payload of these bytes."""
     rank.start(rank.position[0], torch.tensor(values, dtype=torch.uint8))
 
 
-def arrive(*ranks, seconds=60):
-    """What has arrived on these ranks of one island, or of several."""
+def results_of(*ranks, seconds=60):
+    """Wait for the results of what these ranks have started; they may be of one island or of several."""
     deadline = time.monotonic() + seconds
-    while not all(rank.done() for rank in ranks):
+    while not all(rank.arrived_mark() for rank in ranks):
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return [rank.result() for rank in ranks]
 
 
-def values_of(exchanged):
-    return {island: payload.tolist() for island, payload in exchanged.payloads.items()}
+def values_of(result):
+    """{island: values of its payload} of an ExchangeResult."""
+    return {island: payload.tolist() for island, payload in result.payloads.items()}
 
 
-# --- who comes ------------------------------------------------------------------------------------------
+# --- exchanges and joins --------------------------------------------------------------------------------
 
-def test_islands_get_the_payloads_of_the_same_place_of_all(server):
-    ranks = [come(server, island, place, places=2) for island in range(3) for place in range(2)]
+def test_ranks_get_the_payloads_of_the_same_place_on_all_islands(server):
+    ranks = []
+    for island in range(3):
+        ranks += [register(server, island, place, places=2) for place in range(2)]
     for number in range(3):
         for i, rank in enumerate(ranks):
             upload(rank, number, i)
-        found = arrive(*ranks)
-        for i, exchanged in enumerate(found):
-            assert values_of(exchanged) == {island: [number, 2 * island + i % 2] for island in range(3)}
-            assert list(exchanged.payloads) == [0, 1, 2] and exchanged.joining == []
+        for i, result in enumerate(results_of(*ranks)):
+            assert values_of(result) == {island: [number, 2 * island + i % 2] for island in range(3)}
+            assert list(result.payloads) == [0, 1, 2] and result.joining == []
     assert len({str(rank.position) for rank in ranks}) == 1 and ranks[0].position[0] == 3
 
 
 def test_lost_island_is_left_out_and_joins_when_it_returns(server):
-    islands = [come(server, island, timeout=2.0) for island in range(3)]
-    for number in range(2):  # exchange 1 waits for island 2, exchange 2 does not expect it any more
+    islands = [register(server, island, timeout=2.0) for island in range(3)]
+    for number in range(2):  # exchange 0 waits for island 2, and exchange 1 does not expect it any more
         upload(islands[0], 1)
         upload(islands[1], 2)
-        for exchanged in arrive(*islands[:2]):
-            assert values_of(exchanged) == {0: [1], 1: [2]}
+        for result in results_of(*islands[:2]):
+            assert values_of(result) == {0: [1], 1: [2]}
     assert server.log.read_text().count('without islands [2]') == 1
-    upload(islands[2], 3)  # as an island that was stopped and has been continued
-    assert arrive(islands[2]) == [None]
-    returned = come(server, 2, timeout=2.0, job='a new one')
+    upload(islands[2], 3)  # like an island that was suspended and continued
+    assert results_of(islands[2]) == [None]
+    returned = register(server, 2, timeout=2.0, job='a new one')
     assert not returned.continues
-    returned.join()
+    returned.start_joining()
     while 'join' not in server.log.read_text():
         upload(islands[0], 1)
         upload(islands[1], 2)
-        joining = [exchanged.joining for exchanged in arrive(*islands[:2])]
+        joining = [result.joining for result in results_of(*islands[:2])]
         assert joining in ([[], []], [[2], [2]])
-    islands[0].give(dict(iteration=40), torch.tensor([7, 7], dtype=torch.uint8))
-    joined, = arrive(returned)
+    islands[0].send_state(dict(iteration=40), torch.tensor([7, 7], dtype=torch.uint8))
+    joined, = results_of(returned)
     assert joined.state == dict(iteration=40) and joined.payload.tolist() == [7, 7]
     assert returned.position == islands[0].position
     for rank in (*islands[:2], returned):
         upload(rank, rank.island)
-    for exchanged in arrive(*islands[:2], returned):
-        assert values_of(exchanged) == {0: [0], 1: [1], 2: [2]}
+    for result in results_of(*islands[:2], returned):
+        assert values_of(result) == {0: [0], 1: [1], 2: [2]}
 
 
 def test_island_joins_at_the_next_exchange_if_it_gets_no_state(server):
-    """As when the island that should have given its state was killed."""
-    member = come(server, 0, islands=2, timeout=0.5)
+    """As if the island that should have sent its state was killed."""
+    member = register(server, 0, islands=2, timeout=0.5)
     upload(member, 1)
-    arrive(member)
-    comer = come(server, 1, islands=2, timeout=0.5)
-    comer.join()
+    results_of(member)
+    newcomer = register(server, 1, islands=2, timeout=0.5)
+    newcomer.start_joining()
     joining = []
     while len(joining) < 2:
         upload(member, 1)
-        exchanged, = arrive(member)
-        joining += exchanged.joining
-    assert joining == [1, 1] and not comer.done()
-    member.give(dict(iteration=8), torch.zeros(0, dtype=torch.uint8))
-    joined, = arrive(comer)
+        result, = results_of(member)
+        joining += result.joining
+    assert joining == [1, 1] and not newcomer.arrived_mark()
+    member.send_state(dict(iteration=8), torch.zeros(0, dtype=torch.uint8))
+    joined, = results_of(newcomer)
     assert joined.state == dict(iteration=8) and len(joined.payload) == 0
 
 
-def test_island_that_was_killed_in_an_exchange_gets_it_again(server):
-    """Also its own payload as the others have it, since it may have computed another one meanwhile."""
-    islands = [come(server, island) for island in range(3)]
+def test_island_that_was_killed_in_an_exchange_gets_the_result_again(server):
+    """The result includes its own payload as the others have it: the island may now compute another one."""
+    islands = [register(server, island) for island in range(3)]
     for rank in islands:
         upload(rank, rank.island)
-    arrive(*islands[:2])
-    returned = come(server, 2, job='a new one')
+    results_of(*islands[:2])
+    returned = register(server, 2, job='a new one')
     assert returned.continues
     upload(returned, 99)
-    assert values_of(*arrive(returned)) == {0: [0], 1: [1], 2: [2]}
+    assert values_of(*results_of(returned)) == {0: [0], 1: [1], 2: [2]}
     assert returned.position == islands[0].position
 
 
 @pytest.mark.slow
-def test_when_all_islands_return_from_checkpoints_the_furthest_leads(server):
-    ranks = [come(server, island, timeout=5.0) for island in range(3)]
-    positions = [ranks[0].position]  # the last but one exchange is not kept
+def test_if_all_islands_return_from_checkpoints_the_furthest_leads(server):
+    ranks = [register(server, island, timeout=5.0) for island in range(3)]
+    positions = [ranks[0].position]
     for number in range(4):
         for rank in ranks:
             upload(rank, number)
-        arrive(*ranks)
+        results_of(*ranks)
         positions.append(ranks[0].position)
     for rank in ranks:
-        rank.is_member = False  # as if their processes had ended
-    returned = [come(server, island, timeout=5.0, job='new', number=positions[saved][0],
+        rank.is_member = False  # the rank sends no more signs of life, as if its process had ended
+    returned = [register(server, island, timeout=5.0, job='new', number=positions[saved][0],
                      history=positions[saved][1]) for island, saved in enumerate((1, 2, 1))]
     assert [rank.continues for rank in returned] == [False] * 3
     for rank in returned:
-        rank.join()
-    assert arrive(returned[1]) == [None]  # nobody is ahead of it
+        rank.start_joining()
+    assert results_of(returned[1]) == [None]  # nobody is ahead of this island
     upload(returned[1], 1)
-    exchanged, = arrive(returned[1])
-    assert values_of(exchanged) == {1: [1]} and exchanged.joining == [0, 2]
-    returned[1].give({}, torch.tensor([5], dtype=torch.uint8))
-    assert [joined.payload.tolist() for joined in arrive(returned[0], returned[2])] == [[5], [5]]
+    result, = results_of(returned[1])
+    assert values_of(result) == {1: [1]} and result.joining == [0, 2]
+    returned[1].send_state({}, torch.tensor([5], dtype=torch.uint8))
+    assert [joined.payload.tolist() for joined in results_of(returned[0], returned[2])] == [[5], [5]]
 
 
 # --- a server that is killed ----------------------------------------------------------------------------
 
-def test_server_that_is_started_again_learns_where_the_islands_are(server):
-    islands = [come(server, island) for island in range(3)]
+def send_exchange(rank, payload):
+    """Send the payload of a rank for its next exchange, and return the connection without waiting."""
+    connection = rank._connect()
+    send(connection, rank._message('exchange', have=0))
+    send(connection, rank._message('payload'), [payload])
+    return connection
+
+
+def test_restarted_server_learns_from_the_islands_which_exchange_comes_next(server):
+    islands = [register(server, island) for island in range(3)]
     for rank in islands:
         upload(rank, 0)
-    arrive(*islands)
+    results_of(*islands)
     upload(islands[0], 1)
     server.kill()
     upload(islands[1], 2)
     time.sleep(0.1)
     server.start()
     upload(islands[2], 3)
-    for exchanged in arrive(*islands):
-        assert values_of(exchanged) == {0: [1], 1: [2], 2: [3]}
+    for result in results_of(*islands):
+        assert values_of(result) == {0: [1], 1: [2], 2: [3]}
 
 
 @pytest.mark.slow
 def test_island_that_missed_an_exchange_by_a_restart_takes_over_the_state(server):
-    """The server is killed when one island has the result of an exchange and another one does not."""
-    first, second = [come(server, island, islands=2, timeout=20.0) for island in range(2)]
+    """The server is killed when one island has the result of an exchange and the other island does not."""
+    first, second = [register(server, island, islands=2, timeout=20.0) for island in range(2)]
     upload(first, 1)
-    # The second one's payload arrives, but the answer is lost with the server.
-    second.task = None
-    peer = second._connect()
-    for request in (second._request('exchange', have=0), second._request('payload')):
-        send(peer, request, [b'\2'] if request['kind'] == 'payload' else [])
-    assert values_of(*arrive(first)) == {0: [1], 1: [2]}
+    # The payload of the second island arrives, but the answer is lost with the server.
+    second.request = None
+    connection = send_exchange(second, b'\2')
+    assert values_of(*results_of(first)) == {0: [1], 1: [2]}
     server.kill()
+    connection.close()
     server.start()
     upload(second, 2)
-    assert arrive(second) == [None]  # the first island's sign of life has told that it is ahead
-    second.join()
+    assert results_of(second) == [None]  # the first island's sign of life says that it is ahead
+    second.start_joining()
     while True:
         upload(first, 1)
-        exchanged, = arrive(first)
-        if exchanged.joining:
+        result, = results_of(first)
+        if result.joining:
             break
-    first.give({}, torch.tensor([9], dtype=torch.uint8))
-    assert arrive(second)[0].payload.tolist() == [9]
+    first.send_state({}, torch.tensor([9], dtype=torch.uint8))
+    assert results_of(second)[0].payload.tolist() == [9]
 
 
 @pytest.mark.slow
 def test_ranks_of_an_island_agree_after_a_restart(server):
-    """One rank has the result when the server is killed; both take the one that is decided afterwards."""
-    islands = [[come(server, island, place, places=2, islands=2, timeout=20.0) for place in range(2)]
-               for island in range(2)]
+    """One rank has a result when the server is killed. Both take the result of the second decision."""
+    islands = []
+    for island in range(2):
+        islands.append([register(server, island, place, places=2, islands=2, timeout=20.0)
+                        for place in range(2)])
     upload(islands[0][0], 1)
     upload(islands[1][0], 2)
     upload(islands[1][1], 2)
     early, late = islands[0]
-    peer = late._connect()
-    for request in (late._request('exchange', have=0), late._request('payload')):
-        send(peer, request, [b'\1'] if request['kind'] == 'payload' else [])
-    while not early.done():
+    connection = send_exchange(late, b'\1')
+    while not early.arrived_mark():
         time.sleep(0.01)
+    connection.close()
     before = early.mark
     server.kill()
     server.start()
     upload(late, 1)
     deadline = time.monotonic() + 60
-    while early.done() != late.done() or not late.done():
+    while early.arrived_mark() != late.arrived_mark() or not late.arrived_mark():
         assert time.monotonic() < deadline
         time.sleep(0.05)
     assert early.mark != before
@@ -249,8 +260,8 @@ def test_ranks_of_an_island_agree_after_a_restart(server):
 
 # --- strangers ------------------------------------------------------------------------------------------
 
-def test_strangers_are_refused_and_the_islands_go_on(server, monkeypatch):
-    islands = [come(server, island) for island in range(3)]
+def test_strangers_are_refused_and_the_islands_continue(server, monkeypatch):
+    islands = [register(server, island) for island in range(3)]
     upload(islands[0], 1)
     upload(islands[1], 1)
     strangers = []
@@ -265,15 +276,15 @@ def test_strangers_are_refused_and_the_islands_go_on(server, monkeypatch):
     assert receive_bytes(reflected, 32) == bytes(32)
     monkeypatch.setenv('KILOGPT_SECRET', 'another secret of the tests')
     with pytest.raises(ValueError, match='refuses this island: it has another KILOGPT_SECRET'):
-        come(server, 2)
+        register(server, 2)
     upload(islands[2], 1)
-    for exchanged in arrive(*islands):
-        assert values_of(exchanged) == {0: [1], 1: [1], 2: [1]}
+    for result in results_of(*islands):
+        assert values_of(result) == {0: [1], 1: [1], 2: [1]}
     assert 'refused 127.0.0.1' in server.log.read_text()
 
 
 @pytest.mark.slow
-def test_connection_that_hardly_says_anything_is_closed(server):
+def test_connection_that_is_slow_or_silent_is_closed(server):
     with socket.create_connection(('127.0.0.1', int(server.port)), 60) as slow:
         with pytest.raises(ConnectionError):
             for byte in MAGIC + bytes(100):
@@ -285,43 +296,51 @@ def test_connection_that_hardly_says_anything_is_closed(server):
         assert mute.recv(1) == b''
 
 
-def test_nonsense_from_one_that_knows_the_secret_ends_only_its_connection(server):
-    rank = come(server, 0, islands=1)
+def test_bad_message_from_one_who_knows_the_secret_ends_only_that_connection(server):
+    rank = register(server, 0, islands=1)
     for content in (b'\0\0\0\2{}', b'\0\0\0\2[]', b'\xff' * 40, b'\0\0\0\4null',
                     b'\0\0\0\x0f{"sizes": [-1]}', b'\0\0\0\x0d{"sizes": []}', b'[' * 50_000):
-        with socket.create_connection(('127.0.0.1', int(server.port)), 10) as peer:
-            prove(peer, SECRET.encode(), is_server=False)
-            send(peer, rank.introduction)
-            peer.sendall(content)
-            peer.settimeout(20)
+        with socket.create_connection(('127.0.0.1', int(server.port)), 10) as connection:
+            authenticate(connection, SECRET.encode(), is_server=False)
+            send(connection, rank.introduction)
+            connection.sendall(content)
+            connection.settimeout(20)
             with contextlib.suppress(ConnectionResetError):
-                assert peer.recv(1) == b''
+                assert connection.recv(1) == b''
     upload(rank, 1)
-    assert values_of(*arrive(rank)) == {0: [1]}
+    assert values_of(*results_of(rank)) == {0: [1]}
 
 
-def test_second_job_of_an_island_counts_and_the_first_does_not(server):
-    first = come(server, 0, islands=1)
-    second = come(server, 0, islands=1, job='another')
-    said = []
-    first.say = said.append
+def test_second_job_of_an_island_replaces_the_first(server):
+    first = register(server, 0, islands=1)
+    second = register(server, 0, islands=1, job='another')
+    printed = []
+    first.say = printed.append
     upload(first, 1)
     upload(second, 2)
-    assert values_of(*arrive(second)) == {0: [2]}
-    while not said:
+    assert values_of(*results_of(second)) == {0: [2]}
+    while not printed:
         time.sleep(0.01)
-    assert 'another job has come as island 0' in said[0] and not first.done()
+    assert 'another job has come as island 0' in printed[0] and not first.arrived_mark()
+
+
+def test_former_name_of_the_command_starts_the_server(tmp_path):
+    server = Server(tmp_path, module='kilogpt.meet')
+    try:
+        assert register(server, 0, islands=1).continues
+    finally:
+        server.kill()
 
 
 # --- bad input ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('secret, message', [('', 'KILOGPT_SECRET is not set'),
                                              ('short', 'KILOGPT_SECRET has 5 characters')])
-def test_secret_must_be_there_and_long(monkeypatch, secret, message):
+def test_secret_must_be_set_and_long(monkeypatch, secret, message):
     monkeypatch.setenv('KILOGPT_SECRET', secret)
     with pytest.raises(ValueError, match=message):
-        Meeting('127.0.0.1:1', 0, 0, 1, '', {})
-    done = subprocess.run([sys.executable, '-m', 'kilogpt.meet'], cwd=ROOT, capture_output=True, text=True)
+        IslandClient('127.0.0.1:1', 0, 0, 1, '', {})
+    done = subprocess.run([sys.executable, '-m', 'kilogpt.islands'], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and message in done.stderr and done.stderr.count('\n') == 1
 
 
@@ -332,23 +351,23 @@ def test_address_must_be_host_and_port(text):
 
 
 def test_server_must_be_reachable():
-    rank = Meeting(f'127.0.0.1:{free_port()}', 0, 0, 1, '', {})
-    with pytest.raises(ValueError, match='cannot be reached .*start python -m kilogpt.meet there'):
-        rank.hello(patience=0)
+    rank = IslandClient(f'127.0.0.1:{free_port()}', 0, 0, 1, '', {})
+    with pytest.raises(ValueError, match='cannot be reached .*start python -m kilogpt.islands there'):
+        rank.register(patience=0)
 
 
-def test_what_listens_must_be_a_server_of_islands():
+def test_another_kind_of_server_is_not_taken_for_a_server_of_islands():
     with socket.create_server(('127.0.0.1', 0)) as other:
-        rank = Meeting(f'127.0.0.1:{other.getsockname()[1]}', 0, 0, 1, '', {})
+        rank = IslandClient(f'127.0.0.1:{other.getsockname()[1]}', 0, 0, 1, '', {})
 
         threading.Thread(target=lambda: other.accept()[0].sendall(b'SSH-2.0-OpenSSH_9.2p1\r\n' * 9)).start()
         with pytest.raises(ValueError, match='the other end is not a kiloGPT of this version'):
-            rank.hello(patience=0)
+            rank.register(patience=0)
 
 
 def test_settings_of_islands_must_agree(server):
-    come(server, 0)
+    register(server, 0)
     with pytest.raises(ValueError, match='islands is 4 here and 3 on the island that came first'):
-        come(server, 1, islands=4)
+        register(server, 1, islands=4)
     with pytest.raises(ValueError, match='island is 3, but islands is 3'):
-        come(server, 3)
+        register(server, 3)

@@ -13,7 +13,8 @@ import shutil
 import numpy as np
 import pytest
 
-from data.loader import TokenLoader, read_meta
+from data.datasets import read_meta
+from data.loader import TokenLoader
 from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights,
                      run_forked, saved_iterations, side_by_side)
 
@@ -56,9 +57,7 @@ LAYOUTS = {
 QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b', 'muon zero1')}
 # the same mechanisms with other models, at other degrees, in larger compositions; and what takes a compiler
 SLOW_LAYOUTS = {
-    2: {**{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}'
-           for schedule in ('gpipe', 'interleaved1f1b', 'interleavedzb', 'dualpipev')},
-        'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'muon ddp': '',
+    2: {'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'muon ddp': '',
         'offload': '--zero_stage=2 --cpu_offload', 'modern tp2': '--tp=2', 'muon tp2': '--tp=2',
         'selective': '--tp=2 --activation_checkpoint=selective',
         'zero2 compiled': '--zero_stage=2 --compile=True', 'modern tp2 compiled': '--tp=2 --compile=True'},
@@ -78,12 +77,17 @@ SLOW_LAYOUTS = {
     8: {'pp2 tp2 dp2': '--pp=2 --tp=2', 'modern hsdp tp2': '--tp=2 --zero_stage=3 --dp_replicate=2',
         'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
+# every schedule with every kind of checkpointing, dense and with experts; a few of them by default
+DEFAULT_PIPELINES = 'pp2 zbv selective', 'pp2 dualpipev full', 'moe pp2 interleavedzb selective'
+for model, schedule, mode in itertools.product(('', 'moe '), SCHEDULES, ('none', 'selective', 'full')):
+    name = f'{model}pp2 {schedule} {mode}'
+    layouts = LAYOUTS if name in DEFAULT_PIPELINES else SLOW_LAYOUTS
+    layouts[2][name] = f'--pp=2 --pp_schedule={schedule} --activation_checkpoint={mode}'
 # mixtures of experts; three processes pad the batch, whose padding must not count
 for nproc, layouts in {
         2: {'moe ddp': '', 'moe zero1': '--zero_stage=1', 'moe zero2': '--zero_stage=2', 'losses ddp': '',
             'moe tp2': '--tp=2', 'losses tp2': '--tp=2', 'moe cp2': '--cp=2',
-            'losses cp2 ep2': '--cp=2 --ep=2', 'moe pp2': '--pp=2',
-            'moe pp2 zbv': '--pp=2 --pp_schedule=zbv', 'losses pp2': '--pp=2',
+            'losses cp2 ep2': '--cp=2 --ep=2', 'moe pp2': '--pp=2', 'losses pp2': '--pp=2',
             'moe full ep2': '--ep=2 --activation_checkpoint=full',
             'moe selective ep2': '--ep=2 --activation_checkpoint=selective',
             'moe ep2 compiled': '--ep=2 --compile=True', 'muon_moe ep2': '--ep=2', 'muon_moe ddp': ''},
@@ -326,6 +330,21 @@ def test_activation_checkpointing_saves_memory(train_all):
     assert kept_per_block('selective') == pytest.approx(11, rel=0.1)
     # inputs of: two norms, q k v at once, attention (3) and its output, both projections (1 + 4), GELU (4)
     assert kept_per_block('none') == pytest.approx(16, rel=0.1)
+
+
+@pytest.mark.parametrize('schedule', ['zbv', pytest.param('interleavedzb', marks=pytest.mark.slow)])
+def test_activation_checkpointing_saves_memory_under_schedules_that_split_the_backward_pass(train_all,
+                                                                                            schedule):
+    shape = ['--n_layer=6', '--n_embd=128', '--gradient_accumulation_steps=4', '--max_iters=3',
+             '--eval_iters=0', '--keep_checkpoints=0', '--pp=2', f'--pp_schedule={schedule}']
+    variants = {mode: [*shape, f'--activation_checkpoint={mode}'] for mode in ('none', 'selective', 'full')}
+    runs = train_all(variants, base=BASE, nproc=2, faults=[FAULTS / 'peak_bytes.py'])
+    peaks = {mode: json.load(open(f'{run.out_dir}.peak.1'))['peak'] for mode, run in runs.items()}
+    assert peaks['full'] < 0.85 * peaks['none'] and peaks['selective'] < 0.95 * peaks['none'], peaks
+    assert peaks['full'] < peaks['selective'], peaks
+    note = f'pp_schedule={schedule} does not split the backward pass'
+    assert {mode: note in run.stdout for mode, run in runs.items()} == dict(
+        none=False, selective=True, full=True)
 
 
 @pytest.mark.slow

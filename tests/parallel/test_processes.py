@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import FAULTS, ROOT, TINY, assert_same_tensors, curve, free_port, newest_tensors
-from kilogpt.parallel import processes
+from kilogpt.parallel import network, processes
 
 TORCHRUN = [sys.executable, '-m', 'torch.distributed.run']
 SHORT = [*TINY, '--eval_iters=0', '--keep_checkpoints=0', '--max_iters=1']
@@ -57,16 +57,16 @@ def test_few_open_files_do_not_keep_torchrun_from_serving_the_store(dataset, tmp
 def test_gloo_listens_where_the_first_node_is_reached(monkeypatch, environment, routes, expected):
     environment = dict(WORLD_SIZE='2', LOCAL_WORLD_SIZE='1', MASTER_ADDR='node0') | environment
     monkeypatch.setattr(os, 'environ', environment)
-    monkeypatch.setattr(processes, '_interface_to', routes.get)
-    processes.choose_gloo_interface()
+    monkeypatch.setattr(network, 'interface_to', routes.get)
+    network.choose_gloo_interface()
     assert environment.get('GLOO_SOCKET_IFNAME') == expected
 
 
 @pytest.mark.quick
 def test_loopback_and_unknown_hosts_lead_to_no_interface():
-    assert '127.0.0.1' in map(str, processes._interfaces()['lo'])
-    assert processes._interface_to('127.0.1.1') is None
-    assert processes._interface_to('no-such-host.invalid') is None
+    assert '127.0.0.1' in map(str, network.find_interfaces()['lo'])
+    assert network.interface_to('127.0.1.1') is None
+    assert network.interface_to('no-such-host.invalid') is None
 
 
 @pytest.fixture

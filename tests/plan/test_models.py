@@ -12,7 +12,7 @@ from torch.distributed.pipelining import schedules
 
 from kilogpt.plan import memory_model, time_model
 from kilogpt.configurator import config_of
-from kilogpt.parallel.layout import SCHEDULES, Layout
+from kilogpt.parallel.layout import SCHEDULES, SPLIT_BACKWARD, Layout
 from model import GPT, GPTConfig
 
 # --- memory -------------------------------------------------------------------------------------------------
@@ -105,8 +105,11 @@ def orders(pp, micro_steps, pp_schedule):
     return ranks
 
 
-def played_bubble(pp, micro_steps, pp_schedule):
-    """Idle share of a pipeline of equal stages: forward and each half of backward take 1, sending nothing."""
+SPLIT, WHOLE = dict(F=1, B=2, I=1, W=1), dict(F=1, B=3, I=3, W=0)  # durations; WHOLE is that of 'full'
+
+
+def played_bubble(pp, micro_steps, pp_schedule, durations=SPLIT):
+    """Idle share of a pipeline of equal stages, whose computations take these durations, sending nothing."""
     chunks, queues = SCHEDULES[pp_schedule][1], orders(pp, micro_steps, pp_schedule)
     # when micro-batches leave a stage, forward and backward; they leave in the order in which they came
     exits = {(stage, way): [] for stage in range(pp * chunks) for way in ('forward', 'backward')}
@@ -116,7 +119,7 @@ def played_bubble(pp, micro_steps, pp_schedule):
         for rank, queue in enumerate(queues):
             while queue:
                 stage, kind = queue[0]
-                duration = 2 if kind == 'B' else 1
+                duration = durations[kind]
                 if kind == 'W':  # needs nothing from other stages
                     clock[rank] += duration
                 else:
@@ -127,7 +130,17 @@ def played_bubble(pp, micro_steps, pp_schedule):
                     clock[rank] = max(clock[rank], arrivals[len(done)]) + duration
                     done.append(clock[rank])
                 queue.pop(0)
-    return 1 - 3 * chunks * micro_steps / max(clock)
+    return 1 - (durations['F'] + durations['B']) * chunks * micro_steps / max(clock)
+
+
+@pytest.mark.parametrize('pp_schedule', SPLIT_BACKWARD)
+def test_schedules_that_may_not_split_their_backward_pass_idle_longer(pp_schedule):
+    for pp, micro_steps in ((2, 4), (2, 10), (4, 8), (4, 20)):
+        found = time_model.bubble(pp, micro_steps, pp_schedule, splits_backward=False)
+        played = played_bubble(pp, micro_steps, pp_schedule, WHOLE)
+        tolerance = 0.2 if pp_schedule == 'dualpipev' else 1e-6
+        assert found == pytest.approx(played, rel=tolerance), (pp, micro_steps)
+        assert found > 2 * time_model.bubble(pp, micro_steps, pp_schedule), (pp, micro_steps)
 
 
 @pytest.mark.parametrize('pp', [2, 3, 4])

@@ -119,12 +119,12 @@ def test_bad_input_is_one_sentence(run_plan, tmp_path, monkeypatch, arguments, m
 def test_search_proposes_nothing_that_train_would_refuse(machine_file):
     """Each row was checked as train.py checks it, and no micro-batch was changed."""
     config = planner.config_of(os.path.join(ROOT, 'train.py'), [*TINY, '--gradient_accumulation_steps=4'])
-    planner = planner.Planner(config, machines.find_machine(str(machine_file)), 4)
-    rows = planner.search()
+    made = planner.Planner(config, machines.find_machine(str(machine_file)), 4)
+    rows = made.search()
     assert {row['keys']['pp'] for row in rows} == {1, 2, 4}
     assert {row['keys']['tp'] * row['keys']['cp'] for row in rows} == {1, 2, 4}
     for row in rows:
-        layout = planner.layout(row['keys'])
+        layout = made.layout(row['keys'])
         batch_size = row['keys']['batch_size']
         assert layout.split_notes(batch_size * row['keys']['gradient_accumulation_steps'], batch_size) == []
 
@@ -152,11 +152,11 @@ def test_experts_are_planned_by_their_active_parameters(run_plan):
 def test_search_of_experts_proposes_what_train_accepts(machine_file):
     config = planner.config_of(os.path.join(ROOT, 'train.py'), [
         *TINY, '--gradient_accumulation_steps=4', '--mlp=moe', '--n_experts=4'])
-    planner = planner.Planner(config, machines.find_machine(str(machine_file)), 4)
-    rows = planner.search()
+    made = planner.Planner(config, machines.find_machine(str(machine_file)), 4)
+    rows = made.search()
     assert {row['keys']['ep'] for row in rows} == {1, 2, 4}
     for row in rows:
-        planner.layout(row['keys'])
+        made.layout(row['keys'])
 
 
 @pytest.mark.slow
@@ -177,12 +177,12 @@ def test_proposed_command_runs(run_plan, dataset, tmp_path, machine_file):
 def test_config_carries_the_best_layout_or_names_it(name, gpus, gpu):
     """A comment that begins with "The planner's layout:" has the keys of the first row that differ."""
     path = os.path.join(ROOT, 'config', f'{name}.py')
-    planner = planner.Planner(planner.config_of(os.path.join(ROOT, 'train.py'), [path, '--dtype=bfloat16']),
+    made = planner.Planner(planner.config_of(os.path.join(ROOT, 'train.py'), [path, '--dtype=bfloat16']),
                            machines.find_machine(gpu), gpus)
-    best, given = planner.search()[0], planner.row_as_given()
+    best, given = made.search()[0], made.row_as_given()
     text = re.sub(r'\\?\n#\s*', ' ', open(path).read())
     named = set(re.search(r"The planner's layout: ((--\w+=\w+ *)+)", text)[1].split())
-    changed = {f'--{key}={value}' for key, value in best['keys'].items() if planner.config[key] != value}
+    changed = {f'--{key}={value}' for key, value in best['keys'].items() if made.config[key] != value}
     assert named == changed - {'--pp_schedule=1f1b'}
     speedup = re.search(r'([\d.]+) times as fast', text)[1]
     assert float(speedup) == pytest.approx(given['ms'] / best['ms'], abs=0.006)

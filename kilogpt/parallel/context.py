@@ -1,0 +1,30 @@
+"""Context parallelism: each process has a part of each sequence, and in attention some of the heads."""
+import math
+
+from kilogpt.devices.parts import find_parts
+
+
+def exchange_heads(model, mesh):
+    """Let attention see whole sequences, with a part of the heads on each rank (DeepSpeed-Ulysses), in place.
+
+    An all-to-all turns q, k, v (B, heads, T / cp, D) into (B, heads / cp, T, D), and another all-to-all turns
+    the result back. Key/value heads are repeated if there are fewer of them than ranks.
+    mesh: of one dimension, over the ranks that share sequences.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    def redistribute(x, source, target):
+        x = DTensor.from_local(x, mesh, [Shard(source)], run_check=False)
+        return x.redistribute(placements=[Shard(target)]).to_local()
+
+    def gather_sequence(module, inputs):
+        q, k, v = inputs
+        repeats = mesh.size() // math.gcd(mesh.size(), k.size(1))
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        return tuple(redistribute(x, 2, 1) for x in (q, k, v))
+
+    for owner, name in find_parts(model, 'attention'):
+        attention = getattr(owner, name)
+        attention.register_forward_pre_hook(gather_sequence)
+        attention.register_forward_hook(lambda module, inputs, output: redistribute(output, 1, 2))
