@@ -74,6 +74,7 @@ SESSIONS = dict(
     help=[
         step('python train.py --help'),
         step('python data/text/prepare.py --help'),
+        step('python -m pydoc kilogpt.parallel'),
     ],
     many_processes=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py', MANY, nproc=2),
@@ -146,9 +147,9 @@ SLOW_SESSIONS = dict(
     logs=[
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
-        step('python train.py config/quickstart.py --profile', SMALL + ' --max_iters=9'),
-        step('python train.py out-quickstart/config.json --replay=140', '--replay=9'),
-        step('python train.py out-quickstart/config.json --replay=all'),
+        step('python train.py config/quickstart.py --profile', SMALL + ' --max_iters=140 --eval_interval=70'),
+        step('python -m kilogpt.replay out-quickstart 140'),
+        step('python -m kilogpt.replay out-quickstart all'),
         step('python -m kilogpt.plot out-quickstart out-shakespeare-char --out=runs.png'),
         step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "quick start=out-quickstart" --out=runs.png '
              '--x=seconds'),
@@ -213,7 +214,7 @@ NEEDS = {
         'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
     'export KILOGPT_SECRET': 'a server and islands: tests/islands/test_jobs.py has them',
-    'python -m kilogpt.meet': 'a server and islands: tests/islands/test_jobs.py has them',
+    'python -m kilogpt.islands': 'a server and islands: tests/islands/test_jobs.py has them',
     'torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=3':
         'a server and islands: tests/islands/test_jobs.py has them',
     'torchrun ...': 'a tunnel between two machines',
