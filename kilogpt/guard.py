@@ -29,13 +29,15 @@ class Guard:
     update, what was decided.
 
     on_nonfinite: 'abort', or 'skip' (up to MOST_SKIPPED in a row). on_spike: 'none', 'skip' or 'rollback', as in
-    Spikes, with spike_factor. scaler: a torch.amp.GradScaler, enabled for float16, where an infinite gradient is
+    Spikes, with spike_factor. dtype: with 'float16' a GradScaler scales losses, so that an infinite gradient is
     not an error, but an infinite loss is.
     log, loader: the run's metrics.Metrics and TokenLoader, which tell the text of an update that was left out.
     """
 
-    def __init__(self, run, parallel, optimizer, scaler, log, loader, on_nonfinite, on_spike, spike_factor):
-        self.run, self.parallel, self.optimizer, self.scaler = run, parallel, optimizer, scaler
+    def __init__(self, run, parallel, optimizer, dtype, log, loader, on_nonfinite, on_spike, spike_factor):
+        self.run, self.parallel, self.optimizer = run, parallel, optimizer
+        device = parallel.processes.device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
         self.log, self.loader, self.on_nonfinite = log, loader, on_nonfinite
         self.spikes = Spikes(on_spike, spike_factor)
         self.skipped = self.skipped_in_a_row = 0  # updates whose gradient or loss was not finite
@@ -53,6 +55,10 @@ class Guard:
         self.skipped, self.skipped_in_a_row = state.get('skipped', [0, 0])
         self.spikes.load_state(state.get('spikes', {}))
         self.scaler.load_state_dict(state['scaler'])
+
+    def scale(self, loss):
+        """The loss whose gradients are computed."""
+        return self.scaler.scale(loss)
 
     def step(self, lr, loss_sum, grad_clip):
         """Clip the gradients and make the update, or leave it out; returns the norm before clipping.
@@ -97,8 +103,11 @@ class Guard:
         return not self.spikes.wants_rollback
 
     def figures(self):
-        """What the line of an update says of updates that were left out."""
-        return {} if self.spikes.on_spike == 'none' else dict(spikes=self.spikes.skipped)
+        """What the log's line of an update says besides its loss: the experts' balance, spikes so far."""
+        figures = self.parallel.balance.load_max()
+        if self.spikes.on_spike != 'none':
+            figures['spikes'] = self.spikes.skipped
+        return figures
 
     def _write_down(self, kind, update, what):
         """Write down the batch of an update that was left out; returns the path of the file."""

@@ -124,21 +124,21 @@ class Metrics:
             f'{line["bytes_sent"] / 1e6:,.3f} MB sent, waited {line["wait_s"]:.3f}s, '
             f'distance {line["distance"]:.2e}'))
 
-    def save_started(self, path, iteration, seconds, clock):
-        """Note that a checkpoint is being written. seconds: that training waited in the call.
+    def save_started(self, saver, path, iteration, seconds, clock):
+        """Note that a Saver has begun to write a checkpoint. seconds: that training waited in the call.
 
         clock: in seconds, of training alone: it stands still while the run evaluates and saves.
         """
-        self.save = path, iteration, seconds, clock, self.seconds_per_iteration
+        self.save = saver, path, iteration, seconds, clock, self.seconds_per_iteration
 
     def save_written(self, iteration, clock):
-        """Write the line of the noted save, if any: iter ckpt_stall_ms, the time that training waited.
+        """Write the line of a save that is complete: iter ckpt_stall_ms, the time that training waited.
 
         The iterations since the save count with the time that they took longer than those before.
         """
-        if self.save is None:
+        if self.save is None or self.save[0].under_way:
             return
-        path, saved_iteration, seconds, began, seconds_per_iteration = self.save
+        _, path, saved_iteration, seconds, began, seconds_per_iteration = self.save
         self.save = None
         if seconds_per_iteration is not None:
             seconds += max(0.0, clock - began - (iteration - saved_iteration) * seconds_per_iteration)

@@ -62,13 +62,15 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
-def find_start(init_from, new_model, find_checkpoint, processes, out_dir, block_size):
+def find_start(init_from, keys, find_checkpoint, processes, out_dir):
     """What a run starts from: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
 
     What does not apply is None, or {} for the state. ValueError if it does not exist.
-    new_model: the arguments of a model that starts from scratch. find_checkpoint(): (path, state) of the
-    checkpoint to resume, or (None, {}). block_size: positions that the model must have.
+    keys: those of train.py, with the vocab_size of the data, which decide what a new model is. find_checkpoint():
+    (path, state) of the checkpoint to resume, or (None, {}).
     """
+    new_model = {field.name: keys[field.name] for field in dataclasses.fields(GPTConfig) if field.name in keys}
+    block_size = new_model['block_size']
     source, tensors, saved, arguments = None, None, {}, new_model
     if init_from in ('resume', 'auto'):
         source, saved = find_checkpoint()
