@@ -27,7 +27,10 @@ BENCH = f'{SHAPE} --gradient_accumulation_steps=8 --iters=2 --warmup=0'
 # --- the commands -------------------------------------------------------------------------------------------
 
 def step(command, extra='', nproc=1, stdin=''):
-    """A command as a page shows it, with the arguments that make it small, run in nproc processes."""
+    """A command as a page shows it, with the arguments that make it small, run in nproc processes.
+
+    CHECKOUT in these arguments stands for the folder of the copy in which the command runs.
+    """
     return SimpleNamespace(command=command, extra=extra, nproc=nproc, stdin=stdin)
 
 
@@ -147,7 +150,9 @@ SLOW_SESSIONS = dict(
     logs=[
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
-        step('python train.py config/quickstart.py --profile', SMALL + ' --max_iters=140 --eval_interval=70'),
+        # a whole path, because kilogpt.replay runs the train.py of this repository, not that of the copy
+        step('python train.py config/quickstart.py --profile',
+             SMALL + ' --max_iters=140 --eval_interval=70 --dataset=CHECKOUT/data/shakespeare_char'),
         step('python -m kilogpt.replay out-quickstart 140'),
         step('python -m kilogpt.replay out-quickstart all'),
         step('python -m kilogpt.plot out-quickstart out-shakespeare-char --out=runs.png'),
@@ -285,7 +290,7 @@ def run_step(step, checkout, **env):
 
     Return what helpers.run_forked returns.
     """
-    words = shlex.split(step.command) + shlex.split(step.extra)
+    words = shlex.split(step.command) + shlex.split(step.extra.replace('CHECKOUT', str(checkout)))
     while '=' in words[0]:
         name, _, env[name] = words.pop(0).partition('=')
     env.pop('OMP_NUM_THREADS', None)  # run_forked sets it
