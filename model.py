@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch.nn as nn
+from torch import nn
 from torch.nn import functional as F
 
 from kilogpt.mixture import Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
@@ -241,7 +241,7 @@ class GPT(nn.Module):
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
-        self.sums = {}  # {name: a sum over tokens of this process} to log beside the loss, as means per token
+        self.sums = {}  # {name: sum over this process's tokens} of what the log shows beside the loss, as means
         self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
         self.tie()
         if seed is not None:
@@ -282,8 +282,7 @@ class GPT(nn.Module):
         divides by the number of targets in the global batch, which only the caller knows.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
         those of the last position alone.
-        A pipeline stage without the embedding takes x (B, T, C) from the previous stage instead of idx; one
-        without the head returns x.
+        A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
         """
         # Sequence parallelism splits x between pipeline stages, but never the targets.
         T = idx.size(1) if targets is None else targets.size(1)
@@ -342,9 +341,9 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
-        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds,
-        per layer, two products with T × H D elements, 6 each, halved because a causal token sees half of the
-        sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
+        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds two
+        products a layer with T × H D elements, 6 each, halved since a causal token sees half of the sequence on
+        average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import record_function
 
 from data.datasets import open_dataset
-from data.loader import TokenLoader
+from data.loader import open_splits
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
@@ -31,7 +31,7 @@ from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
 from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
-from kilogpt.parallel.apply import Parallel
+from kilogpt.parallel.apply import Parallel, describe_layout
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
@@ -169,7 +169,6 @@ with exit_on_error():
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     data_dir, meta = open_dataset(dataset, processes)
     watchdog.beat()
-
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
     new_model = {key: config[key] for key in fields} | dict(vocab_size=meta['vocab_size'])
@@ -181,19 +180,16 @@ with exit_on_error():
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
-micro_batch, micro_steps = layout.split_batch(global_batch, batch_size)
 
 with exit_on_error():
-    train_loader = TokenLoader(data_dir, 'train', block_size, model_args['vocab_size'], meta, seed)
-    val_loader = TokenLoader(data_dir, 'val', block_size, model_args['vocab_size'], meta, seed)
-    processes.check_same_data(data_dir, (train_loader.n_tokens, val_loader.n_tokens))
+    train_loader, val_loader = open_splits(
+        data_dir, block_size, model_args['vocab_size'], meta, seed, processes)
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
-    parallel.lay_out(model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
-                     block_size=block_size, dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
-                     async_tp=async_tp)
+    parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size, dtype=dtype,
+                     compile=compile, cpu_offload=cpu_offload, fp8=fp8, grad_compress=grad_compress,
+                     activation_checkpoint=activation_checkpoint, async_tp=async_tp)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
@@ -204,11 +200,9 @@ with exit_on_error():
     else:
         fill(parallel.named_parameters(), weights.initial_values(tensors, model, seed))
     scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
-    run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, max_iters=max_iters,
-              eval_interval=eval_interval, eval_only=eval_only, always_saves=always_save_checkpoint,
-              save_interval=save_interval, save_minutes=save_minutes)
-    if saved:
-        run.restore(saved)
+    run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
+              max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
+              always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
     batches = parallel.batches(train_loader, run.sequences, train_loader.train_starts)
     parallel.warm_up(lambda: batches(run.iteration, 0))
 
@@ -216,7 +210,7 @@ with exit_on_error():
 available = metrics.available_memory(processes.device) - all_islands.bytes_on(processes.device)
 processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
               f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
-for line in (*parallel.describe(optimizer, batch_size, islands), *all_islands.describe(),
+for line in (*describe_layout(parallel, optimizer, batch_size, islands), *all_islands.describe(),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
 if saved:
@@ -315,8 +309,7 @@ while True:
             if run.needs_save(signals, saver):
                 if saves_checkpoints:
                     save(in_background=saves_in_background and not run.ending)
-                run.note_save()
-                signals.forget_save_request()
+                run.note_save(signals)
         if run.ending:
             break
 
@@ -352,7 +345,7 @@ while True:
         metrics.synchronize(processes.device)
         if not guard.settle():
             continue
-        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, **parallel.balance.load_max(), **guard.figures())
+        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, parallel.balance.load_max() | guard.figures())
     signals.exchange(line)
     if not saver.under_way:
         log.save_written(run.iteration, run.clock.now())

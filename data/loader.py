@@ -42,6 +42,19 @@ def shuffled(positions, n, key):
     return x.astype(np.int64)
 
 
+def open_splits(folder, block_size, vocab_size, meta, seed, processes):
+    """The TokenLoaders of a dataset's training and validation split. All processes of a run call this.
+
+    ValueError on all processes if they do not have the same data.
+    """
+    train, val = (TokenLoader(folder, split, block_size, vocab_size, meta, seed) for split in ('train', 'val'))
+    sizes = train.n_tokens, val.n_tokens
+    if processes.any(sizes != processes.share(sizes)):
+        raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
+                         'here): copy one folder to all of them')
+    return train, val
+
+
 class TokenLoader:
     """One split of a dataset as a stream of tokens, from one file or many shards, each opened once.
 

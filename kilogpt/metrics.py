@@ -212,13 +212,13 @@ class Meter:
         peak = peak_flops(processes.device, dtype)
         self.peak_flops = peak and peak * processes.world_size
 
-    def line(self, n_tokens, lr, loss_sum, grad_norm, sums, **others):
+    def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update. Its times are means over the iterations since the previous line.
 
         n_tokens: the number of tokens in the iteration, on all processes.
         loss_sum: the sum of the losses of this process's tokens. sums: {name: another such sum}. Before
         `write`, these are to be summed over the processes.
-        others: further values of the line.
+        others: {name: value} of further values of the line.
         """
         iterations, seconds = self.run.clock.lap(self.run.iteration)
         tokens_per_sec = n_tokens / seconds
@@ -229,7 +229,7 @@ class Meter:
             dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec,
             mfu=flops / self.peak_flops if self.peak_flops else None,
             mem_gb=peak_memory_gb(self.device), tokens=self.run.tokens,
-            seconds=time.perf_counter() - self.started, iterations=iterations, **others)
+            seconds=time.perf_counter() - self.started, iterations=iterations) | others
 
     def write(self, line):
         """Log a line that `line` returned and whose sums have become those over all processes."""

@@ -26,6 +26,7 @@ class Run:
 
     share_out(iteration, tokens): the data.shares.Shares of a run that continues at an iteration, where that
     many tokens of the data have been used. island: this process's island among those that share the data.
+    saved: the state of a checkpoint that the run continues, or {}.
     always_saves: whether each evaluation is followed by a save. The other arguments are keys of train.py.
 
     iteration: the number of finished updates.
@@ -34,7 +35,7 @@ class Run:
     ending: an Ending, once the run is to end.
     """
 
-    def __init__(self, share_out, island, *, max_iters, eval_interval, eval_only, always_saves,
+    def __init__(self, share_out, island, saved, *, max_iters, eval_interval, eval_only, always_saves,
                  save_interval, save_minutes):
         self.max_iters, self.eval_interval, self.eval_only = max_iters, eval_interval, eval_only
         self.always_saves, self.save_interval = always_saves, save_interval
@@ -44,6 +45,8 @@ class Run:
         self.ending = None
         self.best_val_loss = None
         self.move_to(0, tokens=0)
+        if saved:
+            self.restore(saved)
 
     def move_to(self, iteration, tokens):
         """Continue at an iteration for which a checkpoint exists, where that many tokens have been used."""
@@ -130,9 +133,10 @@ class Run:
         if self.has_improved:
             self.best_val_loss = val_loss
 
-    def note_save(self):
-        """Remember that the present iteration is saved."""
+    def note_save(self, signals):
+        """Remember that the present iteration is saved, also if somebody has asked for that."""
         self.saved_iteration, self.saved_time = self.iteration, time.monotonic()
+        signals.forget_save_request()
 
     def end(self, reason, message='', exit_code=0):
         """Let the run end before its next update. The first reason counts."""

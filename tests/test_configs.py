@@ -61,7 +61,7 @@ def lay_out(monkeypatch, world_size, rank, arguments):
         n_parameters = model.num_params()
         global_batch = config.batch_size * config.gradient_accumulation_steps
         micro_batch, micro_steps = layout.split_batch(global_batch, config.batch_size)
-        parallel.lay_out(model, global_batch=1, micro_batch=micro_batch, micro_steps=micro_steps,
+        parallel.lay_out(model, global_batch=global_batch, batch_size=config.batch_size,
                          block_size=config.block_size, dtype='bfloat16',
                          activation_checkpoint=config.activation_checkpoint)
     finally:

@@ -58,24 +58,23 @@ class Parallel:
         self._contexts = contextlib.ExitStack()  # stays open, since the backward pass needs the contexts too
         self._zero1 = self._powersgd = None
 
-    def lay_out(self, model, *, global_batch, micro_batch, micro_steps, block_size, compile=False, fp8=False,
-                dtype='float32', activation_checkpoint='none', cpu_offload=False, grad_compress='none',
-                async_tp=False):
+    def lay_out(self, model, *, global_batch, batch_size, block_size, compile=False, fp8=False, dtype='float32',
+                activation_checkpoint='none', cpu_offload=False, grad_compress='none', async_tp=False):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
         only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
-        global_batch: the sequences of an iteration, by whose tokens the sum of all losses is divided.
+        global_batch: the sequences of an iteration. batch_size: the most sequences in a micro-batch.
         """
         self.global_batch, self.block_size = global_batch, block_size
-        self.micro_batch, self.micro_steps = micro_batch, micro_steps
+        self.micro_batch, self.micro_steps = self.layout.split_batch(global_batch, batch_size)
         check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
         layout, plan, processes = self.layout, model.split_plan, self.processes
         # A pipeline takes all micro-batches of an iteration in one step.
-        self._rows_per_step = micro_batch * micro_steps if layout.pp > 1 else micro_batch
+        self._rows_per_step = self.micro_batch * (self.micro_steps if layout.pp > 1 else 1)
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
         splits_backward = layout.splits_backward(activation_checkpoint)
         if layout.pp > 1 and layout.pp_schedule in SPLIT_BACKWARD and not splits_backward:
@@ -125,7 +124,7 @@ class Parallel:
 
         self.network = model
         self._is_ddp = layout.world_size > 1 and not layout.uses_fsdp
-        self._accumulates = micro_steps > 1
+        self._accumulates = self.micro_steps > 1
         if self._is_ddp:
             zero_mesh = self.mesh['dp_shard_cp'] if layout.zero_stage == 1 else None
             network, self._zero1, self._powersgd = replicate(model, self.device, zero_mesh, grad_compress)
@@ -134,8 +133,9 @@ class Parallel:
         self.pipeline = None
         if layout.pp > 1:
             self.pipeline = Pipeline(
-                self.stages, layout, self.mesh, self.device, micro_batch=micro_batch, micro_steps=micro_steps,
-                block_size=block_size, n_embd=model.config.n_embd, dtype=dtype, tied=model.tied,
+                self.stages, layout, self.mesh, self.device, micro_batch=self.micro_batch,
+                micro_steps=self.micro_steps, block_size=block_size, n_embd=model.config.n_embd, dtype=dtype,
+                tied=model.tied,
                 splits_backward=splits_backward)
         self._named_parameters = []
         for stage in self.stages.values():
@@ -175,6 +175,7 @@ class Parallel:
             self.forward_backward(x, y)
             self.zero_grad()
             self.balance.forget()
+        self.take_sums()
 
     def forward_backward(self, x, y, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
@@ -223,9 +224,10 @@ class Parallel:
         return taken
 
     def train(self, mode):
-        """Switch dropout on or off."""
+        """Switch dropout on or off, and drop the `sums` of passes that belong to no update."""
         for stage in self.stages.values():
             stage.train(mode)
+        self.take_sums()
 
     def sum_losses(self, loss_sum):
         """The sum of all processes' losses. Tensor-parallel ranks have one loss, which counts once."""
@@ -274,19 +276,6 @@ class Parallel:
             return self._zero1.named_rows
         return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
 
-    def describe(self, optimizer, batch_size, islands):
-        """Lines about this layout: its degrees, the bytes on a rank, the batch, and notes."""
-        layout, processes = self.layout, self.processes
-        parameters, moments = (processes.max(n) for n in bytes_held(self._named_parameters, optimizer))
-        tokens = self.global_batch * self.block_size
-        lines = [f'layout      {layout.describe()}',
-                 f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
-                 f'batch       tokens per iteration: {tokens:,} = {self.global_batch} sequences of '
-                 f'{self.block_size}; micro-batch {self.micro_batch}, {self.micro_steps} micro-step(s) '
-                 'a process']
-        notes = layout.notes + layout.split_notes(self.global_batch, batch_size, islands) + self.notes
-        return lines + [f'note        {note}' for note in notes]
-
     def attach(self, optimizer):
         """Let ZeRO-1 gather the parameters after each step of the optimizer."""
         if self._zero1:
@@ -301,6 +290,19 @@ class Parallel:
         dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+def describe_layout(parallel, optimizer, batch_size, islands):
+    """Lines about a model that is laid out: the degrees, the bytes on a rank, the batch, and notes."""
+    layout, processes, global_batch = parallel.layout, parallel.processes, parallel.global_batch
+    parameters, moments = (processes.max(n) for n in bytes_held(parallel.named_parameters(), optimizer))
+    lines = [f'layout      {layout.describe()}',
+             f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
+             f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
+             f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, {parallel.micro_steps} '
+             'micro-step(s) a process']
+    notes = layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes
+    return lines + [f'note        {note}' for note in notes]
 
 
 @contextlib.contextmanager

@@ -234,12 +234,6 @@ class Processes:
         if self._counts_waits:
             self._waits.append((begin, end))
 
-    def check_same_data(self, folder, sizes):
-        """Raise ValueError on all processes unless all have the same sizes. sizes: (training tokens, ...)."""
-        if self.any(sizes != self.share(sizes)):
-            raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training '
-                             'tokens here): copy one folder to all of them')
-
     def seed(self, seed, iteration, rank):
         """Seed the generators of this process's device and of its CPU for an iteration.
 

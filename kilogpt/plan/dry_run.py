@@ -125,7 +125,7 @@ def run_rank(config):
             substitutes.enter_context(substitute)
         laid_out = apply.Parallel(processes, layout)
         laid_out.lay_out(
-            model, global_batch=global_batch, micro_batch=micro_batch, micro_steps=micro_steps,
+            model, global_batch=global_batch, batch_size=config['batch_size'],
             block_size=block_size, dtype=dtype, cpu_offload=config['cpu_offload'], fp8=config['fp8'],
             activation_checkpoint=config['activation_checkpoint'], grad_compress=config['grad_compress'],
             async_tp=config['async_tp'])
