@@ -23,7 +23,7 @@ _CONFIG_TYPES = (bool, int, float, str, type(None))
 
 @contextlib.contextmanager
 def exit_on_error():
-    """A context in which a ValueError, OSError or ImportError ends the script with one sentence and exit code 1."""
+    """A context in which ValueError, OSError and ImportError end the script: one sentence, exit code 1."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:

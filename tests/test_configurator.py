@@ -1,4 +1,4 @@
-"""Config files and command lines override a script's globals, by type and in order; errors are one sentence."""
+"""Config files and command lines override a script's globals by type, in order; errors are one sentence."""
 import functools
 import json
 import re
