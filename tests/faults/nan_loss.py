@@ -1,4 +1,4 @@
-"""The loss of one micro-batch is NaN: call FAULT_CALL of cross-entropy in training, on rank FAULT_RANK."""
+"""The loss of one micro-batch is NaN, at call FAULT_CALL of cross-entropy in training, on rank FAULT_RANK."""
 import os
 
 import torch
