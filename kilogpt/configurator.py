@@ -2,7 +2,7 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=32 --compile=false
 
-Arguments apply in order, the last one wins. A config file is Python and is executed as such: run only those
+Arguments apply in order, and the last one wins. A config file is Python and is executed: use only files that
 you trust. A `.json` file, such as the `config.json` that a run leaves in its out_dir, works as well.
 """
 import ast
@@ -16,20 +16,20 @@ import tokenize
 import types
 import typing
 
-# Keys that scripts had once, which the config.json of an older run may still name.
+# Keys of earlier versions, which the config.json of an older run may still have.
 _FORMER_KEYS = {'replay'}
 _CONFIG_TYPES = (bool, int, float, str, type(None))
 
 
 @contextlib.contextmanager
 def exit_on_error():
-    """End the script with exit code 1 and only the message of a ValueError, OSError or ImportError inside."""
+    """A context in which ValueError, OSError or ImportError ends the script with its message, exit code 1."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
         if isinstance(sys.stderr, io.TextIOWrapper):
-            # torchrun runs Python with -u, which writes the end of a line on its own: another process's
-            # sentence could come before it.
+            # torchrun runs Python with -u, which writes a message and its newline separately: the message of
+            # another process could come between them.
             sys.stderr.reconfigure(write_through=False)
         sys.exit(f'error: {error}')
 
@@ -37,11 +37,11 @@ def exit_on_error():
 def configure(script, argv=None):
     """Override the config globals of a script from the command line, in place, and return them as a dict.
 
-    script: the caller's globals(). The keys are the public globals of plain type that are defined so far, so
-        a helper variable above the call has to start with _.
+    script: the caller's globals(). Its public variables of plain type are the keys, so that the name of a
+        helper variable above the call has to start with _.
     argv: config files and `--key=value`, `--key value` or `--flag` arguments (default: sys.argv[1:]).
-    An annotation (`top_k: int | None = 200`) says which types a key takes, if not only that of its default.
-    Exits with one sentence at an unknown key or a value of the wrong type.
+    A key takes values of the type of its default, or of the types in its annotation (`top_k: int | None =
+    200`). An unknown key or a value of the wrong type ends the script with one sentence.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     config = {key: value for key, value in script.items()
@@ -67,7 +67,7 @@ def configure(script, argv=None):
 def config_of(path, argv):
     """Return the config that the script at `path` would have with these arguments, without running it.
 
-    Takes the script's assignments to public names above its line `config = configure(globals())`.
+    Only the script's assignments to public names above the line `config = configure(globals())` are executed.
     """
     script = {'__file__': path}
     with tokenize.open(path) as file:
@@ -88,11 +88,11 @@ def _assigned_name(node):
 
 
 def _types_of_keys(config, annotations):
-    """Return {key: tuple of the types it takes}."""
+    """Return {key: tuple of accepted types}."""
     key_types = {}
     for key, value in config.items():
         if key in annotations:
-            # the parts of a union such as int | None, or the annotation itself
+            # The members of a union such as int | None, or the annotation itself.
             key_types[key] = typing.get_args(annotations[key]) or (annotations[key],)
         else:
             key_types[key] = (type(value),)
@@ -100,7 +100,7 @@ def _types_of_keys(config, annotations):
 
 
 def _read_argument(argument, argv, config, key_types):
-    """Return (key, text of its value) of a `--` argument, whose value may be the next of argv."""
+    """Return (key, text of its value) of a `--` argument; the value may be the first item of argv."""
     key, equals, text = argument[2:].partition('=')
     if equals:
         return key, text
@@ -143,7 +143,7 @@ def _read_file(path, config):
 
 
 def _parse(text, accepted_types):
-    """Return the value that a command-line text stands for as one of these types; else the text itself."""
+    """Return the value of a command-line text in an accepted type, or the text itself if none fits."""
     if bool in accepted_types and text.lower() in ('true', 'false'):
         return text.lower() == 'true'
     with contextlib.suppress(ValueError, SyntaxError):
@@ -152,12 +152,12 @@ def _parse(text, accepted_types):
             return value
     if float in accepted_types:
         with contextlib.suppress(ValueError):
-            return float(text)  # 'inf', which is not a literal
+            return float(text)  # for example 'inf', which is not a Python literal
     return text
 
 
 def _check(key, value, config, key_types, where):
-    """Return the value, an int as a float if its key takes that. ValueError if key or type is wrong."""
+    """Return the value, with an int converted if the key takes float. ValueError for a wrong key or type."""
     if key not in config:
         similar = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
         hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
@@ -192,7 +192,7 @@ def _help(path, config, key_types):
     previous = min((first for first, _ in definitions.values()), default=1) - 1
     for key, (first, last) in definitions.items():
         for number in range(previous, first):
-            # a comment on a line of its own opens a group, unless it only draws a line
+            # A comment on a line of its own is the title of a group, unless it only draws a line.
             if number in comments and comments[number].start[1] == 0 and comments[number].string.strip('# -'):
                 lines.append('\n' + comments[number].string.lstrip('# '))
         previous = last + 1
@@ -204,9 +204,9 @@ def _help(path, config, key_types):
 
 
 def _print_to_end(text):
-    """Print a text, unless the reader of a pipe (`head`, for example) has closed it."""
+    """Print a text, and ignore that the reader of a pipe (`head`, for example) may have closed the pipe."""
     try:
         print(text, flush=True)
     except OSError:  # BrokenPipeError, or on Windows EINVAL
-        # Python flushes stdout again at exit, and would print a trace there
+        # Python flushes stdout again at exit, and would then print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -7,10 +7,12 @@ import torch
 
 def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, blocks, dtype,
                     apply_to_whole_matrices):
-    """The optimizer of a run: 'adamw', or 'muon' for the matrices of `blocks` and AdamW for the rest.
+    """Build the optimizer of a run.
 
-    momentum, blocks, apply_to_whole_matrices: as in Muon. dtype: that of training, a string; Muon works in
-    the same, but in float32 instead of float16.
+    kind: 'adamw', or 'muon', which is Muon for the matrices of `blocks` and AdamW for the rest.
+    dtype: the dtype of training, a string. Muon orthogonalizes in this dtype, but for float16
+    in float32.
+    momentum, blocks, apply_to_whole_matrices: as in Muon.
     """
     if kind == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas)
@@ -20,7 +22,7 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
 
 
 def build_adamw(named_parameters, learning_rate, weight_decay, betas):
-    """AdamW (Loshchilov and Hutter 2019), with weight decay on matrices and embeddings alone."""
+    """Build AdamW (Loshchilov and Hutter 2019) with weight decay on matrices and embeddings only."""
     matrices, vectors = [], []
     for name, parameter in named_parameters:
         (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
@@ -30,13 +32,14 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW, element by element, on the parts of DTensors that this process holds.
+    """AdamW on the parts of DTensors that this process holds.
 
-    An operation on DTensors first works out their layout, which takes longer than the update of a small one.
+    AdamW works element by element and so does not need the whole tensors. An operation on a DTensor first
+    works out its layout, which takes longer than the update of a small parameter.
     """
-    skips_on_device = True  # a tensor of 1 in `found_inf` leaves an update out (see torch.amp.GradScaler)
-    # PyTorch wraps these two to keep torch.compile out of them. The wrappers import the whole compiler, which
-    # takes half a second of a run's start, but no run compiles an optimizer.
+    skips_on_device = True  # a tensor of 1 in `found_inf` skips an update (see torch.amp.GradScaler)
+    # PyTorch wraps these two methods to keep torch.compile out of them. The wrappers import the whole
+    # compiler, which takes half a second at the start of a run, although runs never compile an optimizer.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
@@ -50,16 +53,17 @@ class LocalAdamW(torch.optim.AdamW):
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest.
 
-    Both have the same learning rate and weight decay. A matrix's update is its momentum (Nesterov's), made
-    orthogonal, times 0.2 √(the longer side). The update then has the root mean square of AdamW's (Liu et
-    al. 2025, 2.2), so that a learning rate for AdamW suits Muon too.
+    Both use the same learning rate and weight decay. The update of a matrix is its Nesterov momentum, made
+    orthogonal and multiplied by 0.2 √(longer side). This gives the update the root mean square of an update
+    of AdamW (Liu et al. 2025, section 2.2), so that a learning rate for AdamW suits Muon too.
 
-    named_parameters: [(name, parameter)]; Muon takes those whose names begin with `blocks`: matrices, and
-    experts' matrices (E, rows, columns), each of which is orthogonalised on its own.
+    named_parameters: [(name, parameter)]. Muon takes the matrices whose names begin with `blocks`. A
+    parameter of experts, (E, rows, columns), is E matrices, each of which is orthogonalized on its own.
     apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
     columns) where each process holds parts of them, as Parallel.apply_to_whole_matrices does.
-    dtype: of the orthogonalisation.
-    torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
+    dtype: the dtype of the orthogonalization.
+
+    torch.optim.Muon makes the same updates, but on one process, in bfloat16 and one matrix at a time.
     """
     add_param_group = LocalAdamW.add_param_group
     skips_on_device = True
@@ -68,22 +72,22 @@ class Muon(torch.optim.Optimizer):
                  momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
         matrices, others = [], []
         for name, parameter in named_parameters:
-            is_muons = name.startswith(f'{blocks}.') and parameter.dim() >= 2
-            (matrices if is_muons else others).append((name, parameter))
+            is_for_muon = name.startswith(f'{blocks}.') and parameter.dim() >= 2
+            (matrices if is_for_muon else others).append((name, parameter))
         self.adamw = build_adamw(others, learning_rate, weight_decay, betas)
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
         groups = list(self.adamw.param_groups)
-        if matrices:  # a stage of a pipeline may have none
+        if matrices:  # a stage of a pipeline may have no blocks
             groups.insert(0, dict(params=matrices, weight_decay=weight_decay, momentum=momentum))
         super().__init__(groups, self.adamw.defaults)
         self.adamw.state = self.state
-        self.found_inf = None  # a tensor of 1 leaves the update out, as in AdamW (see torch.amp.GradScaler)
+        self.found_inf = None  # a tensor of 1 skips an update, as in AdamW (see torch.amp.GradScaler)
 
     @torch.no_grad()
     def step(self):
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        # Whether the update is made: 1.0, or a tensor of 1 or 0.
+        # 1.0, or a tensor of 1 (make the update) or 0 (skip the update), without waiting for the device.
         is_applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             if 'momentum' in group:
@@ -98,7 +102,8 @@ class Muon(torch.optim.Optimizer):
         weights = [local_part(parameter) for parameter in parameters]
         gradients = [local_part(parameter.grad) for parameter in parameters]
         momenta = [local_part(self.state[parameter]['momentum_buffer']) for parameter in parameters]
-        if self.found_inf is not None:  # moving towards itself leaves a momentum as it is
+        if self.found_inf is not None:
+            # With the momentum in place of the gradient, a skipped update does not change the momentum.
             gradients = [torch.where(is_applied > 0, g, m) for g, m in zip(gradients, momenta)]
         torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
         directions = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
@@ -111,10 +116,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices, steps=5):
-    """U Vᵀ, approximately, of matrices U S Vᵀ (n, rows, columns), by Newton and Schulz's iteration.
+    """Approximate U Vᵀ of matrices U S Vᵀ (n, rows, columns) by a Newton-Schulz iteration.
 
-    The quintic of Jordan et al. 2024 takes all singular values to between 0.7 and 1.2 in 5 steps: it is fast
-    rather than exact.
+    In 5 steps, the quintic polynomial of Jordan et al. 2024 moves all singular values to between 0.7 and 1.2:
+    it is fast rather than exact.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -126,7 +131,7 @@ def orthogonalize(matrices, steps=5):
 
 
 def muon_groups(parameters, max_elements=2 ** 26):
-    """Lists of parameters of one shape and layout, to update together.
+    """Yield lists of parameters of one shape and layout, which can be updated together.
 
     A list has at most max_elements elements on this process, unless a single parameter has more.
     """
@@ -141,7 +146,7 @@ def muon_groups(parameters, max_elements=2 ** 26):
 
 
 def local_part(tensor):
-    """The part that this process holds of a tensor that may be a DTensor."""
+    """The part of a tensor that this process holds: of a DTensor its local tensor, else the whole tensor."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
@@ -152,11 +157,11 @@ def set_lr(optimizer, lr):
 
 
 def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):
-    """The learning rate of the update that follows `iteration` finished ones.
+    """The learning rate of the update that follows `iteration` finished updates.
 
-    It rises linearly to peak over warmup_iters, falls to floor until decay_iters, and stays there.
-    schedule: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay), which stays at peak and falls
-    linearly over the last fifth (Hägele et al. 2024).
+    The rate rises linearly to `peak` over warmup_iters, falls to `floor` until decay_iters, and stays there.
+    schedule: 'cosine' (as in nanoGPT), 'linear', or 'wsd' (warm-up, stable, decay), which stays at `peak` and
+    falls linearly over the last fifth (Hägele et al. 2024).
     """
     if iteration < warmup_iters:
         return peak * (iteration + 1) / (warmup_iters + 1)

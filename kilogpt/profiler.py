@@ -1,4 +1,4 @@
-"""Where an iteration's time and bytes go, read from a trace of torch.profiler."""
+"""Where the time and the communicated bytes of an iteration go, read from a trace of torch.profiler."""
 import json
 import math
 import os
@@ -17,7 +17,7 @@ PATTERNS = {
     'matmul': r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn)',
 }
 CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
-# c10d's operators, where every way of communicating in PyTorch ends, and our names of them
+# {operator of c10d: its name in the summary}. All communication in PyTorch goes through these operators.
 COLLECTIVES = dict(allreduce='all_reduce', allgather='all_gather', reduce_scatter='reduce_scatter',
                    alltoall='all_to_all', broadcast='broadcast', send='send', recv='recv')
 ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  # any other type takes 4
@@ -26,22 +26,23 @@ ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  
 class Profiler(Hook):
     """Traces iterations of this process to out_dir/trace.json (Chrome's format) and prints a summary.
 
-    out_dir/profile.json gets the same figures, and the bytes communicated. Four iterations are traced, after five
-    in which a run settles, or fewer in a run of less than nine.
-    iterations: of the whole run.
+    The figures of the summary also go to out_dir/profile.json. Four iterations are traced, after five in
+    which the run settles; both numbers are smaller in a run of less than nine iterations.
+    iterations: the number of iterations of the whole run.
     """
 
     def __init__(self, out_dir, iterations):
         self.out_dir = out_dir
-        self.traced = min(4, max(1, iterations))
-        settle = min(5, max(0, iterations - self.traced))
-        self.done = False
-        warm_up = min(2, settle + 1)
-        schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=self.traced, repeat=1)
+        self.n_traced = min(4, max(1, iterations))
+        n_settling = min(5, max(0, iterations - self.n_traced))
+        self.is_reported = False
+        warm_up = min(2, n_settling + 1)
+        schedule = torch.profiler.schedule(
+            wait=n_settling + 1 - warm_up, warmup=warm_up, active=self.n_traced, repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, record_shapes=True, on_trace_ready=self._report)
         self.profiler.start()
-        self.profiler.step()  # what is before the first iteration is a step of its own
+        self.profiler.step()  # the time before the first iteration is a step of its own
 
     def after_update(self):
         self.profiler.step()
@@ -51,42 +52,42 @@ class Profiler(Hook):
         profiler.export_chrome_trace(path)
         events, steps = read_trace(path)
         milliseconds = breakdown(events, steps)
-        moved = bytes_moved(events, steps)
+        communicated = communicated_bytes(events, steps)
         with open(os.path.join(self.out_dir, 'profile.json'), 'w', encoding='utf-8') as file:
-            json.dump(dict(milliseconds=milliseconds, bytes=moved), file, indent=1)
+            json.dump(dict(milliseconds=milliseconds, bytes=communicated), file, indent=1)
         total = sum(milliseconds.values())
-        print(f'profile of {self.traced} iteration(s) of {total:.1f}ms each, traced in {path}')
+        print(f'profile of {self.n_traced} iteration(s) of {total:.1f}ms each, traced in {path}')
         for category, value in milliseconds.items():
             print(f'  {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%', flush=True)
-        communicated = ', '.join(f'{name} {count / 1e6:,.3f}MB' for name, count in moved.items())
-        print('  communicated ', communicated or 'nothing', flush=True)
-        self.done = True
+        volumes = ', '.join(f'{name} {count / 1e6:,.3f}MB' for name, count in communicated.items())
+        print('  communicated ', volumes or 'nothing', flush=True)
+        self.is_reported = True
 
     def close(self):
         self.profiler.stop()
-        if not self.done:
-            print('no profile: the run ended before the iterations that were to be traced')
+        if not self.is_reported:
+            print('no profile: the run ended before the iterations to trace')
 
 
 def read_trace(path):
-    """(events with a duration, those among them that are whole iterations) of a trace in Chrome's format."""
+    """Return (events with a duration, those that are whole iterations) of a trace in Chrome's format."""
     with open(path, encoding='utf-8') as file:
         events = [event for event in json.load(file)['traceEvents'] if event.get('ph') == 'X']
     steps = [e for e in events if e['name'].startswith('ProfilerStep') and e['cat'] == 'user_annotation']
     return events, steps
 
 
-def bytes_moved(events, steps):
-    """Bytes per iteration by collective, {'all_reduce': 4e6, ...}: whole tensors, as this process sees them.
+def communicated_bytes(events, steps):
+    """Bytes per iteration and collective, {'all_reduce': 4e6, ...}, as this process sees them.
 
-    The whole tensor is what all_gather returns and what reduce_scatter takes, whatever the algorithm puts on
-    the wire; send and recv count what leaves and what arrives. Sums of single numbers, a few dozen bytes, are
-    included.
+    Each collective counts its whole tensor, which is the output of all_gather and the input of
+    reduce_scatter, whatever the algorithm puts on the wire. send and recv count the bytes that leave and
+    arrive. Sums of single numbers, a few dozen bytes, are included.
     """
     item_bytes = _item_bytes_by_elements(events)
-    moved = {}
+    communicated = {}
     for event in events:
-        name = next((ours for key, ours in COLLECTIVES.items() if key in event['name']), None)
+        name = next((name for operator, name in COLLECTIVES.items() if operator in event['name']), None)
         if name is None or not event['name'].startswith('c10d::'):
             continue
         inputs = zip(event['args']['Input Dims'], event['args']['Input type'])
@@ -97,21 +98,22 @@ def bytes_moved(events, steps):
             size = next((item_bytes[elements] for elements, _ in tensors if elements in item_bytes), 4)
         else:
             size = _item_bytes(kind)
-        moved[name] = moved.get(name, 0) + size * max(elements for elements, _ in tensors) / len(steps)
-    return moved
+        n_bytes = size * max(elements for elements, _ in tensors)
+        communicated[name] = communicated.get(name, 0) + n_bytes / len(steps)
+    return communicated
 
 
 def _item_bytes_by_elements(events):
     """{number of elements: bytes of one element}, from the events of gloo and NCCL.
 
-    c10d's own events do not have the type of a list of tensors.
+    These events tell the type of a list of tensors, which c10d's own events do not.
     """
     item_bytes = {}
     for event in events:
         args = event.get('args', {})
         if event['name'].startswith('gloo:'):
             item_bytes[_elements(args['Input Dims'][0])] = _item_bytes(args['Input type'][0])
-        elif event['name'] == 'record_param_comms' and 'dtype' in args:  # NCCL's
+        elif event['name'] == 'record_param_comms' and 'dtype' in args:  # an event of NCCL
             item_bytes[args.get('In msg nelems')] = _item_bytes(args['dtype'])
             item_bytes[args.get('Out msg nelems')] = _item_bytes(args['dtype'])
     return item_bytes
@@ -127,10 +129,11 @@ def _item_bytes(type_name):
 
 
 def breakdown(events, steps):
-    """Milliseconds per iteration that a trace gives to each of CATEGORIES.
+    """Milliseconds per iteration in each of CATEGORIES, from a trace.
 
-    On a GPU its kernels are counted, else the operators of the main thread. Collectives are those that no
-    computation hides; idle is the rest: waiting for the host, for other processes, or for data.
+    A trace of a GPU is divided by its kernels, any other trace by the operators of the main thread.
+    Collectives count where they do not overlap with computation. The rest is idle: waiting for the host, for
+    other processes, or for data.
     """
     begin = min(start for start, _ in map(_interval, steps))
     end = max(stop for _, stop in map(_interval, steps))
@@ -141,7 +144,7 @@ def breakdown(events, steps):
     else:
         operators = [e for e in events if e['cat'] in ('cpu_op', 'user_annotation') and e not in steps]
         communicating = [_interval(e) for e in operators if _category(e['name']) == 'collectives']
-        # other annotations enclose waiting: a pipeline's for its neighbours, gloo's for the other processes
+        # Other annotations include waiting: a pipeline waits for its neighbours, gloo for other processes.
         work = _self_times([e for e in operators if e['tid'] == steps[0]['tid'] and (
             e['cat'] == 'cpu_op' or _category(e['name']) in ('data', 'optimizer'))])
     spans = dict.fromkeys(CATEGORIES, 0.0)
@@ -159,8 +162,8 @@ def breakdown(events, steps):
 
 
 def _self_times(events):
-    """[event, category, time outside of the events that it encloses] of the nested events of one thread."""
-    times, enclosing = [], []  # enclosing: the entries of `times` around the present event
+    """[event, category, time without that of nested events] of the events of one thread."""
+    times, enclosing = [], []  # enclosing: the entries of `times` around the current event
     for event in sorted(events, key=lambda e: (e['ts'], -e['dur'])):
         while enclosing and event['ts'] >= _interval(enclosing[-1][0])[1]:
             enclosing.pop()
@@ -168,7 +171,8 @@ def _self_times(events):
         if enclosing:
             parent = enclosing[-1]
             parent[2] -= event['dur']
-            # a product inside an attention is attention, arithmetic inside an optimizer's step is optimizer
+            # A matrix product inside attention counts as attention, and arithmetic inside an optimizer's step
+            # as optimizer.
             if category == 'other compute' or parent[1] != 'other compute':
                 category = parent[1]
         enclosing.append([event, category, event['dur']])
@@ -177,7 +181,7 @@ def _self_times(events):
 
 
 def _interval(event):
-    """(start, stop) in microseconds."""
+    """(start, stop) of an event in microseconds."""
     return event['ts'], event['ts'] + event['dur']
 
 

@@ -1,11 +1,10 @@
-"""Which values the keys of train.py may have, and which of them a resumed run may change."""
+"""Which values the keys of train.py may have, and which keys a resumed run may change."""
 
-
-OUTER_INTERVAL = 100  # iterations from one exchange between islands to the next, unless outer_interval says
+OUTER_INTERVAL = 100  # iterations from one exchange between islands to the next where outer_interval is 0
 
 
 def check_settings(config):
-    """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
+    """Raise ValueError if a key has an invalid value. The model and the layout check their own keys."""
     for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size',
                 'max_iters', 'comm_timeout', 'islands', 'outer_fragments'):
         if config[key] < 1:
@@ -35,7 +34,7 @@ def _check_range(config, key, low, high):
 
 
 def _check_islands(config):
-    """What islands, or an outer optimizer on one, ask of the other keys."""
+    """Raise ValueError if a key does not go with islands, or with an outer optimizer on one island."""
     islands, global_batch = config['islands'], config['batch_size'] * config['gradient_accumulation_steps']
     if global_batch % islands:
         raise ValueError(f'islands={islands} does not divide the {global_batch} sequences of an iteration '
@@ -43,7 +42,7 @@ def _check_islands(config):
     if not 0 <= config['island'] < islands:
         raise ValueError(f'island is {config["island"]}: it must be at least 0 and below islands={islands}')
     if config['island'] and not config['outer_store']:
-        raise ValueError('island says which island a job is: set outer_store too, or leave island out')
+        raise ValueError('island says which island a job is: set outer_store too, or do not set island')
     if config['outer_timeout'] <= 0:
         raise ValueError(f'outer_timeout is {config["outer_timeout"]}: it must be above 0')
     interval, fragments = config['outer_interval'] or OUTER_INTERVAL, config['outer_fragments']
@@ -57,14 +56,14 @@ def _check_islands(config):
     for key, low, high in (('outer_lr', 0, 10), ('outer_momentum', 0, 1), ('outer_mix', 0, 1)):
         _check_range(config, key, low, high)
     if config['on_spike'] == 'rollback':
-        raise ValueError('on_spike=rollback does not work with islands or outer_interval, since other islands '
-                         'cannot go back: set another on_spike')
+        raise ValueError('on_spike=rollback does not work with islands or outer_interval, since other '
+                         'islands cannot go back: set another on_spike')
 
 
 def compare_settings(config, saved, source, say):
-    """Say which keys differ from those of a checkpoint, and refuse what cannot change.
+    """Say which keys differ from those of a checkpoint; raise ValueError if a key differs that cannot change.
 
-    config: this run's. saved: the state of the checkpoint `source`. say(text): prints.
+    config: the config of this run. saved: the state of the checkpoint `source`. say(text): prints a line.
     """
     former = saved['config']
     if former.get('optimizer', config['optimizer']) != config['optimizer']:

@@ -1,4 +1,4 @@
-"""Ends a run in which a process hangs, and says which process and where."""
+"""A watchdog that ends a run in which a process hangs, and says which process hangs where."""
 import contextlib
 import datetime
 import faulthandler
@@ -19,24 +19,25 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Watchdog:
-    """A thread that ends this process when `beat` has not been called for a time, and says which one hung.
+    """A thread that ends this process if `beat` is not called for too long, and says which process hangs.
 
-    One process that stops halts all others, each in a collective that never ends. Each process then writes
-    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorders: the last
-    collectives), and tells the others through the process group's store where it is; `culprits` finds the
-    ranks that hung. Those end first, so that torchrun names them too.
+    If one process stops, all others wait for it, each in a collective that never ends. Each process then
+    writes folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorders, with the
+    last collectives), and reports through the store of the process group where it is. `culprits` finds the
+    ranks that hang. These ranks end first, so that torchrun names them too.
 
-    limit: seconds between two beats; three times as many until `first_iteration_done`, since a start loads,
-    compiles and connects.
+    limit: the seconds allowed between two beats. Until `first_iteration_done`, three times as many are
+    allowed, because a run loads, compiles and connects when it starts.
     """
 
     def __init__(self, processes, folder, limit):
         self.rank, self.world_size, self.folder = processes.rank, processes.world_size, folder
-        self.later_limit, self.limit = limit, 3 * limit
+        self.regular_limit, self.limit = limit, 3 * limit
         self.last_beat = time.monotonic()
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            if hasattr(store, 'clone'):  # a second connection: the main thread may hang in the first
+            if hasattr(store, 'clone'):
+                # This thread needs its own connection, because the main thread may hang in the first one.
                 store = store.clone()
             self.store = dist.PrefixStore('watchdog', store)
             threading.Thread(target=self._watch, daemon=True).start()
@@ -47,35 +48,35 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waits_for_storage(self):
-        """A context that may take STORAGE_LIMIT seconds longer than others between two beats."""
+        """A context in which the next beat may come STORAGE_LIMIT seconds later than usual."""
         self.last_beat = time.monotonic() + STORAGE_LIMIT
         yield
         self.beat()
 
     def first_iteration_done(self):
-        """Apply the limit of later iterations, now that everything is compiled."""
-        self.limit = self.later_limit
+        """Apply the regular limit, now that everything is compiled."""
+        self.limit = self.regular_limit
 
     def _watch(self):
         while time.monotonic() - self.last_beat <= self.limit:
             time.sleep(min(1, self.limit / 20))
         limit = f'{self.limit:g} seconds (comm_timeout)'
-        if self.limit != self.later_limit:
+        if self.limit != self.regular_limit:
             limit = f'{self.limit:g} seconds (3 × comm_timeout until the first iteration is done)'
-        seconds = max(5, self.later_limit / 10)  # for the reports of all to arrive
-        # This thread tells what happened: the main thread keeps silent if its connections close meanwhile.
+        seconds = max(5, self.regular_limit / 10)  # how long to wait for the reports of all processes
+        # This thread says what happened. The main thread must not add an error if its connections close now.
         sys.excepthook = lambda *error: time.sleep(seconds + 60)
         self._write_stacks(exit_after=seconds + 60)
         try:
             hung = self._find_hung(limit, seconds)
-        except RuntimeError:  # the process with the store, or the one that collects the reports, has ended
+        except RuntimeError:  # the process with the store, or the process that collects reports, has ended
             hung = []
         if self.rank not in hung:
-            time.sleep(3)  # torchrun calls the process that ends first the cause
+            time.sleep(3)  # torchrun reports the process that ends first as the cause
         os._exit(1)
 
     def _write_stacks(self, exit_after):
-        """Write the stacks of all threads, and end the process after that many seconds whatever happens."""
+        """Write the stacks of all threads, and make sure that the process ends after `exit_after` seconds."""
         try:
             os.makedirs(self.folder, exist_ok=True)
             file = open(os.path.join(self.folder, f'rank_{self.rank}.txt'), 'w', encoding='utf-8')
@@ -84,26 +85,27 @@ class Watchdog:
             file = sys.__stderr__
         else:
             faulthandler.dump_traceback(file)
-        # NCCL's recorder asks the driver for the state of events, with the interpreter's lock held: behind a
-        # hung kernel this thread may wait for ever. faulthandler's own thread does not need the lock.
+        # NCCL's recorder asks the driver for the state of events while it holds the interpreter's lock: if a
+        # kernel hangs, this thread may wait forever. The thread of faulthandler does not need the lock.
         faulthandler.dump_traceback_later(exit_after, exit=True, file=file)
 
     def _find_hung(self, limit, seconds):
-        """Tell the others where this process is; returns the ranks that hung.
+        """Report where this process is; returns the ranks that hang.
 
-        The first process to get here collects the reports, speaks, and tells the others who hung: if each of
-        1,024 processes read all reports, the store would have a million requests to answer (25 µs each).
+        Only the first process that arrives here collects the reports, prints the error and shares the
+        result: if each of 1,024 processes read all reports, the store would have to answer a million requests
+        of 25 µs each.
         """
         deadline = time.monotonic() + seconds
-        at, is_in_distributed = _position_of_main_thread()
-        self.store.set(f'position of {self.rank}', json.dumps(report_of({}, at, True)))
+        position, is_in_distributed = _position_of_main_thread()
+        self.store.set(f'position of {self.rank}', json.dumps(report_of({}, position, True)))
         records = _flight_recorders()
         try:
             with open(os.path.join(self.folder, f'rank_{self.rank}.json'), 'w', encoding='utf-8') as file:
                 json.dump(records, file)
-        except OSError:  # the folder, of which the warning was
+        except OSError:  # _write_stacks has warned about the folder
             pass
-        self.store.set(f'report of {self.rank}', json.dumps(report_of(records, at, is_in_distributed)))
+        self.store.set(f'report of {self.rank}', json.dumps(report_of(records, position, is_in_distributed)))
         if self.store.add('processes here', 1) > 1:
             self.store.wait(['hung'], datetime.timedelta(seconds=seconds + 30))
             return json.loads(self.store.get('hung'))
@@ -115,7 +117,7 @@ class Watchdog:
         return hung
 
     def _collect(self, deadline):
-        """{rank: report} of those that arrive before the deadline; the position of others, if known."""
+        """{rank: report}. A process whose report misses the deadline counts with its position, if known."""
         reports = {}
 
         def read(kind):
@@ -130,28 +132,31 @@ class Watchdog:
         return reports
 
 
-def report_of(records, at, is_in_distributed):
+def report_of(records, position, is_in_distributed):
     """Where a process is and what it waits for, as plain data.
 
-    records: of _flight_recorders. at: where its main thread is, and whether that is in torch.distributed.
+    records: the result of _flight_recorders. position, is_in_distributed: where the main thread is, and
+    whether this is inside torch.distributed.
 
-    In the report, `waits` is whether the process waits for others, `reached` {group: number of the last
-    collective that the process or its device has begun}, and `unfinished` {group: (number, name, has begun)}
-    of the first collective that has not ended.
+    The report says in `waits` whether the process waits for others; in `reached` {group: number of the last
+    collective that the process or its device has begun}; and in `unfinished` {group: (number, name, has
+    begun)} of the first collective that has not ended.
     """
-    report = dict(at=at, host=socket.gethostname(), pid=os.getpid(), reached={}, unfinished={})
+    report = dict(at=position, host=socket.gethostname(), pid=os.getpid(), reached={}, unfinished={})
     launches = {}
-    for entry in itertools.chain.from_iterable(record.get('entries', []) for record in records.values()):
+    entries = itertools.chain.from_iterable(record.get('entries', []) for record in records.values())
+    for entry in entries:
         backend = entry['profiling_name'].partition(':')[0]
         name, description = entry['process_group']
-        if description != 'checkpoint':  # the collectives of the thread that saves
-            # NCCL notes the parts of a launch, which never end, then the launch itself, under equal numbers.
+        if description != 'checkpoint':  # training does not wait for the collectives of the saving thread
+            # NCCL records the parts of a launch, which never end, and then the launch itself, with equal
+            # numbers.
             launches[f'{backend}:{name}', entry['collective_seq_id'], entry['p2p_seq_id']] = entry
-    # Without TORCH_NCCL_ENABLE_TIMING a device does not tell what it has begun.
-    tells_begin = any(entry['time_discovered_started_ns'] for entry in launches.values())
+    # Without TORCH_NCCL_ENABLE_TIMING, a device does not report which collectives it has begun.
+    reports_begin = any(entry['time_discovered_started_ns'] for entry in launches.values())
     for (group, number, _), entry in launches.items():
         has_ended = entry['retired'] or entry['state'] == 'completed'
-        has_begun = has_ended or entry['state'] == 'started' or group.startswith('gloo') or not tells_begin
+        has_begun = has_ended or entry['state'] == 'started' or group.startswith('gloo') or not reports_begin
         reached = report['reached'].get(group, number - 1)
         report['reached'][group] = max(reached, number) if has_begun else reached
         if not has_ended:
@@ -160,17 +165,18 @@ def report_of(records, at, is_in_distributed):
     begun_on_device = [has_begun for group, (_, _, has_begun) in report['unfinished'].items()
                        if group.startswith('nccl')]
     if begun_on_device:
-        # The main thread runs ahead of its GPU and may wait anywhere, as in .item(). The GPU waits in a
-        # collective that it has begun; before it has begun one it is busy, or hangs in a kernel.
+        # The main thread runs ahead of its GPU and may wait anywhere, for example in .item(). The GPU waits
+        # if it has begun a collective; if it has not, the GPU is busy or hangs in a kernel.
         report['waits'] = any(begun_on_device)
     return report
 
 
 def culprits(reports, world_size):
-    """The ranks that hold up the others.
+    """The ranks for which the others wait.
 
-    They are those that wait for nobody; if there are none, those that sent no report; and if all did, those
-    that have not reached a collective in which others wait, while all have reached the ones they wait in.
+    These are the ranks that do not wait for anybody. If all wait, they are the ranks that did not send a
+    report. If all sent one, they are the ranks that have not reached a collective in which others wait, and
+    that wait themselves only in collectives that all have reached.
     """
     busy = [rank for rank, report in reports.items() if not report['waits']]
     silent = [rank for rank in range(world_size) if rank not in reports]
@@ -188,8 +194,8 @@ def culprits(reports, world_size):
 
 
 def _describe(reports, hung):
-    """Sentences that name the ranks that hung and what the others wait for."""
-    names, waiting = [], {}  # waiting: {what for and where: ranks}
+    """Sentences that name the ranks that hang and say what the others wait for."""
+    names, waiting = [], {}  # waiting: {collectives and position: ranks}
     for rank in hung:
         where = 'silent'
         if rank in reports:
@@ -210,13 +216,13 @@ def _describe(reports, hung):
 
 
 def _is_ours(path):
-    """Whether a file belongs to this repository: a script, or a file of data/ or kilogpt/."""
+    """Whether a file is a script of this repository, or lies in its data/ or kilogpt/."""
     folder, _, rest = os.path.relpath(path, ROOT).partition(os.sep)
     return folder in ('data', 'kilogpt') or not rest
 
 
 def _position_of_main_thread():
-    """(last line in our own files > last line, whether the latter is in torch.distributed)."""
+    """(innermost line of ours > innermost line of all, whether the latter is in torch.distributed)."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     ours = [frame for frame in stack if _is_ours(frame.filename)]
     lines = [f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
@@ -226,10 +232,10 @@ def _position_of_main_thread():
 
 
 def _flight_recorders():
-    """PyTorch's records of the last collectives, {'cpu': record, 'nccl': record}, as far as it keeps them."""
+    """PyTorch's records of the last collectives: {'cpu': record, 'nccl': record}, or those that exist."""
     records = {}
     for name, function in dict(cpu='_dump_fr_trace_json', nccl='_dump_nccl_trace_json').items():
-        dump = getattr(torch._C._distributed_c10d, function, None)  # NCCL's is in builds for CUDA alone
+        dump = getattr(torch._C._distributed_c10d, function, None)  # only builds for CUDA record NCCL
         if dump:
             records[name] = json.loads(dump())
     return records

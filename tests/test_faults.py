@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from helpers import (FAULTS, ROOT, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
+from helpers import (FAULTS, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
                      read_tensors, run_script, saved_iterations, side_by_side, torchrun, wait_until,
                      worker_pids)
 from kilogpt import checkpoint

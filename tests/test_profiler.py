@@ -64,11 +64,11 @@ def test_each_collective_counts_its_whole_tensor_once():
         collective('c10d::barrier', [[], []], ['', '']),
     ]
     steps = [None, None]  # two iterations
-    assert profiler.bytes_moved(events, steps) == {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
+    assert profiler.communicated_bytes(events, steps) == {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
 
 
 def test_nccls_event_has_the_type_of_a_list():
     args = {'dtype': 'BFloat16', 'In msg nelems': 16, 'Out msg nelems': 16}
     events = [collective('c10d::allreduce_', [[[16]], []], ['TensorList', '']),
               dict(name='record_param_comms', args=args)]
-    assert profiler.bytes_moved(events, [None]) == {'all_reduce': 32}
+    assert profiler.communicated_bytes(events, [None]) == {'all_reduce': 32}

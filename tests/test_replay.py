@@ -27,7 +27,7 @@ def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
     text = (run.out_dir / 'replay_00000007' / 'batch.txt').read_text()
     assert text.count('--- token ') == 12
     other = replayed(run, '7', nproc=2)
-    assert 'error: dropout=0.1 draws other numbers in another layout' in other.stderr
+    assert 'error: dropout=0.1 draws other random numbers in another layout' in other.stderr
 
 
 # {layout: processes}
