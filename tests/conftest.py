@@ -14,7 +14,7 @@ from helpers import FAULTS, TINY, end_servers, read_metrics, run_forked, side_by
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two processes share the tests (pytest-xdist), but files that are named run in pytest's own process."""
+    """Run all tests in two processes (pytest-xdist), but named files in the process of pytest itself."""
     return 2 if config.args_source == pytest.Config.ArgsSource.TESTPATHS else 0
 
 
@@ -27,7 +27,7 @@ def dataset(tmp_path_factory):
     """Folder of a prepared dataset: 20,000 training and 3,000 validation tokens out of 65 characters."""
     folder = tmp_path_factory.mktemp('data')
     rng = np.random.default_rng(0)
-    chain = rng.integers(0, 65, size=(65, 3))  # three likely successors each: something to learn
+    chain = rng.integers(0, 65, size=(65, 3))  # three possible successors of each token
     for split, count in (('train', 20_000), ('val', 3_000)):
         tokens = [0]
         for choice in rng.integers(0, 3, size=count - 1):
@@ -53,11 +53,12 @@ def vocabulary(tmp_path_factory):
 def train(dataset, tmp_path_factory):
     """Function that runs train.py on the tiny model and dataset, with arguments on top of TINY.
 
-    out_dir: the run's folder, a new one by default. base: arguments in the place of TINY's.
+    out_dir: the run's folder, a new one by default. base: arguments that replace TINY.
     runner: run_script launches train.py as a user does; run_forked and its options are the default.
 
-    Returns the run: `out_dir`; `lines` and `evals` as of read_metrics, empty if it never began; and what the
-    runner returns: `stdout`, `stderr`, `returncode`, ...
+    Returns the run: `out_dir`; `lines` and `evals` as from read_metrics, empty if the run has not begun; and
+    the
+    attributes that the runner returns: `stdout`, `stderr`, `returncode`, ...
     """
     def train(*arguments, out_dir=None, base=TINY, runner=run_forked, **options):
         folder = pathlib.Path(out_dir or tmp_path_factory.mktemp('run') / 'out')

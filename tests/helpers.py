@@ -1,4 +1,4 @@
-"""What tests share beside fixtures: launching scripts, as a user does or faster, and what runs leave."""
+"""Helpers of the tests: launch scripts, as a user does or faster, and read what runs leave behind."""
 import contextlib
 import json
 import os
@@ -24,7 +24,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TESTS = pathlib.Path(ROOT, 'tests')
 FAULTS = TESTS / 'faults'  # programs that a run executes before train.py
 
-# a model and a batch that train in milliseconds; 12 sequences divide over 1, 2 and 3 processes
+# A model and a batch that train in milliseconds. 12 sequences divide over 1, 2 and 3 processes.
 TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=32 --block_size=32 '
         '--batch_size=4 --gradient_accumulation_steps=3 --eval_iters=4 --eval_interval=6 --log_interval=1 '
         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=1e-2 --min_lr=1e-3').split()
@@ -33,9 +33,9 @@ TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n
 # --- launching scripts ----------------------------------------------------------------------------------
 
 def start_script(script, *arguments, nproc=1, env=None, cwd=None):
-    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does; a Popen.
+    """Start a script ('train.py') or a module ('kilogpt.convert') as a user does; returns its Popen.
 
-    nproc: above 1, that many processes under torchrun.
+    nproc: the number of processes; above 1, torchrun starts them.
     """
     command = [sys.executable]
     if nproc > 1:
@@ -47,9 +47,9 @@ def start_script(script, *arguments, nproc=1, env=None, cwd=None):
 
 
 def run_script(script, *arguments, check=True, timeout=300, stdin=None, **options):
-    """Run a script with the options of `start_script`; the finished process.
+    """Run a script with the options of `start_script`; returns the finished process.
 
-    check: fail the test, with the script's output, where the exit code is not 0.
+    check: whether an exit code other than 0 fails the test, with the output of the script.
     """
     with start_script(script, *arguments, **options) as process:
         try:
@@ -61,7 +61,8 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-# pytest's two processes have a range each: they would take the same port between asking and listening
+# Each of pytest's two processes has its own range of ports: both could otherwise find the same port free
+# before either listens on it.
 PORTS = free_ports(26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000)
 
 
@@ -69,17 +70,17 @@ def free_port():
     return next(PORTS)
 
 
-IDLE_SERVERS = []  # processes of kilogpt/prove/forked.py that no run uses at present
+IDLE_SERVERS = []  # processes of kilogpt/prove/forked.py that no run uses now
 SERVERS_LOCK = threading.Lock()
 
 
 def run_forked(script, *arguments, check=True, **options):
-    """Run a script or module like `run_script`, seconds faster: in processes forked from one that has torch.
+    """Run a script or module like `run_script`, but seconds faster: in forks of a process that has torch.
 
     options: those of `_run_in_fork_server`.
     """
     done = _run_in_fork_server(script, *arguments, **options)
-    if min(done.codes) < 0:  # one process in hundreds has died in malloc, in torch or gloo (LOG.md)
+    if min(done.codes) < 0:  # torch or gloo crashes in malloc in one of some hundred processes (LOG.md)
         warnings.warn(f'a signal ended this run, which is repeated: {arguments}, {done.outputs}')
         done = _run_in_fork_server(script, *arguments, **options)
     assert done.returncode == 0 or not check, '\n'.join(done.outputs)
@@ -87,10 +88,10 @@ def run_forked(script, *arguments, check=True, **options):
 
 
 def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='', timeout=300, faults=()):
-    """The finished process, or nproc processes as torchrun starts them.
+    """Run a script in a fork, or in nproc forks as torchrun starts them; returns the finished process.
 
     faults: Python files that each process executes before the script.
-    The result also tells the processes apart: `codes`, `outputs` (stdout, stderr and exit code of each rank).
+    The result also has `codes` and `outputs` (stdout, stderr and exit code) of each rank.
     """
     with SERVERS_LOCK:
         port = free_port()
@@ -127,16 +128,16 @@ def end_servers():
 
 
 def side_by_side(*calls):
-    """The results of calls that do not need each other, made two at a time."""
+    """Make independent calls, two at a time; returns their results."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda call: call(), calls))
 
 
 @contextlib.contextmanager
 def torchrun(options, folder, script, *arguments, **env):
-    """A torchrun in progress: its Popen, whose `output()` is what it has printed so far.
+    """A context with a running torchrun: a Popen, whose `output()` is what it has printed so far.
 
-    options: torchrun's own. folder: a log of the output goes there. Leaving the context kills the processes.
+    options: those of torchrun. folder: where its log is written. The end of the context kills all processes.
     """
     log = folder / f'torchrun-{time.monotonic_ns()}.log'
     command = [sys.executable, '-m', 'torch.distributed.run', '--monitor-interval=0.1', *options, script]
@@ -165,7 +166,7 @@ def worker_pids(torchrun):
 
 
 def kill_node(torchrun):
-    """End a torchrun and its processes as a loss of power would."""
+    """Kill a torchrun and its processes, as a power failure would."""
     for pid in (*worker_pids(torchrun).values(), torchrun.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -173,17 +174,17 @@ def kill_node(torchrun):
 
 
 def wait_until(condition, process, seconds=120):
-    """Wait until condition() holds, which a torchrun brings about."""
+    """Wait until condition() holds, while the torchrun `process` runs."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, process.output()
         time.sleep(0.02)
 
 
-# --- what runs leave ------------------------------------------------------------------------------------
+# --- reading runs ---------------------------------------------------------------------------------------
 
 def read_run(out_dir):
-    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` as of read_metrics."""
+    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` as from read_metrics."""
     lines, evals = read_metrics(out_dir)
     return SimpleNamespace(out_dir=pathlib.Path(out_dir), lines=lines, evals=evals)
 
@@ -201,13 +202,13 @@ def first_iterations(run, count):
 
 
 def assert_near(run, other, loss=LOSS, grad_norm=GRAD_NORM):
-    """Two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
+    """Assert that two runs agree: losses within `loss`, gradient norms within `grad_norm` (relative)."""
     assert list(run.lines) == list(other.lines) and list(run.evals) == list(other.evals) and run.lines
     assert compare_curves(run, other, loss, grad_norm) == []
 
 
 def saved_iterations(out_dir):
-    """Iterations of the checkpoints in a run's folder, which holds nothing else."""
+    """The iterations of the checkpoints in a run's folder ckpt/, which must not hold anything else."""
     folder = pathlib.Path(out_dir, 'ckpt')
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     assert names == [f'iter_{int(name[5:]):08d}' for name in names], names
@@ -220,8 +221,8 @@ def newest_state(out_dir):
 
 
 def read_tensors(path):
-    """Every tensor of a checkpoint, whole."""
-    import torch.distributed.checkpoint as dcp  # a second that most tests need not wait for
+    """{key: whole tensor} of a checkpoint."""
+    import torch.distributed.checkpoint as dcp  # takes a second, which most tests can save
     reader = dcp.FileSystemReader(path)
     tensors = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
                for name, stored in reader.read_metadata().state_dict_metadata.items()}
@@ -230,17 +231,17 @@ def read_tensors(path):
 
 
 def newest_tensors(out_dir):
-    """Every tensor of a run's newest checkpoint."""
+    """{key: whole tensor} of a run's newest checkpoint."""
     return read_tensors(checkpoint.find(out_dir)[0])
 
 
 def newest_weights(out_dir):
-    """The parameters of a run's newest checkpoint, under their keys there (model.NAME)."""
+    """{model.NAME: parameter} of a run's newest checkpoint."""
     return {name: tensor for name, tensor in newest_tensors(out_dir).items() if name.startswith('model.')}
 
 
 def assert_same_tensors(tensors, others):
-    """Two dicts of tensors are the same to the bit."""
+    """Assert that two dicts of tensors are equal to the bit."""
     assert tensors.keys() == others.keys() and tensors
     assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
 
@@ -248,7 +249,7 @@ def assert_same_tensors(tensors, others):
 # --- tensors --------------------------------------------------------------------------------------------
 
 def graph(y):
-    """Names of the operations that made a tensor."""
+    """Names of the operations in the graph of a tensor."""
     names, stack = '', [y.grad_fn]
     while stack:
         node = stack.pop()

@@ -1,4 +1,4 @@
-"""Checkpoints as a library. How runs save and resume: test_train, test_faults, test_errors, test_parallel."""
+"""The functions of checkpoint.py. Runs that resume are tested in test_train, test_faults and others."""
 import gc
 import os
 import pathlib
@@ -40,7 +40,7 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def test_checkpoint_from_others_runs_nothing(tmp_path):
+def test_checkpoint_from_others_cannot_run_code(tmp_path):
     make_run(tmp_path)
     (path,) = checkpoint.find(str(tmp_path))
     parameters = parameters_of(path)
@@ -59,7 +59,7 @@ class PathOfAnotherSystem:
 
 
 def test_checkpoint_of_another_operating_system_loads(tmp_path):
-    """DCP pickles the path of the folder that it wrote."""
+    """DCP pickles the path of the folder to which it wrote."""
     _, model, _ = make_run(tmp_path)
     (path,) = checkpoint.find(str(tmp_path))
     with open(os.path.join(path, '.metadata'), 'rb') as file:
@@ -82,8 +82,8 @@ def test_load_refuses_another_model(tmp_path):
         checkpoint.load(path, [('extra', torch.zeros(1))])
 
 
-def test_save_without_folders_that_open(tmp_path, monkeypatch):
-    """Windows refuses to open a folder, which a sync of its names would take."""
+def test_save_works_if_folders_cannot_be_opened(tmp_path, monkeypatch):
+    """Windows refuses to open a folder, which is necessary to sync its entries."""
     def refusing(path, *args, **options):
         if os.path.isdir(path):
             raise PermissionError(13, 'Permission denied', path)
@@ -121,7 +121,7 @@ def writes(monkeypatch):
     return found
 
 
-def test_thread_gets_copies_alone_and_a_blocking_save_needs_neither(tmp_path, writes):
+def test_saving_thread_gets_only_copies_and_a_blocking_save_needs_neither(tmp_path, writes):
     """A thread does not know in which stream, on which GPU, training writes the tensors."""
     saver, parameters = checkpoint.Saver(str(tmp_path), 9), model_of_ones()
     interval = sys.getswitchinterval()
@@ -176,8 +176,8 @@ def test_blocking_save_copies_one_tensor_at_a_time(tmp_path, monkeypatch):
     assert len(held) == 5 and max(held) - min(held) <= 40_000
 
 
-def test_saves_of_one_plan_hold_the_tensors_of_their_time(tmp_path):
-    """Also when the first checkpoint is deleted, when a save has failed, and in a run that resumes."""
+def test_saves_of_one_plan_hold_the_current_tensors(tmp_path):
+    """This holds after the first checkpoint is deleted, after a failed save, and in a run that resumes."""
     saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
     for iteration in range(1, 7):
         for _, parameter in parameters:
@@ -228,7 +228,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
     checkpoint.lock_folder(str(tmp_path), patience=0).release()
 
 
-def test_killed_run_releases_its_folder(tmp_path, capsys):
+def test_killed_run_releases_its_folder(tmp_path):
     """The operating system releases the lock; a run that starts before that waits."""
     holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(tmp_path)], cwd=ROOT, text=True,
                               stdout=subprocess.PIPE)

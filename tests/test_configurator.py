@@ -1,4 +1,4 @@
-"""Config files and command lines override a script's globals: typed, in order, errors in one sentence."""
+"""Config files and command lines override a script's globals in order, and errors are one sentence."""
 import functools
 import json
 import re
@@ -18,7 +18,7 @@ out_dir = 'out'  # where it goes
 steps = 5 * 8  # how many
 # numbers
 rate = 6e-4  # a # in a comment
-_private = 1  # no group
+_private = 1  # not a key
 flag = False
 prompt = '# no comment'
 long = ('a string that '
@@ -27,12 +27,12 @@ top_k: int | None = 200  # 0 or None = all
 top_p: float | None = None
 # ----------------------------------------
 config = configure(globals())
-later = 1  # no key
+later = 1  # not a key
 '''
 
 
 def result(*argv, path='script.py'):
-    """The keys of SCRIPT as these arguments leave them."""
+    """The config of SCRIPT with these arguments."""
     namespace = dict(configure=lambda script: configure(script, [str(a) for a in argv]), __file__=str(path))
     exec(SCRIPT, namespace)
     assert all(namespace[key] == value for key, value in namespace['config'].items())
@@ -58,7 +58,7 @@ def test_defaults_are_kept_and_only_plain_globals_are_keys():
     ('--top_k=None', 'top_k', None), ('--top_k=5', 'top_k', 5),
     ('--top_p=1', 'top_p', 1.0), ('--top_p 0.5', 'top_p', 0.5),
 ])
-def test_command_line(arguments, key, value):
+def test_command_line_sets_a_key_with_its_type(arguments, key, value):
     got = result(*arguments.split())[key]
     assert got == value and type(got) is type(value)
 
@@ -86,14 +86,14 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
 def test_files_and_arguments_apply_in_order(tmp_path):
     one, two = tmp_path / 'one.py', tmp_path / 'two.py'
     one.write_text('steps = 1\nrate = 1\n')
-    two.write_text('steps = steps + 10\n')  # sees the values so far, as in nanoGPT
+    two.write_text('steps = steps + 10\n')  # a file sees the values so far, as in nanoGPT
     assert result(one, two)['steps'] == 11 and result(two, one)['steps'] == 1
     assert result(one, '--steps=5', two)['steps'] == 15 and result(one, two, '--steps=5')['steps'] == 5
     assert result('--steps=5', one)['steps'] == 1
     assert result(one)['rate'] == 1.0 and type(result(one)['rate']) is float
 
 
-def test_nanogpts_kind_of_config_file(tmp_path):
+def test_config_file_may_import_and_compute_as_in_nanogpt(tmp_path):
     path = tmp_path / 'config.py'
     path.write_text("import time\nimport os.path as p\nfrom math import sqrt\n_half = 2\n"
                     "def name():\n    return 'ft-' + str(time.time())\n"
@@ -124,7 +124,7 @@ def test_bad_files_end_in_one_sentence(tmp_path, name, text, message):
         result(tmp_path / name)
 
 
-def test_the_resolved_config_is_a_config_file(tmp_path):
+def test_resolved_config_is_a_config_file(tmp_path):
     config = result('--steps=3', '--flag', '--rate=inf', '--top_k=None', '--out_dir=a "b" \\ é')
     (tmp_path / 'config.json').write_text(json.dumps(config))
     assert result(tmp_path / 'config.json') == config
@@ -148,7 +148,7 @@ def test_help_has_every_key_with_default_type_comment_and_group(tmp_path, capsys
         '--top_p=None float or None']
 
 
-def test_a_config_is_known_without_running_the_script(tmp_path):
+def test_config_is_found_without_running_the_script(tmp_path):
     path = tmp_path / 'script.py'
     path.write_text(SCRIPT.replace('later = 1', 'raise AssertionError("the script ran")'))
     arguments = ['--steps=3', '--top_k=None', '--flag']
@@ -159,7 +159,7 @@ def test_a_config_is_known_without_running_the_script(tmp_path):
     assert config_of(f'{ROOT}/sample.py', ['--top_k=None'])['top_k'] is None
 
 
-def test_help_whose_reader_stops_shows_no_trace(tmp_path):
+def test_help_whose_reader_stops_shows_no_traceback(tmp_path):
     path = tmp_path / 'script.py'
     keys = ''.join(f'key_{i} = {i}  # a help of several pipe buffers\n' for i in range(5000))
     path.write_text(f'import sys\nsys.path.insert(0, {ROOT!r})\n{keys}'

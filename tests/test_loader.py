@@ -21,7 +21,7 @@ U16 = dict(vocab_size=65536, dtype='uint16')
 
 
 def write(path, tokens, dtype='<u2', header=False, version=1, count=None):
-    """A token file, raw or with llm.c's header; count: what the header says, if not the truth."""
+    """Write a token file, raw or with llm.c's header. count: a false number for the header."""
     ints = np.zeros(256, dtype='<i4')
     ints[:3] = 20240520, version, len(tokens) if count is None else count
     with open(path, 'wb') as file:
@@ -83,13 +83,13 @@ def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
     orders = [load(tmp_path, seed=seed).train_starts(1000 * epoch + np.arange(1000))
               for seed in (1, 2) for epoch in (0, 1)]
     for i, a in enumerate(orders):
-        assert (np.diff(a) == 4).sum() < 10  # nor are they in the order of the text
+        assert (np.diff(a) == 4).sum() < 10  # the order is not that of the text
         for b in orders[:i]:  # 1 of 1000 is in the same place by chance
             assert (a // 4 == b // 4).sum() < 10 and set(a % 4001) != set(b % 4001)
 
 
 @pytest.mark.parametrize('shuffle_block', [1, 7, 4096])
-def test_the_order_of_training_never_changes(tmp_path, monkeypatch, shuffle_block):
+def test_order_of_training_never_changes(tmp_path, monkeypatch, shuffle_block):
     """The order does not depend on how many sequences are shuffled at a time.
 
     A run that resumes continues in the order that it began with.
@@ -105,7 +105,7 @@ def test_shuffled_is_a_permutation(n):
     assert sorted(shuffled(np.arange(n), n, [1, n])) == list(range(n))
 
 
-def test_shuffled_looks_random_and_takes_any_size():
+def test_shuffled_looks_random_at_any_size():
     n = 10_000
     a, b = shuffled(np.arange(n), n, [1, 0]), shuffled(np.arange(n), n, [1, 1])
     # the correlation of n random pairs is 0 ± 1/sqrt(n) = 0.01: 0.05 is five standard deviations
@@ -140,8 +140,8 @@ def test_evaluation_set_is_fixed_even_and_without_overlap(block_size, extra, cou
     ['train.bin'], ['train_01.bin', 'train_02.bin'], ['set_train_01.bin', 'set_train_02.bin']])
 @pytest.mark.parametrize('dtype, first', [('uint16', 0), ('uint32', 100_000)])
 @pytest.mark.parametrize('header', [False, True])
-def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
-    folder = tmp_path / 'a [folder]*'  # which is no pattern
+def test_files_with_and_without_header_hold_the_same_tokens(tmp_path, names, dtype, first, header):
+    folder = tmp_path / 'a [folder]*'  # a name that glob must not read as a pattern
     folder.mkdir()
     tokens = first + np.arange(50)
     for name, piece in zip(names, np.array_split(tokens, len(names))):
@@ -182,7 +182,7 @@ def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
         load(tmp_path, vocab_size=200, meta=meta)
 
 
-def test_the_scan_at_start_is_bounded_in_total_and_reaches_every_shard(tmp_path, monkeypatch):
+def test_scan_at_start_is_bounded_in_total_and_reaches_every_shard(tmp_path, monkeypatch):
     """30 shards of 100 tokens each, of which 600 tokens are read: 20 of each shard."""
     monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 600)
     n_read, check = [], TokenLoader._check
@@ -196,7 +196,7 @@ def test_the_scan_at_start_is_bounded_in_total_and_reaches_every_shard(tmp_path,
         load(tmp_path, vocab_size=200)
 
 
-def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
+def test_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
     monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 0)
     write(tmp_path / 'train.bin', [*range(99), 200])
     loader = load(tmp_path, vocab_size=200)
@@ -205,7 +205,7 @@ def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch)
         loader.batch(np.array([0, 95]))  # as a target
 
 
-def test_too_few_tokens_name_the_block_size_that_would_do(tmp_path):
+def test_error_about_too_few_tokens_names_a_block_size_that_fits(tmp_path):
     write(tmp_path / 'train.bin', range(10))
     assert load(tmp_path, block_size=9).batch(np.array([0]))[1].tolist() == [list(range(1, 10))]
     message = '10 tokens in its train split.*block_size=10 needs 11: set block_size to 9'
@@ -227,7 +227,7 @@ def test_meta_pkl_is_never_unpickled(tmp_path):
 @pytest.mark.parametrize('text', [
     '', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
     '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
-def test_bad_meta_json_is_exit_on_error_that_names_it(tmp_path, text):
+def test_bad_meta_json_is_refused_by_name(tmp_path, text):
     # Without a meta.json, the tokens are GPT-2's.
     assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
     (tmp_path / 'meta.json').write_text(text)

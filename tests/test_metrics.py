@@ -1,4 +1,4 @@
-"""What a run writes of itself, and what it measures on any system."""
+"""The log of a run, and measurements of speed and memory on any system."""
 import json
 import os
 import shutil
@@ -28,14 +28,17 @@ def test_training_line_has_seconds_in_the_file_alone(tmp_path, capsys):
 
 
 def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
-    """50 ms in the call, and 500 ms for two iterations that take 100 each. wandb takes no earlier step."""
+    """50 ms in the call, plus 500 ms for two iterations that usually take 100 ms each.
+
+    The steps for wandb must not decrease.
+    """
     line = dict(loss=2.5, grad_norm=0.5, lr=1e-3, dt_ms=100.0, tokens_per_sec=1.0, mfu=None, mem_gb=1.0)
     log, steps = metrics.Metrics(tmp_path, is_main=True), []
     log.wandb = SimpleNamespace(log=lambda line, step: steps.append(step), finish=lambda: None)
     log.train(dict(iter=10, **line), eta_seconds=0)
     log.save_started('path', 10, seconds=0.05, clock=1.0)
     log.train(dict(iter=12, **line | dict(dt_ms=250.0)), eta_seconds=0)
-    for _ in range(2):  # the second time there is nothing to write
+    for _ in range(2):  # the second call must not write anything
         log.save_written(12, clock=1.5)
     log.close()
     found = [json.loads(text) for text in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
@@ -44,14 +47,14 @@ def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
-def test_value_that_is_not_finite_is_null(tmp_path, value):
+def test_value_that_is_not_finite_is_logged_as_null(tmp_path, value):
     log = metrics.Metrics(tmp_path, is_main=True)
     log.eval(dict(iter=0, train_loss=4.0, val_loss=value))
     assert json.loads((tmp_path / 'metrics.jsonl').read_text()) == dict(iter=0, train_loss=4.0, val_loss=None)
 
 
 def test_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
-    """With AMX small products reach a third of what large ones do; other units have it the other way."""
+    """Which product is fastest depends on the CPU: with AMX a large one, on other CPUs often a small one."""
     cpu, dtypes = torch.device('cpu'), []
     for fastest in metrics.TIMED_PRODUCTS:
         monkeypatch.setattr(metrics, 'measured_flops', lambda *shape: (
@@ -63,14 +66,14 @@ def test_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
 
 
 def test_peak_memory_is_measured_and_0_where_it_is_unknown(monkeypatch):
-    """Windows has no module `resource`."""
+    """Windows does not have the module `resource`."""
     cpu = torch.device('cpu')
     assert 0.05 < metrics.peak_memory_gb(cpu) < 1000
     monkeypatch.setitem(sys.modules, 'resource', None)
     assert metrics.peak_memory_gb(cpu) == 0.0
 
 
-def test_tensorboard_has_the_scalars_of_the_log_and_none_twice_after_a_resume(train):
+def test_tensorboard_has_each_scalar_of_the_log_once_even_after_a_resume(train):
     """A run that is killed at 12, after its checkpoint at 6 and an evaluation, resumes at 6."""
     accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
     run = train('--tensorboard=True', '--save_interval=6', '--keep_checkpoints=9')
@@ -88,7 +91,7 @@ def test_tensorboard_has_the_scalars_of_the_log_and_none_twice_after_a_resume(tr
     assert len(os.listdir(os.path.join(earlier, 'tensorboard'))) == 2
 
 
-def test_tensorboard_that_cannot_be_written_or_is_missing(tmp_path, monkeypatch, capsys):
+def test_unwritable_tensorboard_warns_and_missing_tensorboard_raises(tmp_path, monkeypatch, capsys):
     pytest.importorskip('tensorboard')
     log = metrics.Metrics(tmp_path, is_main=True, tensorboard=True)
 

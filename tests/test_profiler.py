@@ -1,4 +1,4 @@
-"""The arithmetic of a profile, on traces made by hand."""
+"""The arithmetic of a profile, on handmade traces."""
 import json
 
 import pytest
@@ -24,7 +24,7 @@ CPU_EVENTS = [
     event('user_annotation', 'optimizer', 80, 10),
     event('cpu_op', 'aten::mul', 82, 3),
     event('cpu_op', 'gloo:all_reduce', 65, 10, tid=2),
-    event('cpu_op', 'aten::mm', 0, 50, tid=3),  # computation of another thread is not the main thread's time
+    event('cpu_op', 'aten::mm', 0, 50, tid=3),  # another thread does not count
 ]
 GPU_EVENTS = [
     event('gpu_memcpy', 'Memcpy HtoD (Pinned -> Device)', 0, 5),
@@ -52,7 +52,7 @@ def collective(name, dims, types):
 
 
 def test_each_collective_counts_its_whole_tensor_once():
-    """A functional collective becomes a c10d operator; of a list of tensors, gloo's event has the type."""
+    """A functional collective also appears as an operator of c10d. For lists, gloo's event has the dtype."""
     events = [
         collective('_c10d_functional::all_gather_into_tensor', [[4, 8], [], []],
                    ['c10::BFloat16', 'Scalar', '']),
@@ -64,10 +64,11 @@ def test_each_collective_counts_its_whole_tensor_once():
         collective('c10d::barrier', [[], []], ['', '']),
     ]
     steps = [None, None]  # two iterations
-    assert profiler.communicated_bytes(events, steps) == {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
+    expected = {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
+    assert profiler.communicated_bytes(events, steps) == expected
 
 
-def test_nccls_event_has_the_type_of_a_list():
+def test_dtype_of_a_list_comes_from_nccls_event():
     args = {'dtype': 'BFloat16', 'In msg nelems': 16, 'Out msg nelems': 16}
     events = [collective('c10d::allreduce_', [[[16]], []], ['TensorList', '']),
               dict(name='record_param_comms', args=args)]

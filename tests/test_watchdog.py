@@ -1,4 +1,4 @@
-"""A process that hangs is named: at the start, in the loop, on a processor and on a GPU."""
+"""The watchdog names a process that hangs: at the start or in the loop, on a CPU or on a GPU."""
 import json
 import re
 
@@ -20,15 +20,15 @@ def test_process_that_hangs_is_named(dataset, tmp_path):
     with torchrun(['--standalone', '--nproc_per_node=2'], tmp_path, *script, *arguments) as process:
         assert process.wait(60) == 1
         output = process.output()
-    # our sentence, once
+    # Our error is printed once.
     assert output.count('error: no progress') == 1, output
     sentence = re.search('^error: no progress .*', output, re.M)[0]
     assert 'for 3 seconds (comm_timeout)' in sentence
     assert re.search(r'Hung: rank 1 \(host .*, pid \d+, at loader.py:\d+ __call__', sentence)
     assert re.search(r'Waiting: rank 0 in gloo:all_?reduce at (train|parallel|processes).py', sentence)
-    # torchrun's
+    # torchrun names the same rank.
     assert re.search(r'rank\s*: 1 ', output[output.index('Root Cause'):])
-    # the stack that hangs, and the flight recorders of the process that waits
+    # The files have the stack that hangs, and the flight recorder of the process that waits.
     assert 'hanging_batch' in (tmp_path / 'out' / 'hang' / 'rank_1.txt').read_text()
     entries = json.loads((tmp_path / 'out' / 'hang' / 'rank_0.json').read_text())['cpu']['entries']
     assert [entry['process_group'][1] for entry in entries if not entry['retired']] == ['default_pg']
@@ -48,23 +48,24 @@ def test_process_that_hangs_before_the_first_iteration_is_named(train, function)
 # --- reports --------------------------------------------------------------------------------------------
 
 def collective(number, state, group='0', backend='nccl', **entry):
-    """An entry of a flight recorder. gloo's have no state, but are retired once they have ended."""
+    """An entry of a flight recorder. Those of gloo have no state, but are retired when they end."""
     return dict(process_group=[group, 'default_pg'], profiling_name=f'{backend}:all_reduce', state=state,
                 collective_seq_id=number, p2p_seq_id=0, retired=state == 'completed',
                 time_discovered_started_ns=int(backend == 'nccl' and state != 'scheduled')) | entry
 
 
 def hung(*ranks, in_distributed=False):
-    """The culprits among ranks with these entries each; None for a rank without a report."""
+    """The culprits among ranks with these entries; None stands for a rank without a report."""
     reports = {}
     for rank, entries in enumerate(ranks):
         if entries is not None:
             report = report_of(dict(nccl=dict(entries=entries)), 'train.py:1', in_distributed)
-            reports[rank] = json.loads(json.dumps(report))  # it travels through the store
+            reports[rank] = json.loads(json.dumps(report))  # as the store transmits it
     return culprits(reports, len(ranks))
 
 
-# The main thread has run ahead and waits in .item(). The device has made two collectives, waits in a third.
+# The main thread has run ahead and waits in .item(). The device has ended two collectives and waits in a
+# third.
 ENDED = [collective(5, 'completed'), collective(6, 'completed')]
 WAITS = [*ENDED, collective(7, 'started'), collective(8, 'scheduled')]
 
@@ -72,11 +73,11 @@ WAITS = [*ENDED, collective(7, 'started'), collective(8, 'scheduled')]
 @pytest.mark.quick
 def test_gpu_that_waits_in_a_collective_is_not_the_culprit():
     assert hung(WAITS, WAITS, WAITS) == []
-    # a rank in Python, whose device has nothing left to do
+    # A rank in Python code, whose device has finished its work.
     assert hung(WAITS, ENDED, WAITS) == [1]
-    # a rank whose device hangs in a kernel, with collectives behind that and without
+    # A rank whose device hangs in a kernel before it begins the next collective.
     assert hung(WAITS, [*ENDED, collective(7, 'scheduled'), collective(8, 'scheduled')], WAITS) == [1]
-    # no report
+    # A rank that did not send a report.
     assert hung(WAITS, WAITS, None) == [2]
 
 
@@ -90,7 +91,7 @@ def test_culprit_is_the_end_of_a_chain_of_processes_that_wait():
     ranks = [rank('tp0', 'dp0', 'completed', 'started'), rank('tp0', 'dp1', 'completed', 'started'),
              rank('tp1', 'dp0', 'started', 'scheduled'), rank('tp1', 'dp1', 'scheduled', 'scheduled')]
     assert hung(*ranks) == [3]
-    # the same where rank 3 waits in a collective that is not the others'
+    # The result is the same if rank 3 waits in a collective of another group.
     ranks[3] = [*ranks[3][:2], collective(1, 'started', 'pp')]
     assert hung(*ranks) == [3]
 
@@ -101,10 +102,10 @@ def test_process_in_an_earlier_collective_is_the_culprit():
         return [collective(number, 'scheduled', group, 'gloo') for group, number in numbers.items()]
 
     assert hung(gloo(a=7, b=3), gloo(a=6, b=3), gloo(a=7, b=3)) == [1]
-    # point to point, which gloo's recorder leaves out
+    # A rank that waits point to point, which the recorder of gloo does not record.
     ended = [collective(6, 'scheduled', 'a', 'gloo', retired=True)]
     assert hung(gloo(a=7), ended, in_distributed=True) == [1]
-    # each waits for the other
+    # Two ranks that wait for each other.
     assert hung(gloo(a=7), gloo(b=7)) == []
 
 
@@ -119,7 +120,7 @@ def test_without_timing_a_process_in_python_is_the_culprit():
 
 @pytest.mark.quick
 def test_parts_of_a_launch_and_saves_are_not_waited_for():
-    """NCCL notes a batch of sends and receives as parts, which never end, and then as one launch."""
+    """NCCL records a batch of sends and receives as parts, which never end, and then as one launch."""
     parts = [collective(6, 'scheduled', p2p_seq_id=1, profiling_name=f'nccl:{name}')
              for name in ('send 0->1', 'recv 0<-1')]
     launch = collective(6, 'completed', p2p_seq_id=1, profiling_name='nccl:coalesced')

@@ -1,7 +1,7 @@
-"""Count the bytes that tensors hold where backward begins and at each optimizer step.
+"""Count the bytes of all tensors when backward begins and at each optimizer step.
 
-OUT_DIR.bytes.RANK gets a line [moment, bytes] each time, and where backward begins another line
-['gradient storages', number]: of pieces of memory that hold the gradients.
+Each time, a line [moment, bytes] is written to OUT_DIR.bytes.RANK. When backward begins, there is another
+line, ['gradient storages', number], with the number of pieces of memory that hold the gradients.
 """
 import gc
 import json

@@ -1,4 +1,4 @@
-"""The soft limit of open files leaves room for 8 more, as 1,024 does for about 500 processes."""
+"""The soft limit of open files allows 8 more files, like a limit of 1,024 in a run of about 500 processes."""
 import os
 import resource
 

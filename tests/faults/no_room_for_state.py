@@ -1,4 +1,4 @@
-"""A checkpoint's state.json, which the first process alone writes, finds no room on the disk."""
+"""The disk is full when the first process, and only that one, writes the state.json of a checkpoint."""
 import builtins
 import os
 

@@ -1,7 +1,7 @@
-"""Count the bytes that tensors hold: at most in an iteration, and by what stays from one to the next.
+"""Count the bytes of tensors: the peak within iterations, and what stays from one iteration to the next.
 
-OUT_DIR.peak.RANK gets JSON: `peak` of the iterations after the first two, and `parameters`, `gradients` and
-`moments` at the last step: the sizes of the memory behind them. What gloo copies for itself does not count.
+OUT_DIR.peak.RANK is a JSON file with the `peak` of the iterations after the first two, and with the sizes of
+the memory of `parameters`, `gradients` and `moments` at the last step. Copies that gloo makes do not count.
 """
 import atexit
 import json

@@ -1,4 +1,4 @@
-"""Write where the training sequences of each iteration begin, a line an iteration, to the file STARTS."""
+"""Write where the training sequences begin to the file STARTS, one line for each iteration."""
 import json
 import os
 

@@ -1,8 +1,8 @@
-"""SIGTERM reaches all processes of a run, as from torchrun, while rank 1 is in a certain phase.
+"""Send SIGTERM to all processes of a run, as torchrun does, while rank 1 is in a certain phase.
 
-FAULT_PHASE: training, evaluation, saving, or iteration, which is training with the processes exchanging
-signals between iterations alone. FAULT_FOLDER: for the processes to find each other; its file
-`sent` is as old as the signal.
+FAULT_PHASE: training, evaluation, saving, or iteration. The last is training in which the processes exchange
+signals only between iterations. FAULT_FOLDER: a folder in which the processes find each other; its file
+`sent` is written when the signal is sent.
 """
 import os
 import pathlib

@@ -1,4 +1,4 @@
-"""Time a small product for the processor's peak: the usual ones take longer than a tiny run's iterations."""
+"""Measure the peak of the CPU with a small product: the usual products take longer than a tiny run."""
 from kilogpt import metrics
 
 metrics.TIMED_PRODUCTS = ((64, 64, 64),)

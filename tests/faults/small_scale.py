@@ -1,4 +1,4 @@
-"""Start the gradient scaler of float16 at a scale that leaves room for large gradients."""
+"""Start the gradient scaler of float16 at a scale at which large gradients do not overflow."""
 import functools
 
 import torch
