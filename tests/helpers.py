@@ -13,7 +13,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from kilogpt import checkpoint
