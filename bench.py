@@ -41,7 +41,6 @@ from typing import NamedTuple
 
 from data.prepare import write_random_tokens
 from kilogpt import script_runs
-from kilogpt.parallel.layout import SCHEDULES
 from kilogpt.machines import Machine, write_machine
 from kilogpt.plan.time_model import bubble
 

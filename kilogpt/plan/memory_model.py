@@ -246,7 +246,7 @@ def phases(shape, layout, work, rank):
     the backward pass; and the update. In between, activations go as gradients come.
     """
     stages = shape.stages(layout, work.block_size)[rank]
-    n_blocks, has_head = sum(stage.n_blocks for stage in stages), any(stage.has_head for stage in stages)
+    has_head = any(stage.has_head for stage in stages)
     of_part = {part: shape.numbers(part, layout) for part in shape.parts}
     all_parts, ends = shape.totals(stages, layout)
     kinds = dict(dense=sum(stage.n_dense for stage in stages), sparse=sum(stage.n_sparse for stage in stages))
@@ -448,5 +448,3 @@ def loss_bytes(shape, layout, work):
         return per_logit * rows * vocabulary
     gradients = (FLOAT32 + 2 * work.width) * vocabulary * config.n_embd + work.width * rows * config.n_embd
     return per_logit * size * vocabulary + gradients
-
-

@@ -1,4 +1,4 @@
 """Pictures of runs: `python -m kilogpt.plot`.
 
-curves.py reads the lines of a run, or of a nanoGPT log, and draws them. It is all there is to read.
+curves.py reads the lines of a run, or of a nanoGPT log, and draws them. It is the only file to read.
 """

@@ -1,7 +1,7 @@
-"""Record the memory and the collectives of each process's iterations, into OUT_DIR.record.RANK.
+"""Record the memory and the collectives of each process's iterations in OUT_DIR.record.RANK.
 
-The collectives are those of an iteration, the memory is that of the one of three which held least at its peak:
-on a loaded machine, a thread of gloo sometimes lets go of tensors late that were exchanged.
+The collectives are those of one iteration. The memory is the lowest peak of three iterations: on a loaded
+machine, a thread of gloo sometimes frees tensors late.
 """
 import json
 import os

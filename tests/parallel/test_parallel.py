@@ -37,7 +37,7 @@ SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpip
 # --- the layouts ----------------------------------------------------------------------------------------
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
 
-# each proves something of its own: a mechanism, an uneven split, a composition of two mechanisms
+# Each layout tests something different: a mechanism, an uneven split, a composition of two mechanisms.
 LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
     2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3',
@@ -104,7 +104,7 @@ for nproc, layouts in {
         8: {'moe ep2 tp2 dp2': '--ep=2 --tp=2', 'moe ep2 tp2 pp2': '--ep=2 --tp=2 --pp=2',
             'losses ep4 tp2 zero3': '--ep=4 --tp=2 --zero_stage=3'}}.items():
     SLOW_LAYOUTS[nproc] |= layouts
-# one product of degrees more than the matrix has
+# Products of degrees that the matrix does not have.
 MORE_LAYOUTS = {
     2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2',
         'full pp2': '--pp=2 --activation_checkpoint=full'},
@@ -210,7 +210,7 @@ def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, npr
     pytest.param(4, ['--zero_stage=1', '--zero_stage=3 --dp_replicate=2', '--tp=4', '--tp=2 --pp=2',
                      '--pp=2 --pp_schedule=zbv'], marks=pytest.mark.slow)])
 def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, texts):
-    """To the bit, as saved after an update of no size."""
+    """Equal to the bit, as saved after an update with a learning rate of 0."""
     still = '--bias --learning_rate=0 --min_lr=0 --max_iters=1 --eval_iters=0'.split()
     expected = newest_weights(train(*still, base=BASE).out_dir)
     assert len({tensor.numpy().tobytes() for tensor in expected.values()}) > 7
@@ -223,7 +223,7 @@ def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, t
 @pytest.mark.parametrize('offloaded, kept', [
     ('modern offload', 'modern zero3'),
     pytest.param('offload', 'zero2', marks=pytest.mark.slow)])
-def test_offload_moves_tensors_and_changes_none(layout_run, offloaded, kept):
+def test_offload_does_not_change_the_curve(layout_run, offloaded, kept):
     assert curve(layout_run(2, offloaded)) == curve(layout_run(2, kept))
 
 
@@ -280,7 +280,7 @@ def counted_bytes(run, rank=0):
 @pytest.mark.slow
 @pytest.mark.parametrize('nproc', [2, 4])
 def test_memory_falls_as_zero_says(train_all, nproc):
-    """Bytes of a rank's tensors against 4 Ψ + 4 Ψ + 8 Ψ, divided by N for what a stage shards (float32)."""
+    """Bytes of a rank's tensors: 4 Ψ + 4 Ψ + 8 Ψ in float32, of which a stage divides its shards by N."""
     shape = '--n_layer=4 --n_embd=256 --max_iters=2 --eval_iters=0 --keep_checkpoints=0'.split()
     one_micro_step = f'--gradient_accumulation_steps={nproc}'
     stages = {stage: [*shape, one_micro_step, f'--zero_stage={stage}'] for stage in range(4)}
@@ -301,7 +301,7 @@ def test_memory_falls_as_zero_says(train_all, nproc):
 
 
 def test_gradients_accumulate_in_the_buckets_that_ddp_sends(train_all):
-    """And not in memory of their own, 4 bytes a parameter more."""
+    """Separate memory for gradients would take 4 bytes more for each parameter."""
     variants = {stage: ['--bias', '--max_iters=2', '--eval_iters=0', '--keep_checkpoints=0',
                         '--gradient_accumulation_steps=6', f'--zero_stage={stage}'] for stage in (0, 1)}
     runs = train_all(variants, base=BASE, nproc=2, faults=[FAULTS / 'count_bytes.py'])
@@ -428,10 +428,10 @@ def test_one_process_with_a_nan_decides_for_all(train, train_all, dataset, argum
                      base=BASE, nproc=2, check=False, faults=[FAULTS / 'nan_loss.py'],
                      env=dict(FAULT_CALL=str(call), FAULT_RANK=str(rank)))
     skip, abort = runs['skip'], runs['abort']
-    # float16's gradients may overflow, which its scaler mends
+    # Gradients in float16 may overflow, which the scaler handles.
     what = 'loss' if 'float16' in arguments else 'gradient norm'
 
-    # skip: said once, counted, and the loss falls on
+    # skip: the update is reported once and counted, and the loss continues to fall.
     assert skip.codes == [0, 0], skip.outputs
     said = f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {skip.out_dir}/'
     assert skip.stdout.count(said) == 1, skip.outputs
