@@ -44,7 +44,6 @@ LAYOUTS = {
         'modern offload': '--zero_stage=3 --cpu_offload',
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
         'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
-        'pp2 1f1b': '--pp=2', 'pp2 zbv': '--pp=2 --pp_schedule=zbv',
         'moe ep2': '--ep=2', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
@@ -54,7 +53,7 @@ LAYOUTS = {
         'modern pp2 dp2': '--pp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
         'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
 }
-QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b', 'muon zero1')}
+QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b none', 'muon zero1')}
 # the same mechanisms with other models, at other degrees, in larger compositions; and what takes a compiler
 SLOW_LAYOUTS = {
     2: {'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'muon ddp': '',
@@ -78,7 +77,8 @@ SLOW_LAYOUTS = {
         'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
 # every schedule with every kind of checkpointing, dense and with experts; a few of them by default
-DEFAULT_PIPELINES = 'pp2 zbv selective', 'pp2 dualpipev full', 'moe pp2 interleavedzb selective'
+DEFAULT_PIPELINES = ('pp2 1f1b none', 'pp2 zbv none', 'pp2 zbv selective', 'pp2 dualpipev full',
+                     'moe pp2 interleavedzb selective')
 for model, schedule, mode in itertools.product(('', 'moe '), SCHEDULES, ('none', 'selective', 'full')):
     name = f'{model}pp2 {schedule} {mode}'
     layouts = LAYOUTS if name in DEFAULT_PIPELINES else SLOW_LAYOUTS
@@ -87,7 +87,7 @@ for model, schedule, mode in itertools.product(('', 'moe '), SCHEDULES, ('none',
 for nproc, layouts in {
         2: {'moe ddp': '', 'moe zero1': '--zero_stage=1', 'moe zero2': '--zero_stage=2', 'losses ddp': '',
             'moe tp2': '--tp=2', 'losses tp2': '--tp=2', 'moe cp2': '--cp=2',
-            'losses cp2 ep2': '--cp=2 --ep=2', 'moe pp2': '--pp=2', 'losses pp2': '--pp=2',
+            'losses cp2 ep2': '--cp=2 --ep=2', 'losses pp2': '--pp=2',
             'moe full ep2': '--ep=2 --activation_checkpoint=full',
             'moe selective ep2': '--ep=2 --activation_checkpoint=selective',
             'moe ep2 compiled': '--ep=2 --compile=True', 'muon_moe ep2': '--ep=2', 'muon_moe ddp': ''},
@@ -106,8 +106,7 @@ for nproc, layouts in {
     SLOW_LAYOUTS[nproc] |= layouts
 # Products of degrees that the matrix does not have.
 MORE_LAYOUTS = {
-    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2',
-        'full pp2': '--pp=2 --activation_checkpoint=full'},
+    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2'},
     4: {'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'cp4 zero3': '--cp=4 --zero_stage=3'},
 }
 
@@ -199,7 +198,7 @@ def test_layout_equals_one_process(layout_run, nproc, layout):
 
 
 @pytest.mark.parametrize('nproc, layout', [
-    (2, 'zero2'), (2, 'pp2 zbv'), pytest.param(2, 'pp2 1f1b', marks=pytest.mark.slow)])
+    (2, 'zero2'), (2, 'pp2 zbv none'), pytest.param(2, 'pp2 1f1b none', marks=pytest.mark.slow)])
 def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, nproc, layout):
     run = train(*arguments_of(nproc, layout), base=BASE, nproc=nproc, faults=[FAULTS / 'loss_in_parts.py'])
     assert_equal_to_one_process(run, layout_run(1, model_of(layout)), layout)
@@ -368,11 +367,12 @@ def in_a_circle(*layouts):
     return list(zip(layouts, [*layouts[1:], layouts[0]]))
 
 
-GPT2_LAYOUTS = (1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv')
-MORE_GPT2_LAYOUTS = ((1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b'), (3, 'zero3'),
+GPT2_LAYOUTS = (1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b none'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv')
+MORE_GPT2_LAYOUTS = ((1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b none'), (3, 'zero3'),
                      (8, 'pp2 tp2 dp2'))
 MUON_LAYOUTS = (1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2')
-MOE_LAYOUTS = (4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, 'moe pp2'), (4, 'moe ep2 zero3')
+MOE_LAYOUTS = ((4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, 'moe pp2 1f1b none'),
+               (4, 'moe ep2 zero3'))
 
 
 @pytest.mark.parametrize('model, pairs', [
