@@ -41,7 +41,6 @@ from typing import NamedTuple
 
 from data.prepare import write_random_tokens
 from kilogpt import script_runs
-from kilogpt.parallel.layout import SCHEDULES
 from kilogpt.machines import Machine, write_machine
 from kilogpt.plan.time_model import bubble
 
@@ -207,7 +206,7 @@ def sweep_text(row):
             lines[0] += f' {row[predicted]:>12,.2f} {row[measured] / row[predicted]:>7.2f}'
     if 'bytes' in row:
         moved = [f'{name} {count / 1e6:,.2f}MB' for name, count in row['bytes'].items() if count >= 5000]
-        lines.append(f'    communicates {", ".join(moved) or "less than 5 kB"}')
+        lines.append(f'    communicates {", ".join(moved) or "almost nothing"}')
     if 'trace' in row:
         total = sum(row['profile_ms'].values())
         for category, value in row['profile_ms'].items():

@@ -52,8 +52,8 @@ log_interval = 1  # iterations from one log line to the next
 eval_iters = 200  # an evaluation takes eval_iters * batch_size fixed sequences of each split; 0 = none
 eval_only = False  # evaluate once and exit
 always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
-save_interval = 0  # also save at multiples of this many iterations; 0 = only with evaluations
-save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = only with evaluations
+save_interval = 0  # also save every this many iterations; 0 = never for this reason
+save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = never for this reason
 keep_checkpoints = 2  # newest checkpoints to keep besides the best; 0 with eval_iters=0 saves none
 async_checkpoint = True  # write checkpoints while training continues, from a copy in host memory
 init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), 'gpt2*', or a path to weights
@@ -91,7 +91,7 @@ expert_mlp = 'swiglu'  # form of each expert, and of the MLP in blocks without: 
 moe_first_layer = 0  # first block with experts
 moe_every = 1  # from there on, each of this many blocks has experts
 router = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
-router_balance = 'bias'  # keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch's) or 'none'
+router_balance = 'bias'  # what keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch) or 'none'
 router_balance_rate = 1e-3  # step of the bias in an iteration, or weight of the loss
 router_z_loss = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
 # optimizer
@@ -101,10 +101,10 @@ max_iters = 600000  # iterations (updates) in all
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
 beta1 = 0.9  # decay of AdamW's mean of gradients
 beta2 = 0.95  # decay of AdamW's mean of squared gradients
-muon_momentum = 0.95  # decay of Muon's mean of gradients; less for runs of a few hundred iterations
+muon_momentum = 0.95  # decay of Muon's mean of gradients; lower for runs of a few hundred iterations
 grad_clip = 1.0  # clip the gradient to this norm; 0 = no clipping
 on_nonfinite = 'abort'  # on a NaN or infinite gradient: 'abort', or 'skip' the update up to 9 times in a row
-on_spike = 'none'  # on a far too large gradient: 'skip' the update, or also 'rollback' after 4 in a row
+on_spike = 'none'  # on a gradient spike: 'skip' the update, or 'rollback' too after 4 in a row
 spike_factor = 5.0  # with on_spike: gradient norms above this many times their running median are too large
 # learning rate schedule
 decay_lr = True  # False = constant learning rate, without warm-up
@@ -116,26 +116,26 @@ min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate /
 zero_stage = 0  # 0 = DDP; 1 = DDP, optimizer sharded; 2 = FSDP2; 3 = FSDP2, parameters freed after forward
 dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that each hold one replica (HSDP)
 tp = 1  # tensor (and sequence) parallel degree
-async_tp = False  # with tp, compile and NVLink: its collectives run beside matrix products
+async_tp = False  # overlap tp's collectives with matrix products; needs compile and NVLink
 cp = 1  # context parallel degree: processes that share each sequence
-ep = 1  # expert parallel degree: processes that divide the experts, of those that dp_replicate leaves
+ep = 1  # expert parallel degree: processes among which the experts are divided, within a replica
 pp = 1  # pipeline parallel degree
 pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
 activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but matmuls and attention), 'full'
 cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
 comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
-# islands: groups of processes that train apart and now and then exchange parameters (DiLoCo)
-islands = 1  # groups; each has the layout above, and a share of each iteration's sequences
-outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, without them none
+# islands: groups of processes that train apart and exchange parameters now and then (DiLoCo)
+islands = 1  # number of groups; each has the layout above and a share of each iteration's sequences
+outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, else no exchange
 outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
 outer_momentum = 0.9  # its Nesterov momentum
-outer_fragments = 1  # parts of the parameters, exchanged at different times within an interval
+outer_fragments = 1  # parts of the parameters that are exchanged at different times within an interval
 outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in 'bf16', 'int8' or 'int4'
-outer_delay = 0  # iterations for which islands train on while an exchange is under way
-outer_mix = 0.0  # share of an island's own parameters in those with which it goes on after an exchange
+outer_delay = 0  # iterations that islands make while an exchange is in progress
+outer_mix = 0.0  # share of its own parameters that an island keeps after an exchange; 0 = none
 outer_offload = False  # keep the state of the outer optimizer in host memory
-outer_store = ''  # for islands that are jobs of their own: HOST:PORT of python -m kilogpt.meet
+outer_store = ''  # for islands that are jobs of their own: HOST:PORT of python -m kilogpt.islands
 island = 0  # with outer_store: the number of this job's island
 outer_timeout = 60.0  # with outer_store: seconds for which the first island waits for others at an exchange
 # system
@@ -143,7 +143,7 @@ backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
 dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
 fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
-deterministic = False  # operations that repeat to the bit on GPUs too, where the faster ones do not
+deterministic = False  # equal runs give equal bits on GPUs too, at some cost in speed
 compile = True  # torch.compile; falls back to eager where there is no compiler
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
@@ -170,13 +170,13 @@ with exit_on_error():
     data_dir, meta = open_dataset(dataset, processes)
     watchdog.beat()
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
-    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
-    new_model = {key: config[key] for key in fields} | dict(vocab_size=meta['vocab_size'])
-    # A checkpoint to load, or weights from elsewhere; the state of a run to resume, or {}.
+    # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
     source, tensors, saved, model_args = weights.find_start(
-        init_from, new_model, all_islands.find_checkpoint, processes, out_dir, block_size)
+        init_from, config | dict(vocab_size=meta['vocab_size']), all_islands.find_checkpoint, processes,
+        out_dir)
     if saved:
         compare_settings(config, saved, source, processes.say)
+    watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
@@ -187,9 +187,9 @@ with exit_on_error():
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
-    parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size, dtype=dtype,
-                     compile=compile, cpu_offload=cpu_offload, fp8=fp8, grad_compress=grad_compress,
-                     activation_checkpoint=activation_checkpoint, async_tp=async_tp)
+    parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
+                     dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
+                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
@@ -199,7 +199,7 @@ with exit_on_error():
         checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
     else:
         fill(parallel.named_parameters(), weights.initial_values(tensors, model, seed))
-    scaler = torch.amp.GradScaler(processes.device.type, enabled=dtype == 'float16')
+    watchdog.beat()
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
               max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
               always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
@@ -221,7 +221,8 @@ saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
 with exit_on_error():
     folder.begin(config, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
     wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(out_dir, processes.is_main, wandb if wandb_log and all_islands.island == 0 else None,
+    logs_to_wandb = wandb_log and all_islands.island == 0
+    log = metrics.Metrics(out_dir, processes.is_main, wandb if logs_to_wandb else None,
                           tensorboard and not eval_only, run.iteration, prints=processes.is_first)
     saver = checkpoint.Saver(out_dir, keep_checkpoints,
                              partial(needed_checkpoint, out_dir, processes.between))
@@ -267,17 +268,15 @@ def save(in_background=False):
         began = time.perf_counter()
         path = saver.save(run.iteration, all_islands.parameters(), optimizer, state, in_background,
                           hook_tensors(hooks))
-        log.save_started(path, run.iteration, time.perf_counter() - began, run.clock.now())
+        log.save_started(saver, path, run.iteration, time.perf_counter() - began, run.clock.now())
 
 
 signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write)
-guard = Guard(run, parallel, optimizer, scaler, log, train_loader, on_nonfinite, on_spike, spike_factor)
-# What acts between iterations, in this order. Write a class of your own (a kilogpt.run.Hook), and add it here.
-hooks = []
+guard = Guard(run, parallel, optimizer, dtype, log, train_loader, on_nonfinite, on_spike, spike_factor)
+# What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
+hooks = [all_islands] if all_islands.is_on else []
 if on_spike == 'rollback':
     hooks.append(Rollback(guard, out_dir, saver, hooks, save))
-if all_islands.is_on:
-    hooks.append(all_islands)
 if profile and processes.is_main:
     hooks.append(Profiler(out_dir, max_iters - run.iteration))
 with exit_on_error():
@@ -286,14 +285,15 @@ with exit_on_error():
         restore_hooks(hooks, source, saved, processes)
     all_islands.begin(run, signals, saver, log, saved, bool(source), train_loader.n_tokens)
 
-# --- the loop -----------------------------------------------------------------------------------------------
 run.clock.start_lap(run.iteration)
+
+# --- the loop -----------------------------------------------------------------------------------------------
 while True:
-    # What is due between two updates: usually nothing, and the host does not wait for the device.
+    # Usually nothing is due between two updates, and the host does not wait for the device.
     if run.is_due(signals, hooks):
         signals.flush()
         metrics.synchronize(processes.device)  # work still under way counts as training time
-        guard.settle()  # the last update is made or left out, or the run ends before it
+        guard.settle()  # now the last update is made or skipped, or the run ends before it
         run.end_if_stopped(signals)
         if not run.ending and any([hook.act(run) for hook in hooks if hook.is_due(run)]):
             continue  # from the iteration to which a hook has moved the run
@@ -325,10 +325,10 @@ while True:
                 break
             with record_function('data'), exit_on_error():
                 x, y = batches(run.iteration, step)
-            loss_sum += parallel.forward_backward(x, y, n_tokens, step == steps - 1, scaler.scale)
-        # The device made the update before this one long ago, so that the guard does not wait.
+            loss_sum += parallel.forward_backward(x, y, n_tokens, step == steps - 1, guard.scale)
+        # The device has made the previous update long ago, so the guard does not wait here.
         if signals.stop or not guard.settle():
-            continue  # this iteration is left to the run that resumes, or that has gone back
+            continue  # a run that resumes, or has gone back, makes this iteration again
         with record_function('optimizer'):
             grad_norm = guard.step(lr, loss_sum, grad_clip)
         sums = parallel.take_sums()
@@ -345,10 +345,9 @@ while True:
         metrics.synchronize(processes.device)
         if not guard.settle():
             continue
-        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, parallel.balance.load_max() | guard.figures())
+        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, guard.figures())
     signals.exchange(line)
-    if not saver.under_way:
-        log.save_written(run.iteration, run.clock.now())
+    log.save_written(run.iteration, run.clock.now())
 
 # --- the end ------------------------------------------------------------------------------------------------
 with watchdog.waits_for_storage():

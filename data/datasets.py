@@ -1,20 +1,20 @@
-"""Which folder holds a dataset, and what its meta.json says of the tokens."""
+"""The folders of datasets, and what their meta.json says about the tokens."""
 import json
 import os
 import subprocess
 import sys
 
 DATA = os.path.dirname(os.path.abspath(__file__))
-SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these if they are missing
+SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
 
 
 def open_dataset(dataset, processes):
-    """Prepare a small dataset that is missing; returns (folder, meta.json). All processes of a run call this.
+    """Prepare a small dataset if it is missing; returns (folder, meta.json). All processes call this.
 
-    ValueError if the dataset does not exist or cannot be used.
+    Raises ValueError if the dataset does not exist or cannot be used.
     """
-    # The first process of all prepares the dataset while the others wait. Then the first process of each node
-    # does the same, since the nodes may not share their files.
+    # The first process of the run prepares the dataset while the others wait. Then the first process of each
+    # node does the same, since the nodes may not share a file system.
     for is_preparer in (processes.is_first, processes.local_rank == 0):
         if is_preparer:
             prepare_small_dataset(dataset)
@@ -24,7 +24,7 @@ def open_dataset(dataset, processes):
 
 
 def prepare_small_dataset(dataset):
-    """Run the prepare.py of a small dataset that is missing; ValueError if it fails."""
+    """Run the prepare.py of a small dataset if the dataset is missing; ValueError if prepare.py fails."""
     folder = os.path.join(DATA, dataset)
     if dataset in SMALL_DATASETS and not os.path.exists(os.path.join(folder, 'val.bin')):
         print(f'{dataset} is not prepared yet: running data/{dataset}/prepare.py', flush=True)
@@ -33,7 +33,7 @@ def prepare_small_dataset(dataset):
 
 
 def find_dataset(dataset):
-    """The folder of a dataset, which is a name in data/ or any path; ValueError if it has no token files."""
+    """The folder of a dataset, a name in data/ or any other path; ValueError if it has no token files."""
     folder = os.path.join(DATA, dataset)
     if os.path.isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder)):
         return folder
@@ -46,7 +46,7 @@ def find_dataset(dataset):
 def read_meta(folder):
     """The content of a dataset's meta.json; ValueError if it cannot be used.
 
-    A dataset without one has GPT-2's vocabulary, as in nanoGPT.
+    A dataset without a meta.json has GPT-2's vocabulary, as in nanoGPT.
     """
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):

@@ -43,11 +43,12 @@ def shuffled(positions, n, key):
 
 
 def open_splits(folder, block_size, vocab_size, meta, seed, processes):
-    """The TokenLoaders of a dataset's training and validation split. All processes of a run call this.
+    """The TokenLoaders of a dataset's training and validation splits. All processes of a run call this.
 
     ValueError on all processes if they do not have the same data.
     """
-    train, val = (TokenLoader(folder, split, block_size, vocab_size, meta, seed) for split in ('train', 'val'))
+    train = TokenLoader(folder, 'train', block_size, vocab_size, meta, seed)
+    val = TokenLoader(folder, 'val', block_size, vocab_size, meta, seed)
     sizes = train.n_tokens, val.n_tokens
     if processes.any(sizes != processes.share(sizes)):
         raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '

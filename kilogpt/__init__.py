@@ -1,5 +1,6 @@
-"""The machinery of kiloGPT: what lets train.py run on any number of processes, and survive what happens there.
+"""The library of kiloGPT: train.py uses it to run on any number of processes and to survive their failures.
 
-The files of this folder serve one run (optim.py, metrics.py, checkpoint.py, guard.py, ...); each folder is a room
-for one subject, whose __init__.py says what happens there and which file to read first. docs/files.md lists all.
+The files of this folder serve a single run (optim.py, metrics.py, checkpoint.py, guard.py, ...). Each
+subfolder has one subject; its __init__.py describes it and says which file to read first. docs/files.md lists
+all files.
 """

@@ -7,6 +7,7 @@ checkpoint is written to iter_00000250.tmp, which is renamed last, so that a che
 complete.
 """
 import glob
+import inspect
 import json
 import math
 import os
@@ -371,7 +372,9 @@ def lock_folder(out_dir, patience=30):
     """
     path = pathlib.Path(out_dir, '.lock')
     path.touch()  # OSError if out_dir is not writable; any later OSError is about locks
-    lock = FileLock(path)
+    # A soft lock, the fallback of newer versions of filelock, would outlast a killed run.
+    has_option = 'fallback_to_soft' in inspect.signature(FileLock.__init__).parameters
+    lock = FileLock(path, fallback_to_soft=False) if has_option else FileLock(path)
     for is_last_attempt in (False, True):
         try:
             lock.acquire(timeout=patience if is_last_attempt else 0)

@@ -2,8 +2,8 @@
 
     python train.py config/train_shakespeare_char.py --batch_size=32 --compile=false
 
-Arguments apply in order, the last one wins. A config file is Python and is executed as such: run only those
-you trust. A `.json` file, such as the `config.json` that a run leaves in its out_dir, works as well.
+Arguments apply in order, and the last one wins. A config file is Python and is executed: run only files that
+you trust. A `.json` file, such as the `config.json` that a run writes to its out_dir, works as well.
 """
 import ast
 import contextlib
@@ -16,20 +16,20 @@ import tokenize
 import types
 import typing
 
-# Keys that scripts had once, which the config.json of an older run may still name.
+# Keys of earlier versions, which the config.json of an old run may still name.
 _FORMER_KEYS = {'replay'}
 _CONFIG_TYPES = (bool, int, float, str, type(None))
 
 
 @contextlib.contextmanager
 def exit_on_error():
-    """End the script with exit code 1 and only the message of a ValueError, OSError or ImportError inside."""
+    """A context in which ValueError, OSError and ImportError end the script: one sentence, exit code 1."""
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
         if isinstance(sys.stderr, io.TextIOWrapper):
-            # torchrun runs Python with -u, which writes the end of a line on its own: another process's
-            # sentence could come before it.
+            # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
+            # of another process could come between them.
             sys.stderr.reconfigure(write_through=False)
         sys.exit(f'error: {error}')
 
@@ -37,11 +37,11 @@ def exit_on_error():
 def configure(script, argv=None):
     """Override the config globals of a script from the command line, in place, and return them as a dict.
 
-    script: the caller's globals(). The keys are the public globals of plain type that are defined so far, so
-        a helper variable above the call has to start with _.
+    script: the caller's globals(). Its keys are the public globals of plain type that are defined so far. The
+        name of a helper variable above the call therefore starts with _.
     argv: config files and `--key=value`, `--key value` or `--flag` arguments (default: sys.argv[1:]).
-    An annotation (`top_k: int | None = 200`) says which types a key takes, if not only that of its default.
-    Exits with one sentence at an unknown key or a value of the wrong type.
+    A key takes values of the type of its default, or of the types in its annotation (`top_k: int | None =
+    200`). An unknown key or a value of the wrong type ends the script with one sentence.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     config = {key: value for key, value in script.items()
@@ -65,9 +65,9 @@ def configure(script, argv=None):
 
 
 def config_of(path, argv):
-    """Return the config that the script at `path` would have with these arguments, without running it.
+    """The config that the script at `path` would have with these arguments. The script does not run.
 
-    Takes the script's assignments to public names above its line `config = configure(globals())`.
+    Of the script, only the assignments to public names above `config = configure(globals())` are executed.
     """
     script = {'__file__': path}
     with tokenize.open(path) as file:
@@ -82,17 +82,17 @@ def config_of(path, argv):
 
 
 def _assigned_name(node):
-    """Return the name that a statement assigns to, or None."""
+    """The name that a statement assigns to, or None."""
     target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, 'target', None)
     return target.id if isinstance(target, ast.Name) else None
 
 
 def _types_of_keys(config, annotations):
-    """Return {key: tuple of the types it takes}."""
+    """{key: tuple of the types that it takes}."""
     key_types = {}
     for key, value in config.items():
         if key in annotations:
-            # the parts of a union such as int | None, or the annotation itself
+            # The parts of a union such as int | None, or the annotation itself.
             key_types[key] = typing.get_args(annotations[key]) or (annotations[key],)
         else:
             key_types[key] = (type(value),)
@@ -100,7 +100,7 @@ def _types_of_keys(config, annotations):
 
 
 def _read_argument(argument, argv, config, key_types):
-    """Return (key, text of its value) of a `--` argument, whose value may be the next of argv."""
+    """(key, text of its value) of a `--` argument. If the value is the next of argv, it is removed there."""
     key, equals, text = argument[2:].partition('=')
     if equals:
         return key, text
@@ -118,9 +118,9 @@ def _read_argument(argument, argv, config, key_types):
 
 
 def _read_file(path, config):
-    """Return {key: value} of the keys that a config file sets. A .py file sees the values so far."""
+    """{key: value} of the keys that a config file sets. A .py file can read the values so far."""
     if not os.path.isfile(path):
-        raise ValueError(f'there is no config file {path!r} (a key is set as --key=value)')
+        raise ValueError(f'config file {path!r} does not exist (a key is set as --key=value)')
     is_json = path.endswith('.json')
     try:
         with open(path, encoding='utf-8') as file:
@@ -143,7 +143,7 @@ def _read_file(path, config):
 
 
 def _parse(text, accepted_types):
-    """Return the value that a command-line text stands for as one of these types; else the text itself."""
+    """The value of these types that a text of the command line stands for, or the text itself."""
     if bool in accepted_types and text.lower() in ('true', 'false'):
         return text.lower() == 'true'
     with contextlib.suppress(ValueError, SyntaxError):
@@ -152,17 +152,17 @@ def _parse(text, accepted_types):
             return value
     if float in accepted_types:
         with contextlib.suppress(ValueError):
-            return float(text)  # 'inf', which is not a literal
+            return float(text)  # 'inf' is not a literal of Python
     return text
 
 
 def _check(key, value, config, key_types, where):
-    """Return the value, an int as a float if its key takes that. ValueError if key or type is wrong."""
+    """The value, an int as a float if the key takes floats. ValueError if the key or the type is wrong."""
     if key not in config:
         similar = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
         hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
         if where != 'the command line':
-            hint += ' (a helper variable in a config file starts with _)'
+            hint += ' (a helper variable in a config file must start with _)'
         raise ValueError(f'unknown key {key!r} in {where}{hint}')
     if type(value) is int and float in key_types[key]:
         return float(value)
@@ -173,7 +173,7 @@ def _check(key, value, config, key_types, where):
 
 
 def _help(path, config, key_types):
-    """Return every key with its default, type and comment, grouped as in the script."""
+    """The text of --help: every key with its default, type and comment, grouped as in the script."""
     comments = {}  # {line number: token}
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
@@ -192,9 +192,10 @@ def _help(path, config, key_types):
     previous = min((first for first, _ in definitions.values()), default=1) - 1
     for key, (first, last) in definitions.items():
         for number in range(previous, first):
-            # a comment on a line of its own opens a group, unless it only draws a line
-            if number in comments and comments[number].start[1] == 0 and comments[number].string.strip('# -'):
-                lines.append('\n' + comments[number].string.lstrip('# '))
+            # A comment on a line of its own begins a group, unless the comment only draws a line.
+            comment = comments.get(number)
+            if comment and comment.start[1] == 0 and comment.string.strip('# -'):
+                lines.append('\n' + comment.string.lstrip('# '))
         previous = last + 1
         type_names = ' or '.join(key_type.__name__ for key_type in key_types[key]).replace('NoneType', 'None')
         comment = comments[last].string.lstrip('# ') if last in comments else ''
@@ -208,5 +209,5 @@ def _print_to_end(text):
     try:
         print(text, flush=True)
     except OSError:  # BrokenPipeError, or on Windows EINVAL
-        # Python flushes stdout again at exit, and would print a trace there
+        # Python flushes stdout again at exit, which would print a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,7 +4,6 @@
 """
 import dataclasses
 import json
-import os
 from dataclasses import dataclass
 
 # The maker's figures for each GPU: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32

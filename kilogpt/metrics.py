@@ -1,4 +1,4 @@
-"""A run's report of itself: console, metrics.jsonl, wandb, TensorBoard, and the peak that MFU refers to."""
+"""What a run logs (console, metrics.jsonl, wandb, TensorBoard), and the peak FLOP/s that MFU refers to."""
 import json
 import math
 import os
@@ -10,30 +10,32 @@ import torch
 
 from kilogpt.machines import GPUS
 
-# Products (rows, inner, columns) timed on a CPU, where caches and vector units decide which is fastest. AMX
-# reaches three times as much in bfloat16 with the last two as with the first.
+# Matrix products (rows, inner, columns) to time on a CPU. Caches and vector units decide which shape is
+# fastest: with AMX, bfloat16 reaches three times as many FLOP/s with the last two as with the first.
 TIMED_PRODUCTS = ((512, 512, 512), (4096, 768, 768), (16384, 384, 384))
 
 
 def peak_flops(device, dtype):
-    """Peak FLOP/s of one device in dtype ('float32', 'bfloat16', 'float16'); None where it is unknown.
+    """The peak FLOP/s of one device in dtype ('float32', 'bfloat16', 'float16'); None if it is unknown.
 
-    Of a GPU it is what the maker's data sheet says. Of a CPU it is the fastest of TIMED_PRODUCTS, with this
-    process's threads: MFU is then the share of the time that such products alone would take.
+    The peak of a GPU is that of the manufacturer's data sheet. The peak of a CPU is that of the fastest of
+    TIMED_PRODUCTS, with the threads of this process.
     """
     if device.type == 'cuda':
         name = torch.cuda.get_device_name(device)
-        return next((1e12 * figures[dtype == 'float32'] for key, figures in GPUS.items()
-                     if re.search(rf'\b{key}\b', name)), None)
+        for key, figures in GPUS.items():
+            if re.search(rf'\b{key}\b', name):
+                return 1e12 * figures[dtype == 'float32']
+        return None
     if device.type != 'cpu':
         return None
-    # CPUs have no fast product in float16: float32 is the measure there
+    # CPUs do not multiply fast in float16, so that MFU in float16 refers to float32.
     dtype = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
     return max(measured_flops(*shape, dtype) for shape in TIMED_PRODUCTS)
 
 
 def measured_flops(rows, inner, columns, dtype, seconds=0.03):
-    """FLOP/s of a matrix product on the CPU: the fastest of those that fit into `seconds`, or of one."""
+    """The FLOP/s of a matrix product on the CPU: the fastest of as many runs as take `seconds`."""
     x, weight = torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype)
     times = []
     while sum(times) < seconds:
@@ -44,22 +46,23 @@ def measured_flops(rows, inner, columns, dtype, seconds=0.03):
 
 
 class Metrics:
-    """Writes a run's lines to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
+    """Writes the log of a run to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
 
     Only the main process writes.
     prints: whether to write to the console too.
     wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError if wandb is not
-    installed, ValueError if it cannot start.
+    installed, ValueError if wandb cannot start.
     tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
-    iteration: the one at which the run starts or resumes.
+    iteration: the iteration at which the run starts or resumes.
     """
 
     def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0, prints=True):
+        self.out_dir = out_dir
         self.file = self.wandb = self.tensorboard = None
         self.prints = prints
         self.wandb_step = 0
-        self.save = None  # the arguments of save_started, until that save is written
-        self.seconds_per_iteration = None  # those of the last training line
+        self.save = None  # the arguments of save_started, until save_written
+        self.seconds_per_iteration = None  # from the last training line
         if not is_main:
             return
         if wandb is not None:
@@ -70,7 +73,7 @@ class Metrics:
                     'wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False') from None
             try:
                 self.wandb = client.init(dir=out_dir, resume='allow', **wandb)
-            except client.Error as error:  # no account, no network
+            except client.Error as error:  # without an account or a network
                 raise ValueError(f'wandb_log=True, but {error} '
                                  '(or set WANDB_MODE=offline, or --wandb_log=False)') from None
         if tensorboard:
@@ -79,29 +82,29 @@ class Metrics:
             except ImportError:
                 raise ImportError('tensorboard=True needs TensorBoard: pip install tensorboard, '
                                   'or set --tensorboard=False') from None
-            # After a resume, the files of the earlier part of the run have everything up to this iteration.
+            # After a resume, the files of the earlier part of the run hold everything up to this iteration.
             self.tensorboard_begin = iteration + 1 if iteration else 0
             self.tensorboard = SummaryWriter(os.path.join(out_dir, 'tensorboard'),
                                              purge_step=self.tensorboard_begin)
         path = os.path.join(out_dir, 'metrics.jsonl')
         if os.path.exists(path):
-            with open(path, 'rb+') as file:  # drop a last line that a crash of the machine cut off
+            with open(path, 'rb+') as file:  # a crash of the machine may have left half a line, to be dropped
                 content = file.read()
                 file.truncate(content.rfind(b'\n') + 1)
-        self.out_dir = out_dir
-        # the buffer keeps lines while the disk is full, and the next flush writes them first
+        # While the disk is full, the buffer keeps the lines. The next flush writes them first.
         self.file = open(path, 'a', buffering=2 ** 20, encoding='utf-8')
         self.disk_is_full = False
 
     @property
     def wandb_id(self):
+        """The id under which wandb continues this run, or None without wandb."""
         return self.wandb.id if self.wandb else None
 
     def train(self, line, eta_seconds):
         """Write a training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds.
 
-        With several processes also slowest_rank and lag_ms. `seconds`, counted from the start of the process,
-        goes to metrics.jsonl alone.
+        With several processes, the line also has slowest_rank and lag_ms. `seconds`, counted from the start
+        of the process, is not printed.
         """
         mfu = 'n/a' if line['mfu'] is None else f'{100 * line["mfu"]:.2f}%'
         lag = f', rank {line["slowest_rank"]} last by {line["lag_ms"]:.1f}ms' if 'lag_ms' in line else ''
@@ -124,21 +127,22 @@ class Metrics:
             f'{line["bytes_sent"] / 1e6:,.3f} MB sent, waited {line["wait_s"]:.3f}s, '
             f'distance {line["distance"]:.2e}'))
 
-    def save_started(self, path, iteration, seconds, clock):
-        """Note that a checkpoint is being written. seconds: that training waited in the call.
+    def save_started(self, saver, path, iteration, seconds, clock):
+        """Note that a Saver has begun to write a checkpoint.
 
-        clock: in seconds, of training alone: it stands still while the run evaluates and saves.
+        seconds: how long training waited in the call. clock: the time of training in seconds, which does not
+        advance while the run evaluates and saves.
         """
-        self.save = path, iteration, seconds, clock, self.seconds_per_iteration
+        self.save = saver, path, iteration, seconds, clock, self.seconds_per_iteration
 
     def save_written(self, iteration, clock):
-        """Write the line of the noted save, if any: iter ckpt_stall_ms, the time that training waited.
+        """Write the line of a save that is complete: iter ckpt_stall_ms, the time that training waited.
 
-        The iterations since the save count with the time that they took longer than those before.
+        The iterations during the save may be slower than those before. The difference counts as waiting.
         """
-        if self.save is None:
+        if self.save is None or self.save[0].under_way:
             return
-        path, saved_iteration, seconds, began, seconds_per_iteration = self.save
+        _, path, saved_iteration, seconds, began, seconds_per_iteration = self.save
         self.save = None
         if seconds_per_iteration is not None:
             seconds += max(0.0, clock - began - (iteration - saved_iteration) * seconds_per_iteration)
@@ -161,12 +165,12 @@ class Metrics:
             return
         if self.prints:
             print(text, flush=True)
-        # JSON has no NaN and no infinity: any reader takes null
+        # JSON has neither NaN nor infinity; every reader accepts null.
         values = {key: None if _is_not_finite(value) else value for key, value in line.items()}
         self.file.write(json.dumps(values) + '\n')
         self._flush()
         if self.wandb:
-            self.wandb_step = max(self.wandb_step, line['iter'])  # wandb drops what is of an earlier step
+            self.wandb_step = max(self.wandb_step, line['iter'])  # wandb drops lines of earlier steps
             self.wandb.log(line, step=self.wandb_step)
         if self.tensorboard and line['iter'] >= self.tensorboard_begin:
             self._write_to_tensorboard(line)
@@ -188,11 +192,12 @@ class Metrics:
             self.disk_is_full = False
         except OSError as error:
             if not self.disk_is_full:
-                print(f'warning: metrics.jsonl could not be written ({error}). '
-                      'Training continues; the lines wait for room', file=sys.stderr, flush=True)
+                print(f'warning: metrics.jsonl could not be written ({error}). Training continues, '
+                      'and the lines are written when there is room', file=sys.stderr, flush=True)
             self.disk_is_full = True
 
     def close(self):
+        """Write what is left, and close wandb and TensorBoard."""
         if self.file is not None:
             self._flush()
         if self.wandb:
@@ -206,10 +211,10 @@ def _is_not_finite(value):
 
 
 class Meter:
-    """Makes a line of the log of an iteration, and writes it once its sums over all processes have arrived.
+    """Builds the training lines of the log, and writes each once its sums over all processes have arrived.
 
-    log: a Metrics. run: the Run. flops_per_token: forward and backward.
-    loss_copies: how many processes have the same loss (tensor parallelism), which counts once.
+    log: a Metrics. run: the Run. flops_per_token: those of forward and backward together.
+    loss_copies: how many processes compute the same loss (tensor parallelism), which counts once.
     started: the time.perf_counter() at which the process started.
     """
 
@@ -220,11 +225,12 @@ class Meter:
         self.peak_flops = peak and peak * processes.world_size
 
     def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
-        """The line of the last update, whose times are means over the iterations since the line before.
+        """The line of the last update. Its times are means over the iterations since the previous line.
 
-        n_tokens: the tokens of the iteration on all processes. loss_sum: the losses of this process's tokens,
-        added up; sums: {name: another such sum}. `write` wants all of these added up over the processes.
-        others: {name: further value of the line}.
+        n_tokens: the number of tokens in the iteration, on all processes.
+        loss_sum: the sum of the losses of this process's tokens. sums: {name: another such sum}. Before
+        `write`, these are to be summed over the processes.
+        others: {name: value} of further values of the line.
         """
         iterations, seconds = self.run.clock.lap(self.run.iteration)
         tokens_per_sec = n_tokens / seconds
@@ -238,7 +244,7 @@ class Meter:
             seconds=time.perf_counter() - self.started, iterations=iterations) | others
 
     def write(self, line):
-        """Log a line of `line`, in which the sums are those over all processes."""
+        """Log a line that `line` returned and whose sums have become those over all processes."""
         n_tokens, sums = line.pop('n_tokens'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
         means = {name: value / self.loss_copies / n_tokens for name, value in sums.items()}
         iterations = line.pop('iterations')
@@ -249,9 +255,9 @@ class Meter:
 
 
 def peak_memory_gb(device):
-    """Most memory that this process has held so far, in GB (1e9): the allocator's on CUDA, else resident.
+    """The most memory that this process has held so far, in GB (1e9): allocated on CUDA, else resident.
 
-    0.0 where resident memory is unknown: Windows does not have the Unix call that tells it.
+    0.0 if the resident memory is unknown: Windows does not have Unix's module `resource`.
     """
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device) / 1e9
@@ -264,7 +270,7 @@ def peak_memory_gb(device):
 
 
 def available_memory(device):
-    """Bytes that this process can hold: of a GPU what others have left, else the machine's."""
+    """The bytes that this process can use: what others leave of a GPU, or the memory of the machine."""
     if device.type == 'cuda':
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if not hasattr(os, 'sysconf'):  # Windows
@@ -273,13 +279,13 @@ def available_memory(device):
 
 
 def synchronize(device):
-    """Wait for the device, so that a clock read next is read after the work."""
+    """Wait until the device has finished its work, so that a clock can be read."""
     if device.type != 'cpu':
         getattr(torch, device.type).synchronize()
 
 
 def read_metrics(out_dir):
-    """(training lines, evaluation lines) of a run: {iter: line}. The last line for an iteration counts."""
+    """(training lines, evaluation lines) of a run, each {iter: line}. Of several, the last counts."""
     with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as file:
         lines = [json.loads(line) for line in file]
     return ({line['iter']: line for line in lines if 'loss' in line},

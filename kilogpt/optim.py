@@ -9,8 +9,8 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
                     apply_to_whole_matrices):
     """The optimizer of a run: 'adamw', or 'muon' for the matrices of `blocks` and AdamW for the rest.
 
-    momentum, blocks, apply_to_whole_matrices: as in Muon. dtype: that of training, a string; Muon works in
-    the same, but in float32 instead of float16.
+    momentum, blocks, apply_to_whole_matrices: those of Muon. dtype: the dtype of training, a string. Muon
+    computes in the same dtype, but in float32 if training is in float16.
     """
     if kind == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas)
@@ -20,23 +20,25 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
 
 
 def build_adamw(named_parameters, learning_rate, weight_decay, betas):
-    """AdamW (Loshchilov and Hutter 2019), with weight decay on matrices and embeddings alone."""
+    """AdamW (Loshchilov and Hutter 2019), with weight decay only on matrices and embeddings."""
     matrices, vectors = [], []
     for name, parameter in named_parameters:
         (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
-    groups = [group for group in groups if group['params']]  # a stage of a pipeline may have no vectors
+    groups = [group for group in groups if group['params']]  # a pipeline stage may have no vectors
     return LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 
 class LocalAdamW(torch.optim.AdamW):
-    """AdamW, element by element, on the parts of DTensors that this process holds.
+    """AdamW on the parts of DTensors that this process holds, which is enough for elementwise updates.
 
-    An operation on DTensors first works out their layout, which takes longer than the update of a small one.
+    An operation on DTensors first works out their layout, which takes longer than the update of a small
+    tensor.
     """
-    skips_on_device = True  # a tensor of 1 in `found_inf` leaves an update out (see torch.amp.GradScaler)
-    # PyTorch wraps these two to keep torch.compile out of them. The wrappers import the whole compiler, which
-    # takes half a second of a run's start, but no run compiles an optimizer.
+    skips_on_device = True  # if the tensor `found_inf` is 1, the update is skipped (see torch.amp.GradScaler)
+    # PyTorch wraps these two methods to keep torch.compile out of them. The wrappers import the whole
+    # compiler, which takes half a second at the start of a run. No run compiles its optimizer, so they are
+    # unwrapped.
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
@@ -50,16 +52,16 @@ class LocalAdamW(torch.optim.AdamW):
 class Muon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024) for the matrices of the blocks, AdamW for the rest.
 
-    Both have the same learning rate and weight decay. A matrix's update is its momentum (Nesterov's), made
-    orthogonal, times 0.2 √(the longer side). The update then has the root mean square of AdamW's (Liu et
-    al. 2025, 2.2), so that a learning rate for AdamW suits Muon too.
+    Both have the same learning rate and weight decay. The update of a matrix is its Nesterov momentum, made
+    orthogonal, times 0.2 √(longer side). Its root mean square is then that of an AdamW update (Liu et al.
+    2025, section 2.2), so that a learning rate for AdamW suits Muon too.
 
-    named_parameters: [(name, parameter)]; Muon takes those whose names begin with `blocks`: matrices, and
+    named_parameters: [(name, parameter)]. Muon takes those whose names begin with `blocks`: matrices, and
     experts' matrices (E, rows, columns), each of which is orthogonalised on its own.
     apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
-    columns) where each process holds parts of them, as Parallel.apply_to_whole_matrices does.
-    dtype: of the orthogonalisation.
-    torch.optim.Muon gives the same updates on one process, in bfloat16 alone and one matrix at a time.
+    columns) when each process holds parts of them, as Parallel.apply_to_whole_matrices does.
+    dtype: the dtype of the orthogonalisation.
+    On one process, torch.optim.Muon gives the same updates, but only in bfloat16 and one matrix at a time.
     """
     add_param_group = LocalAdamW.add_param_group
     skips_on_device = True
@@ -68,22 +70,23 @@ class Muon(torch.optim.Optimizer):
                  momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
         matrices, others = [], []
         for name, parameter in named_parameters:
-            is_muons = name.startswith(f'{blocks}.') and parameter.dim() >= 2
-            (matrices if is_muons else others).append((name, parameter))
+            is_block_matrix = name.startswith(f'{blocks}.') and parameter.dim() >= 2
+            (matrices if is_block_matrix else others).append((name, parameter))
         self.adamw = build_adamw(others, learning_rate, weight_decay, betas)
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
         groups = list(self.adamw.param_groups)
-        if matrices:  # a stage of a pipeline may have none
+        if matrices:  # a pipeline stage may have none
             groups.insert(0, dict(params=matrices, weight_decay=weight_decay, momentum=momentum))
         super().__init__(groups, self.adamw.defaults)
         self.adamw.state = self.state
-        self.found_inf = None  # a tensor of 1 leaves the update out, as in AdamW (see torch.amp.GradScaler)
+        self.found_inf = None  # if this tensor is 1, the update is skipped, as in AdamW
 
     @torch.no_grad()
     def step(self):
+        """Update all parameters, or none if `found_inf` is 1."""
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
-        # Whether the update is made: 1.0, or a tensor of 1 or 0.
+        # 1.0, or a tensor that is 0 if the update is skipped and 1 otherwise.
         is_applied = 1.0 if self.found_inf is None else 1 - self.found_inf
         for group in self.param_groups:
             if 'momentum' in group:
@@ -98,11 +101,11 @@ class Muon(torch.optim.Optimizer):
         weights = [local_part(parameter) for parameter in parameters]
         gradients = [local_part(parameter.grad) for parameter in parameters]
         momenta = [local_part(self.state[parameter]['momentum_buffer']) for parameter in parameters]
-        if self.found_inf is not None:  # moving towards itself leaves a momentum as it is
+        if self.found_inf is not None:  # a momentum that moves towards itself does not change
             gradients = [torch.where(is_applied > 0, g, m) for g, m in zip(gradients, momenta)]
         torch._foreach_lerp_(momenta, gradients, 1 - group['momentum'])
         directions = torch.stack(torch._foreach_lerp(gradients, momenta, group['momentum'])).to(self.dtype)
-        matrices = directions.flatten(0, -3)  # (n, rows, columns); n counts the matrices of experts too
+        matrices = directions.flatten(0, -3)  # (n, rows, columns), where n includes the experts' matrices
         updates = self.apply_to_whole_matrices(orthogonalize, parameters[0], matrices).view_as(directions)
         updates = [update.to(weight) * is_applied for update, weight in zip(updates, weights)]
         torch._foreach_mul_(weights, 1 - is_applied * group['lr'] * group['weight_decay'])
@@ -111,10 +114,10 @@ class Muon(torch.optim.Optimizer):
 
 
 def orthogonalize(matrices, steps=5):
-    """U Vᵀ, approximately, of matrices U S Vᵀ (n, rows, columns), by Newton and Schulz's iteration.
+    """Approximate U Vᵀ for matrices U S Vᵀ (n, rows, columns) by the Newton-Schulz iteration.
 
-    The quintic of Jordan et al. 2024 takes all singular values to between 0.7 and 1.2 in 5 steps: it is fast
-    rather than exact.
+    The quintic of Jordan et al. 2024 moves all singular values to between 0.7 and 1.2 in 5 steps: it trades
+    accuracy for speed.
     """
     is_tall = matrices.size(-2) > matrices.size(-1)
     x = matrices.mT if is_tall else matrices
@@ -126,7 +129,7 @@ def orthogonalize(matrices, steps=5):
 
 
 def muon_groups(parameters, max_elements=2 ** 26):
-    """Lists of parameters of one shape and layout, to update together.
+    """Yield lists of parameters of one shape and layout, to be updated together.
 
     A list has at most max_elements elements on this process, unless a single parameter has more.
     """
@@ -141,7 +144,7 @@ def muon_groups(parameters, max_elements=2 ** 26):
 
 
 def local_part(tensor):
-    """The part that this process holds of a tensor that may be a DTensor."""
+    """The part of a DTensor that this process holds; any other tensor itself."""
     return tensor.to_local() if hasattr(tensor, 'to_local') else tensor
 
 
@@ -154,7 +157,7 @@ def set_lr(optimizer, lr):
 def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):
     """The learning rate of the update that follows `iteration` finished ones.
 
-    It rises linearly to peak over warmup_iters, falls to floor until decay_iters, and stays there.
+    The rate rises linearly to peak over warmup_iters, falls to floor at decay_iters, and stays there.
     schedule: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay), which stays at peak and falls
     linearly over the last fifth (Hägele et al. 2024).
     """

@@ -1,4 +1,4 @@
-"""Where an iteration's time and bytes go, read from a trace of torch.profiler."""
+"""Where the time of an iteration goes and what it communicates, from a trace of torch.profiler."""
 import json
 import math
 import os
@@ -8,7 +8,7 @@ import torch
 
 from kilogpt.run import Hook
 
-# An event's category is the first whose pattern matches the event's name in lower case.
+# The category of an event is the first whose pattern matches the name of the event in lower case.
 PATTERNS = {
     'data': r'^data$|memcpy htod',
     'optimizer': r'^optimizer$|adam|multi_tensor_apply|lpnorm',
@@ -17,33 +17,35 @@ PATTERNS = {
     'matmul': r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn)',
 }
 CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
-# c10d's operators, where every way of communicating in PyTorch ends, and our names of them
+# All communication in PyTorch ends in operators of c10d. These are their names, and ours.
 COLLECTIVES = dict(allreduce='all_reduce', allgather='all_gather', reduce_scatter='reduce_scatter',
                    alltoall='all_to_all', broadcast='broadcast', send='send', recv='recv')
 ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  # any other type takes 4
 
 
 class Profiler(Hook):
-    """Traces iterations of this process to out_dir/trace.json (Chrome's format) and prints a summary.
+    """Traces iterations of this process to out_dir/trace.json (Chrome's format), and prints a summary.
 
-    out_dir/profile.json gets the same figures, and the bytes communicated. Four iterations are traced, after five
-    in which a run settles, or fewer in a run of less than nine.
-    iterations: of the whole run.
+    The figures, and the bytes communicated, go to out_dir/profile.json. Four iterations are traced, after
+    five in which the run settles; in a run of less than nine iterations, both are fewer.
+    iterations: the number of iterations of the whole run.
     """
 
     def __init__(self, out_dir, iterations):
         self.out_dir = out_dir
         self.traced = min(4, max(1, iterations))
         settle = min(5, max(0, iterations - self.traced))
-        self.done = False
+        self.is_done = False
         warm_up = min(2, settle + 1)
-        schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=self.traced, repeat=1)
+        schedule = torch.profiler.schedule(wait=settle + 1 - warm_up, warmup=warm_up, active=self.traced,
+                                           repeat=1)
         self.profiler = torch.profiler.profile(
             schedule=schedule, record_shapes=True, on_trace_ready=self._report)
         self.profiler.start()
-        self.profiler.step()  # what is before the first iteration is a step of its own
+        self.profiler.step()  # the time before the first iteration counts as a step
 
     def after_update(self):
+        """Tell the profiler that an iteration has ended."""
         self.profiler.step()
 
     def _report(self, profiler):
@@ -60,16 +62,17 @@ class Profiler(Hook):
             print(f'  {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%', flush=True)
         communicated = ', '.join(f'{name} {count / 1e6:,.3f}MB' for name, count in moved.items())
         print('  communicated ', communicated or 'nothing', flush=True)
-        self.done = True
+        self.is_done = True
 
     def close(self):
+        """Stop the profiler, and say so if the run was too short to trace."""
         self.profiler.stop()
-        if not self.done:
-            print('no profile: the run ended before the iterations that were to be traced')
+        if not self.is_done:
+            print('no profile: the run ended before the iterations to be traced')
 
 
 def read_trace(path):
-    """(events with a duration, those among them that are whole iterations) of a trace in Chrome's format."""
+    """(events with a duration, those of them that are whole iterations) of a trace in Chrome's format."""
     with open(path, encoding='utf-8') as file:
         events = [event for event in json.load(file)['traceEvents'] if event.get('ph') == 'X']
     steps = [e for e in events if e['name'].startswith('ProfilerStep') and e['cat'] == 'user_annotation']
@@ -77,11 +80,11 @@ def read_trace(path):
 
 
 def bytes_moved(events, steps):
-    """Bytes per iteration by collective, {'all_reduce': 4e6, ...}: whole tensors, as this process sees them.
+    """Bytes per iteration by collective, {'all_reduce': 4e6, ...}, counted as whole tensors on this process.
 
-    The whole tensor is what all_gather returns and what reduce_scatter takes, whatever the algorithm puts on
-    the wire; send and recv count what leaves and what arrives. Sums of single numbers, a few dozen bytes, are
-    included.
+    The whole tensor is the result of all_gather and the input of reduce_scatter, whatever the algorithm
+    transfers; send and recv count what leaves and what arrives. Sums of single numbers, a few dozen bytes,
+    are included.
     """
     item_bytes = _item_bytes_by_elements(events)
     moved = {}
@@ -104,21 +107,21 @@ def bytes_moved(events, steps):
 def _item_bytes_by_elements(events):
     """{number of elements: bytes of one element}, from the events of gloo and NCCL.
 
-    c10d's own events do not have the type of a list of tensors.
+    The events of c10d itself do not give the type of a list of tensors.
     """
     item_bytes = {}
     for event in events:
         args = event.get('args', {})
         if event['name'].startswith('gloo:'):
             item_bytes[_elements(args['Input Dims'][0])] = _item_bytes(args['Input type'][0])
-        elif event['name'] == 'record_param_comms' and 'dtype' in args:  # NCCL's
+        elif event['name'] == 'record_param_comms' and 'dtype' in args:  # an event of NCCL
             item_bytes[args.get('In msg nelems')] = _item_bytes(args['dtype'])
             item_bytes[args.get('Out msg nelems')] = _item_bytes(args['dtype'])
     return item_bytes
 
 
 def _elements(dims):
-    """Number of elements of a tensor with these dimensions, or of a list of tensors."""
+    """The number of elements of a tensor with these dimensions, or of a list of tensors."""
     return sum(map(_elements, dims)) if dims and isinstance(dims[0], list) else math.prod(dims)
 
 
@@ -127,10 +130,11 @@ def _item_bytes(type_name):
 
 
 def breakdown(events, steps):
-    """Milliseconds per iteration that a trace gives to each of CATEGORIES.
+    """{category: milliseconds per iteration} of a trace, for CATEGORIES.
 
-    On a GPU its kernels are counted, else the operators of the main thread. Collectives are those that no
-    computation hides; idle is the rest: waiting for the host, for other processes, or for data.
+    With a GPU its kernels count, otherwise the operators of the main thread. Collectives count as far as they
+    do not overlap with computation. Idle is the remaining time: waiting for the host, for other processes,
+    for data.
     """
     begin = min(start for start, _ in map(_interval, steps))
     end = max(stop for _, stop in map(_interval, steps))
@@ -141,7 +145,7 @@ def breakdown(events, steps):
     else:
         operators = [e for e in events if e['cat'] in ('cpu_op', 'user_annotation') and e not in steps]
         communicating = [_interval(e) for e in operators if _category(e['name']) == 'collectives']
-        # other annotations enclose waiting: a pipeline's for its neighbours, gloo's for the other processes
+        # Other annotations include waiting, of a pipeline for its neighbours and of gloo for other processes.
         work = _self_times([e for e in operators if e['tid'] == steps[0]['tid'] and (
             e['cat'] == 'cpu_op' or _category(e['name']) in ('data', 'optimizer'))])
     spans = dict.fromkeys(CATEGORIES, 0.0)
@@ -159,7 +163,7 @@ def breakdown(events, steps):
 
 
 def _self_times(events):
-    """[event, category, time outside of the events that it encloses] of the nested events of one thread."""
+    """[[event, category, its duration without enclosed events]] of the nested events of one thread."""
     times, enclosing = [], []  # enclosing: the entries of `times` around the present event
     for event in sorted(events, key=lambda e: (e['ts'], -e['dur'])):
         while enclosing and event['ts'] >= _interval(enclosing[-1][0])[1]:
@@ -168,7 +172,8 @@ def _self_times(events):
         if enclosing:
             parent = enclosing[-1]
             parent[2] -= event['dur']
-            # a product inside an attention is attention, arithmetic inside an optimizer's step is optimizer
+            # A product inside attention counts as attention, arithmetic inside an optimizer step as
+            # optimizer.
             if category == 'other compute' or parent[1] != 'other compute':
                 category = parent[1]
         enclosing.append([event, category, event['dur']])
@@ -177,7 +182,7 @@ def _self_times(events):
 
 
 def _interval(event):
-    """(start, stop) in microseconds."""
+    """(start, stop) of an event in microseconds."""
     return event['ts'], event['ts'] + event['dur']
 
 
@@ -189,7 +194,7 @@ def _category(name):
 
 
 def _length(intervals):
-    """Length of the union of intervals (start, stop)."""
+    """The total length of the union of intervals (start, stop)."""
     total, reached = 0.0, float('-inf')
     for start, stop in sorted(intervals):
         total += max(0.0, stop - max(start, reached))

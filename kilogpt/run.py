@@ -1,7 +1,7 @@
-"""What a run is at a moment: its iteration, its place in the data, its best loss, its clock, and whether it ends.
+"""The state of a run: its iteration, its place in the data, its best loss, its clock, and whether it ends.
 
-A hook is what acts between the iterations of a run: write a class of your own, and put it into the list `hooks` of
-train.py.
+A hook acts between the iterations of a run. To add one, write a subclass of Hook and put it into the list
+`hooks` of train.py.
 """
 import contextlib
 import json
@@ -24,15 +24,16 @@ class Ending(NamedTuple):
 class Run:
     """A run of train.py, the same on all its processes.
 
-    share_out(iteration, tokens): the data.shares.Shares of a run that continues at an iteration, where that
-    many tokens of the data have been used. island: this process's island among those that share the data.
-    saved: the state of a checkpoint that the run continues, or {}.
+    share_out(iteration, tokens): returns the data.shares.Shares of a run that continues at an iteration,
+    before which `tokens` tokens of the data have been used. island: the island of this process among those
+    that share the data.
+    saved: the state of the checkpoint from which the run continues, or {}.
     always_saves: whether each evaluation is followed by a save. The other arguments are keys of train.py.
 
     iteration: the number of finished updates.
-    best_val_loss: the least validation loss so far; None before the first evaluation.
-    val_loss: that of the present iteration; None unless it was evaluated.
-    ending: an Ending, once the run is to end.
+    best_val_loss: the lowest validation loss so far; None before the first evaluation.
+    val_loss: the validation loss of the current iteration; None if it was not evaluated.
+    ending: an Ending once the run is going to end, else None.
     """
 
     def __init__(self, share_out, island, saved, *, max_iters, eval_interval, eval_only, always_saves,
@@ -49,7 +50,7 @@ class Run:
             self.restore(saved)
 
     def move_to(self, iteration, tokens):
-        """Continue at an iteration for which a checkpoint exists, where that many tokens have been used."""
+        """Continue at an iteration that has a checkpoint. tokens: the tokens of the data used before it."""
         self.iteration = self.saved_iteration = iteration
         self.saved_time = time.monotonic()
         self.shares = self.share_out(iteration, tokens)
@@ -57,18 +58,18 @@ class Run:
         self.clock.start_lap(iteration)
 
     def join(self, iteration, parts):
-        """Continue at the iteration of another island, whose parts of the data (Shares.parts) count from now."""
+        """Continue at the iteration of another island, and with its parts of the data (Shares.parts)."""
         self.iteration, self.shares.parts = iteration, parts
         self.saved_iteration = min(self.saved_iteration, iteration)
         self.clock.start_lap(iteration)
 
     def restore(self, state, tokens=None):
-        """Continue from a checkpoint's state. tokens: the place in the data, if not that of the state."""
+        """Continue from the state of a checkpoint. tokens: the place in the data, if not the state's."""
         self.move_to(state['iteration'], state['tokens'] if tokens is None else tokens)
         self.best_val_loss, self.val_loss = state['best_val_loss'], state['val_loss']
 
     def state(self):
-        """What a checkpoint keeps of the run."""
+        """The values of the run that a checkpoint keeps."""
         return dict(iteration=self.iteration, tokens=self.tokens, val_loss=self.val_loss,
                     best_val_loss=self.best_val_loss)
 
@@ -76,7 +77,7 @@ class Run:
 
     @property
     def tokens(self):
-        """The tokens of the data that were used before this iteration."""
+        """The number of tokens of the data that were used before the current iteration."""
         return self.shares.tokens_before(self.iteration)
 
     def sequences(self, iteration):
@@ -85,28 +86,28 @@ class Run:
 
     @property
     def batch(self):
-        """The number of sequences that this island trains on in this iteration."""
+        """The number of sequences that this island trains on in the current iteration."""
         return self.shares.batch_at(self.iteration)
 
     def change_batch(self, batch):
-        """Train on that many sequences in each iteration from now on."""
+        """Train on `batch` sequences in each iteration from now on."""
         self.shares.change_batch(self.iteration, batch)
 
     # --- what is due ----------------------------------------------------------------------------------------
 
     def is_due(self, signals, hooks):
-        """Whether anything but an update is to be done now."""
+        """Whether anything other than an update has to be done now."""
         return (self.ending or signals.stop or self.evaluates or self._save_is_due(signals)
                 or any(hook.is_due(self) for hook in hooks))
 
     @property
     def evaluates(self):
-        """Whether this iteration is one that is evaluated."""
+        """Whether the current iteration is to be evaluated."""
         at_interval = self.iteration % self.eval_interval == 0
         return self.eval_only or at_interval or self.iteration == self.max_iters
 
     def wants_save(self):
-        """Whether the last checkpoint is too old (save_minutes), by the clock of this process."""
+        """Whether the last checkpoint is older than save_minutes by the clock of this process."""
         return self.save_seconds > 0 and time.monotonic() - self.saved_time >= self.save_seconds
 
     def _save_is_due(self, signals):
@@ -114,7 +115,7 @@ class Run:
         return signals.save_requested or at_interval
 
     def needs_save(self, signals, saver):
-        """Whether to save a checkpoint now. A save that failed is tried once more at the end of the run."""
+        """Whether to save a checkpoint now. A failed save is tried again at the end of the run."""
         is_unsaved = self.iteration > self.saved_iteration or (self.ending and saver.problem)
         after_evaluation = self.evaluates and (self.always_saves or self.has_improved)
         return is_unsaved and (self.ending or self._save_is_due(signals) or after_evaluation)
@@ -127,35 +128,36 @@ class Run:
         self.val_loss, self.has_improved = None, False
 
     def note(self, val_loss):
-        """Take over the validation loss of this iteration. A NaN does not improve on anything."""
+        """Record the validation loss of the current iteration. A NaN is never an improvement."""
         self.val_loss = val_loss
-        self.has_improved = val_loss < (float('inf') if self.best_val_loss is None else self.best_val_loss)
+        best = float('inf') if self.best_val_loss is None else self.best_val_loss
+        self.has_improved = val_loss < best
         if self.has_improved:
             self.best_val_loss = val_loss
 
     def note_save(self, signals):
-        """Remember that the present iteration is saved, also if somebody has asked for that."""
+        """Record that the current iteration is saved, which also answers a request to save."""
         self.saved_iteration, self.saved_time = self.iteration, time.monotonic()
         signals.forget_save_request()
 
     def end(self, reason, message='', exit_code=0):
-        """Let the run end before its next update. The first reason counts."""
+        """End the run before its next update. If there are several reasons, the first counts."""
         self.ending = self.ending or Ending(reason, message, exit_code)
 
     def end_if_stopped(self, signals):
-        """End the run if a signal to stop has reached any process."""
+        """End the run if any process has received a signal to stop."""
         if signals.stop:
             resumes = '; --init_from=resume continues from here' if self.iteration else ''
             name = signal.Signals(signals.stop).name
             self.end('stopped', f'stopped by {name} at iteration {self.iteration}{resumes}', 143)
 
     def end_if_finished(self):
-        """End the run if it has made all its updates, or was to evaluate only."""
+        """End the run if it has made all its updates, or if it only evaluates."""
         if self.eval_only or self.iteration >= self.max_iters:
             self.end('finished')
 
     def report_ending(self, processes, save_problem):
-        """Print why the run has ended, where that is news; returns the exit code.
+        """Print why the run has ended, unless it has finished; returns the exit code.
 
         save_problem: why the last checkpoint could not be saved, or None.
         """
@@ -171,20 +173,20 @@ class Run:
 
 
 class Clock:
-    """The time of a run's iterations: it stands still during evaluations and saves."""
+    """A clock that measures iterations and is paused during evaluations and saves."""
 
     def __init__(self):
-        self._paused = 0.0  # seconds for which the clock has stood still so far
-        self._stopped_at = None  # the time at which it was stopped, while it stands still
+        self._paused = 0.0  # seconds for which the clock has been paused so far
+        self._stopped_at = None  # while the clock is paused: the time at which the pause began
         self.start_lap(0)
 
     def now(self):
-        """Seconds since some moment in the past."""
+        """The time of the clock in seconds; only differences have a meaning."""
         return (self._stopped_at or time.perf_counter()) - self._paused
 
     @contextlib.contextmanager
     def paused(self):
-        """A context in which the clock stands still."""
+        """A context in which the clock is paused."""
         self._stopped_at = time.perf_counter()
         try:
             yield
@@ -193,12 +195,12 @@ class Clock:
             self._stopped_at = None
 
     def start_lap(self, iteration):
-        """Measure from here on."""
-        self._lap_from, self._lap_began = iteration, self.now()
+        """Begin a lap at an iteration."""
+        self._first_of_lap, self._lap_began = iteration, self.now()
 
     def lap(self, iteration):
-        """(iterations since the lap began, seconds that each took); the next lap begins."""
-        iterations, seconds = iteration - self._lap_from, self.now() - self._lap_began
+        """Begin the next lap; returns (iterations of the last lap, seconds per iteration)."""
+        iterations, seconds = iteration - self._first_of_lap, self.now() - self._lap_began
         self.start_lap(iteration)
         return iterations, seconds / iterations
 
@@ -206,45 +208,45 @@ class Clock:
 # --- hooks --------------------------------------------------------------------------------------------------
 
 class Hook:
-    """What acts between the iterations of a run. A subclass defines the methods that it needs.
+    """Acts between the iterations of a run. A subclass defines the methods that it needs.
 
-    All processes call the same methods at the same iteration, so that a method may communicate.
+    All processes call the same methods at the same iteration, so that a method may use collectives.
     """
 
     @property
     def name(self):
-        """The name under which checkpoints keep what this hook wants saved."""
+        """The name under which checkpoints keep the state of this hook."""
         return type(self).__name__
 
     def is_due(self, run):
-        """Whether to call `act` before the next update, the same on all processes."""
+        """Whether to call `act` before the next update. All processes must return the same."""
         return False
 
     def act(self, run):
-        """Act, when the last update is made and nothing else is under way.
+        """Act between two updates, when no other work is under way.
 
-        Returns whether the run has moved to another iteration, from which it then continues.
+        Returns whether the hook has moved the run to another iteration, from which the run then continues.
         """
         return False
 
     def after_update(self):
-        """Called after each update, also after one that the guard has left out."""
+        """Called after each update, even if the guard has skipped it."""
 
     def weights_for_evaluation(self):
-        """A context in which the model has the weights with which to evaluate the run."""
+        """A context in which the model has the weights that are to be evaluated."""
         return contextlib.nullcontext()
 
     def state(self):
-        """Plain values that a checkpoint is to keep, for `load_state` of the run that resumes; or None."""
+        """Plain values for a checkpoint to keep, or None. A resumed run passes them to `load_state`."""
 
     def load_state(self, state):
-        """Take over what `state` returned when the checkpoint was saved."""
+        """Continue from the values that `state` returned when the checkpoint was saved."""
 
     def tensors(self):
-        """[(key, tensor)] that a checkpoint is to keep. In a run that resumes, these tensors are filled in place.
+        """[(key, tensor)] for a checkpoint to keep. A resumed run fills these tensors in place.
 
-        Keys are the hook's own, such as f'{self.name}.{name of a parameter}'. A tensor is a DTensor, or the same
-        on all processes that have one of this key.
+        The hook chooses the keys, such as f'{self.name}.{name of a parameter}'. A tensor is a DTensor, or has
+        the same values on all processes that have its key.
         """
         return []
 
@@ -252,14 +254,14 @@ class Hook:
         """Called when the run ends, after its last checkpoint."""
 
     def restore(self, path, state, processes):
-        """Continue from a checkpoint, or say that it does not know this hook. All processes call this.
+        """Continue from a checkpoint, or say that it was saved without this hook. All processes call this.
 
-        path: the checkpoint. state: its state.json.
+        path: the checkpoint. state: the content of its state.json.
         """
         tensors, keeps_state = self.tensors(), self.state() is not None
         stored = checkpoint.stored_tensors(path) if tensors else {}
-        is_unknown = keeps_state and self.name not in state
-        if processes.any(is_unknown or any(key not in stored for key, _ in tensors)):
+        lacks_state = keeps_state and self.name not in state
+        if processes.any(lacks_state or any(key not in stored for key, _ in tensors)):
             processes.say(f'{path} was saved without {self.name}, which starts as in a new run')
             return
         if keeps_state:
@@ -269,25 +271,28 @@ class Hook:
 
 
 def hook_states(hooks):
-    """{name of a hook: its state} for a checkpoint's state.json."""
+    """{name of a hook: its state} for the state.json of a checkpoint."""
     states = {hook.name: hook.state() for hook in hooks}
     return {name: state for name, state in states.items() if state is not None}
 
 
 def hook_tensors(hooks):
-    """[(key in a checkpoint, tensor)] of all hooks."""
-    return [named_tensor for hook in hooks for named_tensor in hook.tensors()]
+    """[(key, tensor)] of all hooks for a checkpoint."""
+    named_tensors = []
+    for hook in hooks:
+        named_tensors += hook.tensors()
+    return named_tensors
 
 
 def restore_hooks(hooks, path, state, processes):
-    """Let all hooks continue from a checkpoint. state: its state.json."""
+    """Let all hooks continue from a checkpoint. state: the content of its state.json."""
     for hook in hooks:
         hook.restore(path, state, processes)
 
 
 @contextlib.contextmanager
 def weights_for_evaluation(hooks):
-    """A context in which the model has the weights that the hooks evaluate the run with."""
+    """A context in which the model has the weights that the hooks choose for evaluation."""
     with contextlib.ExitStack() as contexts:
         for hook in hooks:
             contexts.enter_context(hook.weights_for_evaluation())
@@ -297,9 +302,9 @@ def weights_for_evaluation(hooks):
 # --- the folder ---------------------------------------------------------------------------------------------
 
 class RunFolder:
-    """out_dir, which one run has for itself from here on until its process ends. All processes make the same calls.
+    """out_dir, locked for this run until its process ends. All processes make the same calls.
 
-    is_written: whether the run writes there at all; an evaluation alone does not.
+    is_written: whether the run writes there; a run that only evaluates does not.
     """
 
     def __init__(self, out_dir, processes, is_written):
@@ -310,10 +315,10 @@ class RunFolder:
         processes.barrier()
 
     def begin(self, config, resumed, saves_checkpoints):
-        """Make room for a run in its folder, and write its config.json.
+        """Prepare the folder for a run, and write config.json.
 
-        resumed: the checkpoint that the run continues, or None. Unless that is one of this folder's own, what an
-        earlier run left here moves to a folder inside.
+        resumed: the checkpoint from which the run continues, or None. Unless this checkpoint is in the
+        folder, the files of an earlier run are moved to a subfolder.
         """
         if self.processes.is_main:
             os.makedirs(self.out_dir, exist_ok=True)
@@ -327,4 +332,5 @@ class RunFolder:
         if earlier:
             self.processes.say(f'{self.out_dir} held an earlier run: moved to {earlier}')
         with open(os.path.join(self.out_dir, 'config.json'), 'w', encoding='utf-8') as file:
-            json.dump(config | dict(profile=False), file, indent=1)  # a run that repeats this one is not traced
+            # A run that repeats this run is not profiled.
+            json.dump(config | dict(profile=False), file, indent=1)

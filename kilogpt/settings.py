@@ -1,7 +1,6 @@
 """Which values the keys of train.py may have, and which of them a resumed run may change."""
 
-
-OUTER_INTERVAL = 100  # iterations from one exchange between islands to the next, unless outer_interval says
+OUTER_INTERVAL = 100  # the outer_interval of a run with islands that does not set one
 
 
 def check_settings(config):
@@ -35,7 +34,7 @@ def _check_range(config, key, low, high):
 
 
 def _check_islands(config):
-    """What islands, or an outer optimizer on one, ask of the other keys."""
+    """Raise ValueError for keys that do not go together with islands or an outer optimizer."""
     islands, global_batch = config['islands'], config['batch_size'] * config['gradient_accumulation_steps']
     if global_batch % islands:
         raise ValueError(f'islands={islands} does not divide the {global_batch} sequences of an iteration '
@@ -57,23 +56,23 @@ def _check_islands(config):
     for key, low, high in (('outer_lr', 0, 10), ('outer_momentum', 0, 1), ('outer_mix', 0, 1)):
         _check_range(config, key, low, high)
     if config['on_spike'] == 'rollback':
-        raise ValueError('on_spike=rollback does not work with islands or outer_interval, since other islands '
-                         'cannot go back: set another on_spike')
+        raise ValueError('on_spike=rollback does not work with islands or outer_interval, since the other '
+                         'islands cannot go back: set another on_spike')
 
 
 def compare_settings(config, saved, source, say):
-    """Say which keys differ from those of a checkpoint, and refuse what cannot change.
+    """Print which keys differ from those of a checkpoint; ValueError if a key cannot change.
 
-    config: this run's. saved: the state of the checkpoint `source`. say(text): prints.
+    config: the keys of this run. saved: the state of the checkpoint `source`. say(text): prints.
     """
     former = saved['config']
     if former.get('optimizer', config['optimizer']) != config['optimizer']:
         raise ValueError(
             f'optimizer is {config["optimizer"]!r}, but {source} holds the state of '
-            f'{former["optimizer"]!r}: set that, or start from its weights with '
+            f'{former["optimizer"]!r}: set that optimizer, or start from the weights with '
             f'--init_from={config["out_dir"]} and another out_dir')
     for key, value in former.items():
-        if config.get(key, value) != value and key not in ('init_from', 'replay'):
+        if config.get(key, value) != value and key != 'init_from':
             is_fixed = key != 'dropout' and saved['model'].get(key, config[key]) != config[key]
             decision = ' (the checkpoint decides)' if is_fixed else ''
             say(f'resuming with another {key}: {value!r} -> {config[key]!r}{decision}')

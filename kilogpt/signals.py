@@ -1,21 +1,21 @@
-"""What all processes of a run learn together: signals to stop, requests to save, and sums for the log."""
+"""What processes tell each other as they train: signals to stop, requests to save, sums for the log."""
 import os
 import signal
 import time
 
-SIGNALS = ('SIGTERM', 'SIGINT', 'SIGUSR1')  # SIGUSR1 is what Slurm's --signal=USR1@120 sends before a job ends
+SIGNALS = ('SIGTERM', 'SIGINT', 'SIGUSR1')  # with --signal=USR1@120, Slurm sends SIGUSR1 before a job ends
 
 
 class StopRequest:
-    """A signal that asks for a checkpoint and a clean exit, caught from the moment this object is made.
+    """Catches the signals that ask for a checkpoint and a clean exit, from its construction on.
 
-    A second signal ends the process at once. Within five seconds of the first it counts as the same request,
-    since Slurm signals every process, and torchrun passes its own signal on to them.
+    A second signal ends the process at once. A signal within five seconds of the first counts as the same
+    request, because Slurm signals every process, and torchrun also passes its own signal on to them.
     """
 
     def __init__(self):
-        self.number = 0  # of the signal that has reached this process, 0 for none
-        self._time = 0.0
+        self.number = 0  # the number of the signal that this process has received, 0 for none
+        self._time = 0.0  # when the signal was received
         for name in SIGNALS:
             if hasattr(signal, name):  # Windows does not have SIGUSR1
                 signal.signal(getattr(signal, name), self._receive)
@@ -28,27 +28,26 @@ class StopRequest:
 
 
 class Signals:
-    """What one process tells the others while all of them train, and what it learns from them.
+    """Adds up a few numbers over all processes as they train, without waiting for them.
 
-    Each `exchange` sends this process's numbers and takes over the sums of the exchange before, which have
-    arrived while the processes computed, so that nobody waits. At the same exchange all processes therefore
-    know the same:
+    Each `exchange` sends the numbers of this process, and receives the sums of the previous exchange, which
+    have arrived while the processes computed. After the same exchange, all processes therefore agree on:
 
-    stop: the number of a signal that has reached any process, 0 for none.
+    stop: the number of a signal that any process has received, 0 for none.
     save_requested: whether the main process has asked for a checkpoint since the last `forget_save_request`.
 
-    watchdog: is told that this process makes progress. wants_save(): whether the main process asks for a
-    checkpoint. write_line(line): logs a line whose sums have arrived.
+    watchdog: a Watchdog, which gets a beat in each micro-step. wants_save(): whether the main process asks
+    for a checkpoint. write_line(line): logs a line whose sums have arrived.
     """
-    PERIOD = 1.0  # seconds from one exchange to the next; a longer micro-step is not interrupted
+    PERIOD = 1.0  # seconds between two exchanges; a longer micro-step is not interrupted
 
     def __init__(self, processes, stop_request, watchdog, wants_save, write_line):
         self.processes, self.stop_request, self.watchdog = processes, stop_request, watchdog
         self.wants_save, self.write_line = wants_save, write_line
         self.stop, self.save_requested = 0, False
-        self._interval = 1  # micro-steps from one exchange to the next
+        self._interval = 1  # micro-steps between two exchanges
         self._steps = 0  # micro-steps since the last exchange
-        self._time = time.perf_counter()  # of the last exchange
+        self._time = time.perf_counter()  # the time of the last exchange
         self._under_way = None  # (function that waits for the sums, line) of the last exchange
 
     def poll(self):
@@ -60,12 +59,12 @@ class Signals:
         return self.stop
 
     def exchange(self, line=None):
-        """Send this process's numbers, and take over those of the exchange before.
+        """Send the numbers of this process, and receive the sums of the previous exchange.
 
-        line: a dict for the log whose `loss_sum` and `sums` are to be added up. `write_line` gets it at the
-        next exchange, or in `flush`, with the sums over all processes. Where there are several, it then also
-        has `slowest_rank`, the process that waited least for others since the line before, and `lag_ms`, how
-        much longer another one did.
+        line: a line of the log (Meter.line) whose `loss_sum` and `sums` are to be added up. The next
+        exchange, or `flush`, passes the line to `write_line` with the sums over all processes. With several
+        processes, the line then also has `slowest_rank`, the process that has waited least for others since
+        the previous line, and `lag_ms`, by how much the longest wait of another process exceeds that.
         """
         processes, now = self.processes, time.perf_counter()
         seconds_per_step = (now - self._time) / max(1, self._steps)
@@ -81,39 +80,39 @@ class Signals:
         if processes.world_size == 1:
             self.flush()
         else:
-            self._take_over(arrived)
+            self._receive_sums(arrived)
 
     def flush(self):
         """Wait for the sums of the last exchange, and log its line."""
         arrived, self._under_way = self._under_way, None
-        self._take_over(arrived)
+        self._receive_sums(arrived)
 
     def forget_save_request(self):
-        """Forget the request, now that a checkpoint is saved."""
+        """Clear save_requested, now that a checkpoint is saved."""
         self.save_requested = False
 
     def all_agree(self, flag):
-        """Whether a flag is set on all processes. Waits for them, and learns of signals on the way."""
+        """Whether a flag is set on all processes. Waits for the others, and also exchanges signals."""
         numbers = self._signals_here() | dict(unset=float(not flag))
         sums, _ = self.processes.sum_later(numbers)()
-        self._learn_of_signals(sums)
+        self._note_signals(sums)
         return not sums['unset']
 
     def _signals_here(self):
-        """{name of a signal: 1.0 if it has reached this process, else 0.0}."""
+        """{name of a signal: 1.0 if this process has received it, else 0.0}."""
         return {name: float(self.stop_request.number == getattr(signal, name, None)) for name in SIGNALS}
 
-    def _learn_of_signals(self, sums):
+    def _note_signals(self, sums):
         for name in SIGNALS:
             if sums[name]:
                 self.stop = self.stop or int(getattr(signal, name))
 
-    def _take_over(self, arrived):
+    def _receive_sums(self, arrived):
         if arrived is None:
             return
         wait, line = arrived
         sums, waits = wait()
-        self._learn_of_signals(sums)
+        self._note_signals(sums)
         self.save_requested = self.save_requested or sums['save_requests'] > 0
         self._interval = max(1, int(self.PERIOD / max(sums['seconds_per_step'], 1e-6)))
         if line is None:

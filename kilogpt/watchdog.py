@@ -19,15 +19,15 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Watchdog:
-    """A thread that ends this process when `beat` has not been called for a time, and says which one hung.
+    """Ends this process if it makes no progress for some time, and says which process hung.
 
-    One process that stops halts all others, each in a collective that never ends. Each process then writes
-    folder/rank_<rank>.txt (the stacks of its threads) and .json (PyTorch's flight recorders: the last
-    collectives), and tells the others through the process group's store where it is; `culprits` finds the
-    ranks that hung. Those end first, so that torchrun names them too.
+    A thread watches whether `beat` is called. If one process hangs, all others wait in collectives that never
+    end. Then each process writes folder/rank_<rank>.txt (the stacks of its threads) and rank_<rank>.json
+    (PyTorch's flight recorders, the last collectives), and reports its position through the store of the
+    process group. `culprits` finds the ranks that hung. These end first, so that torchrun names them too.
 
-    limit: seconds between two beats; three times as many until `first_iteration_done`, since a start loads,
-    compiles and connects.
+    limit: the longest time in seconds between two beats; three times as long until `first_iteration_done`,
+    since a run loads, compiles and connects at its start.
     """
 
     def __init__(self, processes, folder, limit):
@@ -36,7 +36,7 @@ class Watchdog:
         self.last_beat = time.monotonic()
         if self.world_size > 1:
             store = dist.distributed_c10d._get_default_store()
-            if hasattr(store, 'clone'):  # a second connection: the main thread may hang in the first
+            if hasattr(store, 'clone'):  # a second connection, since the main thread may hang in the first
                 store = store.clone()
             self.store = dist.PrefixStore('watchdog', store)
             threading.Thread(target=self._watch, daemon=True).start()
@@ -47,13 +47,13 @@ class Watchdog:
 
     @contextlib.contextmanager
     def waits_for_storage(self):
-        """A context that may take STORAGE_LIMIT seconds longer than others between two beats."""
+        """A context in which no beat is due for STORAGE_LIMIT seconds more than usual."""
         self.last_beat = time.monotonic() + STORAGE_LIMIT
         yield
         self.beat()
 
     def first_iteration_done(self):
-        """Apply the limit of later iterations, now that everything is compiled."""
+        """Apply the usual limit from now on, since everything is compiled."""
         self.limit = self.later_limit
 
     def _watch(self):
@@ -62,20 +62,20 @@ class Watchdog:
         limit = f'{self.limit:g} seconds (comm_timeout)'
         if self.limit != self.later_limit:
             limit = f'{self.limit:g} seconds (3 × comm_timeout until the first iteration is done)'
-        seconds = max(5, self.later_limit / 10)  # for the reports of all to arrive
-        # This thread tells what happened: the main thread keeps silent if its connections close meanwhile.
+        seconds = max(5, self.later_limit / 10)  # in which the reports of all processes arrive
+        # This thread says what happened. If connections close meanwhile, the main thread must print nothing.
         sys.excepthook = lambda *error: time.sleep(seconds + 60)
         self._write_stacks(exit_after=seconds + 60)
         try:
             hung = self._find_hung(limit, seconds)
-        except RuntimeError:  # the process with the store, or the one that collects the reports, has ended
+        except RuntimeError:  # the process with the store, or the one that collects reports, has ended
             hung = []
         if self.rank not in hung:
-            time.sleep(3)  # torchrun calls the process that ends first the cause
+            time.sleep(3)  # torchrun names the process that ends first as the cause
         os._exit(1)
 
     def _write_stacks(self, exit_after):
-        """Write the stacks of all threads, and end the process after that many seconds whatever happens."""
+        """Write the stacks of all threads, and end the process after exit_after seconds in any case."""
         try:
             os.makedirs(self.folder, exist_ok=True)
             file = open(os.path.join(self.folder, f'rank_{self.rank}.txt'), 'w', encoding='utf-8')
@@ -84,15 +84,15 @@ class Watchdog:
             file = sys.__stderr__
         else:
             faulthandler.dump_traceback(file)
-        # NCCL's recorder asks the driver for the state of events, with the interpreter's lock held: behind a
-        # hung kernel this thread may wait for ever. faulthandler's own thread does not need the lock.
+        # NCCL's recorder asks the driver for the state of events while it holds the interpreter's lock. If a
+        # kernel hangs, it may wait forever. faulthandler has a thread that does not need the lock.
         faulthandler.dump_traceback_later(exit_after, exit=True, file=file)
 
     def _find_hung(self, limit, seconds):
-        """Tell the others where this process is; returns the ranks that hung.
+        """Report where this process is; returns the ranks that hung.
 
-        The first process to get here collects the reports, speaks, and tells the others who hung: if each of
-        1,024 processes read all reports, the store would have a million requests to answer (25 µs each).
+        The first process to get here collects the reports, prints the error, and tells the others who hung.
+        If each of 1,024 processes read all reports, the store would answer a million requests (25 µs each).
         """
         deadline = time.monotonic() + seconds
         at, is_in_distributed = _position_of_main_thread()
@@ -101,7 +101,7 @@ class Watchdog:
         try:
             with open(os.path.join(self.folder, f'rank_{self.rank}.json'), 'w', encoding='utf-8') as file:
                 json.dump(records, file)
-        except OSError:  # the folder, of which the warning was
+        except OSError:  # _write_stacks has warned that the folder cannot be written
             pass
         self.store.set(f'report of {self.rank}', json.dumps(report_of(records, at, is_in_distributed)))
         if self.store.add('processes here', 1) > 1:
@@ -115,7 +115,7 @@ class Watchdog:
         return hung
 
     def _collect(self, deadline):
-        """{rank: report} of those that arrive before the deadline; the position of others, if known."""
+        """{rank: report} of all reports before the deadline; of other ranks their position, if known."""
         reports = {}
 
         def read(kind):
@@ -131,27 +131,28 @@ class Watchdog:
 
 
 def report_of(records, at, is_in_distributed):
-    """Where a process is and what it waits for, as plain data.
+    """A report of where a process is and what it waits for, as plain data.
 
-    records: of _flight_recorders. at: where its main thread is, and whether that is in torch.distributed.
+    records: those of _flight_recorders. at, is_in_distributed: as _position_of_main_thread returns them.
 
-    In the report, `waits` is whether the process waits for others, `reached` {group: number of the last
-    collective that the process or its device has begun}, and `unfinished` {group: (number, name, has begun)}
-    of the first collective that has not ended.
+    In the report, `waits` says whether the process waits for others, `reached` is {group: number of the last
+    collective that the process or its device has begun}, and `unfinished` is {group: (number, name, has
+    begun)} of the first collective that is not finished.
     """
     report = dict(at=at, host=socket.gethostname(), pid=os.getpid(), reached={}, unfinished={})
     launches = {}
     for entry in itertools.chain.from_iterable(record.get('entries', []) for record in records.values()):
         backend = entry['profiling_name'].partition(':')[0]
         name, description = entry['process_group']
-        if description != 'checkpoint':  # the collectives of the thread that saves
-            # NCCL notes the parts of a launch, which never end, then the launch itself, under equal numbers.
+        if description != 'checkpoint':  # not the collectives of the thread that saves
+            # NCCL records the parts of a launch, which never end, then the launch itself under the same
+            # number.
             launches[f'{backend}:{name}', entry['collective_seq_id'], entry['p2p_seq_id']] = entry
-    # Without TORCH_NCCL_ENABLE_TIMING a device does not tell what it has begun.
-    tells_begin = any(entry['time_discovered_started_ns'] for entry in launches.values())
+    # Without TORCH_NCCL_ENABLE_TIMING, the records do not say what a device has begun.
+    records_begin = any(entry['time_discovered_started_ns'] for entry in launches.values())
     for (group, number, _), entry in launches.items():
         has_ended = entry['retired'] or entry['state'] == 'completed'
-        has_begun = has_ended or entry['state'] == 'started' or group.startswith('gloo') or not tells_begin
+        has_begun = has_ended or entry['state'] == 'started' or group.startswith('gloo') or not records_begin
         reached = report['reached'].get(group, number - 1)
         report['reached'][group] = max(reached, number) if has_begun else reached
         if not has_ended:
@@ -160,8 +161,8 @@ def report_of(records, at, is_in_distributed):
     begun_on_device = [has_begun for group, (_, _, has_begun) in report['unfinished'].items()
                        if group.startswith('nccl')]
     if begun_on_device:
-        # The main thread runs ahead of its GPU and may wait anywhere, as in .item(). The GPU waits in a
-        # collective that it has begun; before it has begun one it is busy, or hangs in a kernel.
+        # The main thread runs ahead of its GPU and may wait anywhere, for example in .item(). A GPU that has
+        # begun a collective waits in it; otherwise the GPU is busy, or hangs in a kernel.
         report['waits'] = any(begun_on_device)
     return report
 
@@ -169,12 +170,13 @@ def report_of(records, at, is_in_distributed):
 def culprits(reports, world_size):
     """The ranks that hold up the others.
 
-    They are those that wait for nobody; if there are none, those that sent no report; and if all did, those
-    that have not reached a collective in which others wait, while all have reached the ones they wait in.
+    These are the ranks that do not wait for others; without any, those that sent no report; without any,
+    those that have not reached a collective in which others wait, and wait in collectives that all have
+    reached.
     """
     busy = [rank for rank, report in reports.items() if not report['waits']]
     silent = [rank for rank in range(world_size) if rank not in reports]
-    waits_for = {rank: set() for rank in reports}  # the ranks that have not reached what a rank waits in
+    waits_for = {rank: set() for rank in reports}  # {rank: the ranks that it waits for}
     for rank, report in reports.items():
         for group, (number, _, has_begun) in report['unfinished'].items():
             for other, other_report in reports.items():
@@ -189,7 +191,7 @@ def culprits(reports, world_size):
 
 def _describe(reports, hung):
     """Sentences that name the ranks that hung and what the others wait for."""
-    names, waiting = [], {}  # waiting: {what for and where: ranks}
+    names, waiting = [], {}  # waiting: {collective and position: ranks}
     for rank in hung:
         where = 'silent'
         if rank in reports:
@@ -216,7 +218,7 @@ def _is_ours(path):
 
 
 def _position_of_main_thread():
-    """(last line in our own files > last line, whether the latter is in torch.distributed)."""
+    """(innermost line in kiloGPT's files > innermost line, whether the latter is in torch.distributed)."""
     stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
     ours = [frame for frame in stack if _is_ours(frame.filename)]
     lines = [f'{os.path.basename(frame.filename)}:{frame.lineno} {frame.name}'
@@ -226,10 +228,10 @@ def _position_of_main_thread():
 
 
 def _flight_recorders():
-    """PyTorch's records of the last collectives, {'cpu': record, 'nccl': record}, as far as it keeps them."""
+    """PyTorch's records of the last collectives, {'cpu': record, 'nccl': record}, as far as they exist."""
     records = {}
     for name, function in dict(cpu='_dump_fr_trace_json', nccl='_dump_nccl_trace_json').items():
-        dump = getattr(torch._C._distributed_c10d, function, None)  # NCCL's is in builds for CUDA alone
+        dump = getattr(torch._C._distributed_c10d, function, None)  # NCCL's exists only in builds for CUDA
         if dump:
             records[name] = json.loads(dump())
     return records

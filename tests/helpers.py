@@ -1,4 +1,4 @@
-"""What tests share beside fixtures: launching scripts, as a user does or faster, and what runs leave."""
+"""What tests share besides fixtures: launching scripts, and reading what runs leave."""
 import contextlib
 import json
 import os
@@ -13,7 +13,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from kilogpt import checkpoint
@@ -25,7 +24,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TESTS = pathlib.Path(ROOT, 'tests')
 FAULTS = TESTS / 'faults'  # programs that a run executes before train.py
 
-# a model and a batch that train in milliseconds; 12 sequences divide over 1, 2 and 3 processes
+# A model and a batch that train in milliseconds. The 12 sequences divide over 1, 2 and 3 processes.
 TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=32 --block_size=32 '
         '--batch_size=4 --gradient_accumulation_steps=3 --eval_iters=4 --eval_interval=6 --log_interval=1 '
         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=1e-2 --min_lr=1e-3').split()
@@ -34,9 +33,9 @@ TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n
 # --- launching scripts ----------------------------------------------------------------------------------
 
 def start_script(script, *arguments, nproc=1, env=None, cwd=None):
-    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does; a Popen.
+    """Start a script of the repository ('train.py') or a module ('kilogpt.convert') as a user does.
 
-    nproc: above 1, that many processes under torchrun.
+    Returns a Popen. nproc: if above 1, the number of processes under torchrun.
     """
     command = [sys.executable]
     if nproc > 1:
@@ -48,9 +47,9 @@ def start_script(script, *arguments, nproc=1, env=None, cwd=None):
 
 
 def run_script(script, *arguments, check=True, timeout=300, stdin=None, **options):
-    """Run a script with the options of `start_script`; the finished process.
+    """Run a script with the options of `start_script`; returns the finished process.
 
-    check: fail the test, with the script's output, where the exit code is not 0.
+    check: whether an exit code other than 0 fails the test, with the output of the script.
     """
     with start_script(script, *arguments, **options) as process:
         try:
@@ -62,36 +61,37 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-# pytest's two processes have a range each: they would take the same port between asking and listening
+# pytest's two processes have different ranges: they could take the same port before one listens at it.
 PORTS = free_ports(26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000)
 
 
 def free_port():
+    """A port that nobody listens at."""
     return next(PORTS)
 
 
-IDLE_SERVERS = []  # processes of kilogpt/prove/forked.py that no run uses at present
+IDLE_SERVERS = []  # processes of kilogpt/prove/forked.py that are not in use
 SERVERS_LOCK = threading.Lock()
 
 
 def run_forked(script, *arguments, check=True, **options):
-    """Run a script or module like `run_script`, seconds faster: in processes forked from one that has torch.
+    """Run a script or module like `run_script`, but in processes forked from one that has imported torch.
 
-    options: those of `_run_in_fork_server`.
+    This saves seconds. options: those of `_run_in_fork_server`.
     """
     done = _run_in_fork_server(script, *arguments, **options)
-    if min(done.codes) < 0:  # one process in hundreds has died in malloc, in torch or gloo (LOG.md)
-        warnings.warn(f'a signal ended this run, which is repeated: {arguments}, {done.outputs}')
+    if min(done.codes) < 0:  # one process in hundreds dies in malloc, in torch or gloo (LOG.md)
+        warnings.warn(f'a signal ended this run, which is therefore repeated: {arguments}, {done.outputs}')
         done = _run_in_fork_server(script, *arguments, **options)
     assert done.returncode == 0 or not check, '\n'.join(done.outputs)
     return done
 
 
 def _run_in_fork_server(script, *arguments, nproc=1, env=None, cwd=None, stdin='', timeout=300, faults=()):
-    """The finished process, or nproc processes as torchrun starts them.
+    """Run one process, or nproc processes as torchrun starts them; returns the finished process.
 
     faults: Python files that each process executes before the script.
-    The result also tells the processes apart: `codes`, `outputs` (stdout, stderr and exit code of each rank).
+    The result also has `codes`, and `outputs` (stdout, stderr and exit code), of each rank.
     """
     with SERVERS_LOCK:
         port = free_port()
@@ -123,21 +123,23 @@ def _start_fork_server():
 
 
 def end_servers():
+    """End the fork servers, when all tests are done."""
     for server in IDLE_SERVERS:
         server.communicate()
 
 
 def side_by_side(*calls):
-    """The results of calls that do not need each other, made two at a time."""
+    """The results of independent calls, of which two run at a time."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda call: call(), calls))
 
 
 @contextlib.contextmanager
 def torchrun(options, folder, script, *arguments, **env):
-    """A torchrun in progress: its Popen, whose `output()` is what it has printed so far.
+    """A context in which a torchrun runs: its Popen, whose `output()` is the output so far.
 
-    options: torchrun's own. folder: a log of the output goes there. Leaving the context kills the processes.
+    options: those of torchrun. folder: where to put the log of the output. The end of the context kills all
+    processes.
     """
     log = folder / f'torchrun-{time.monotonic_ns()}.log'
     command = [sys.executable, '-m', 'torch.distributed.run', '--monitor-interval=0.1', *options, script]
@@ -166,7 +168,7 @@ def worker_pids(torchrun):
 
 
 def kill_node(torchrun):
-    """End a torchrun and its processes as a loss of power would."""
+    """Kill a torchrun and its processes, like a loss of power."""
     for pid in (*worker_pids(torchrun).values(), torchrun.pid):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -174,7 +176,7 @@ def kill_node(torchrun):
 
 
 def wait_until(condition, process, seconds=120):
-    """Wait until condition() holds, which a torchrun brings about."""
+    """Wait until condition() holds; fail if the process ends before."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert process.poll() is None and time.monotonic() < deadline, process.output()
@@ -184,7 +186,7 @@ def wait_until(condition, process, seconds=120):
 # --- what runs leave ------------------------------------------------------------------------------------
 
 def read_run(out_dir):
-    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` as of read_metrics."""
+    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` from read_metrics."""
     lines, evals = read_metrics(out_dir)
     return SimpleNamespace(out_dir=pathlib.Path(out_dir), lines=lines, evals=evals)
 
@@ -195,20 +197,20 @@ def curve(run):
 
 
 def first_iterations(run, count):
-    """A run as it was after `count` iterations."""
+    """The first `count` iterations of a run, like a result of `read_run`."""
     return SimpleNamespace(out_dir=run.out_dir,
                            lines={i: line for i, line in run.lines.items() if i <= count},
                            evals={i: line for i, line in run.evals.items() if i <= count})
 
 
 def assert_near(run, other, loss=LOSS, grad_norm=GRAD_NORM):
-    """Two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
+    """Assert that two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
     assert list(run.lines) == list(other.lines) and list(run.evals) == list(other.evals) and run.lines
     assert compare_curves(run, other, loss, grad_norm) == []
 
 
 def saved_iterations(out_dir):
-    """Iterations of the checkpoints in a run's folder, which holds nothing else."""
+    """The iterations of the checkpoints in a run's folder. Fails if its ckpt holds anything else."""
     folder = pathlib.Path(out_dir, 'ckpt')
     names = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
     assert names == [f'iter_{int(name[5:]):08d}' for name in names], names
@@ -216,13 +218,13 @@ def saved_iterations(out_dir):
 
 
 def newest_state(out_dir):
-    """state.json of a run's newest checkpoint."""
+    """The content of state.json in a run's newest checkpoint."""
     return checkpoint.read_state(checkpoint.find(out_dir)[0])
 
 
 def read_tensors(path):
     """Every tensor of a checkpoint, whole."""
-    import torch.distributed.checkpoint as dcp  # a second that most tests need not wait for
+    import torch.distributed.checkpoint as dcp  # takes a second to import, and few tests need it
     reader = dcp.FileSystemReader(path)
     tensors = {name: torch.empty(stored.size, dtype=stored.properties.dtype)
                for name, stored in reader.read_metadata().state_dict_metadata.items()}
@@ -241,7 +243,7 @@ def newest_weights(out_dir):
 
 
 def assert_same_tensors(tensors, others):
-    """Two dicts of tensors are the same to the bit."""
+    """Assert that two dicts of tensors are equal to the bit."""
     assert tensors.keys() == others.keys() and tensors
     assert [name for name in tensors if not torch.equal(tensors[name], others[name])] == []
 
@@ -249,7 +251,7 @@ def assert_same_tensors(tensors, others):
 # --- tensors --------------------------------------------------------------------------------------------
 
 def graph(y):
-    """Names of the operations that made a tensor."""
+    """The names of the operations that computed a tensor."""
     names, stack = '', [y.grad_fn]
     while stack:
         node = stack.pop()

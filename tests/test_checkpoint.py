@@ -1,4 +1,4 @@
-"""Checkpoints as a library. How runs save and resume: test_train, test_faults, test_errors, test_parallel."""
+"""checkpoint.py as a library. test_train, test_faults, test_errors and test_parallel save and resume runs."""
 import gc
 import os
 import pathlib
@@ -26,7 +26,7 @@ def parameters_of(path):
             if key.startswith('model.')]
 
 
-def test_runs_that_begin_within_a_second_are_set_aside_one_by_one(tmp_path):
+def test_runs_that_begin_within_a_second_are_set_aside_in_separate_folders(tmp_path):
     folders = set()
     for count in range(1, 6):
         (tmp_path / 'metrics.jsonl').write_text(str(count))
@@ -40,7 +40,7 @@ class Evil:
         return os.mkdir, (self.path,)
 
 
-def test_checkpoint_from_others_runs_nothing(tmp_path):
+def test_checkpoint_from_others_does_not_run_code(tmp_path):
     make_run(tmp_path)
     (path,) = checkpoint.find(str(tmp_path))
     parameters = parameters_of(path)
@@ -59,7 +59,7 @@ class PathOfAnotherSystem:
 
 
 def test_checkpoint_of_another_operating_system_loads(tmp_path):
-    """DCP pickles the path of the folder that it wrote."""
+    """DCP pickles the path of the folder that it writes."""
     _, model, _ = make_run(tmp_path)
     (path,) = checkpoint.find(str(tmp_path))
     with open(os.path.join(path, '.metadata'), 'rb') as file:
@@ -82,8 +82,8 @@ def test_load_refuses_another_model(tmp_path):
         checkpoint.load(path, [('extra', torch.zeros(1))])
 
 
-def test_save_without_folders_that_open(tmp_path, monkeypatch):
-    """Windows refuses to open a folder, which a sync of its names would take."""
+def test_save_works_where_folders_cannot_be_opened(tmp_path, monkeypatch):
+    """Windows does not open folders, which is necessary to sync their lists of files."""
     def refusing(path, *args, **options):
         if os.path.isdir(path):
             raise PermissionError(13, 'Permission denied', path)
@@ -102,7 +102,7 @@ def model_of_ones():
 
 
 def save(saver, iteration, parameters, optimizer=None, background=False):
-    """Save and wait; returns {key: tensor} of what the checkpoint then holds."""
+    """Save and wait; returns the {key: tensor} that the checkpoint then holds."""
     path = saver.save(iteration, parameters, optimizer, dict(val_loss=None), background)
     saver.wait()
     assert saver.problem is None and checkpoint.damage(path) is None
@@ -111,7 +111,7 @@ def save(saver, iteration, parameters, optimizer=None, background=False):
 
 @pytest.fixture
 def writes(monkeypatch):
-    """A list that gets (thread, {key: address}, interval of thread switches) of each write of a file."""
+    """A list that gets (thread, {key: address}, interval of thread switches) at each write of a file."""
     def recorded(path, items, parts):
         addresses = {key: part.data_ptr() for key, part in parts.items()}
         found.append((threading.current_thread(), addresses, sys.getswitchinterval()))
@@ -121,8 +121,8 @@ def writes(monkeypatch):
     return found
 
 
-def test_thread_gets_copies_alone_and_a_blocking_save_needs_neither(tmp_path, writes):
-    """A thread does not know in which stream, on which GPU, training writes the tensors."""
+def test_thread_writes_copies_and_a_blocking_save_has_neither(tmp_path, writes):
+    """The thread does not know in which stream, on which GPU, training writes the tensors."""
     saver, parameters = checkpoint.Saver(str(tmp_path), 9), model_of_ones()
     interval = sys.getswitchinterval()
     save(saver, 1, parameters, background=True)
@@ -160,11 +160,11 @@ def test_save_in_the_background_is_under_way_until_it_is_written(tmp_path, monke
 
 
 def test_blocking_save_copies_one_tensor_at_a_time(tmp_path, monkeypatch):
-    """Parameters that FSDP2 pads are views of larger memory, which has to be copied to be written."""
+    """Parameters that FSDP2 pads are views of larger memory, and are copied to be written."""
     def counting_save(tensor, file):
         storages = {}
         for found in gc.get_objects():
-            # Other tests leave tensors too, some without memory that could be asked for.
+            # Other tests leave tensors too, some of which do not have memory.
             if type(found) in (torch.Tensor, torch.nn.Parameter) and found.shape == (10_000,):
                 storages[found.untyped_storage().data_ptr()] = found.untyped_storage().nbytes()
         held.append(sum(storages.values()))
@@ -176,8 +176,8 @@ def test_blocking_save_copies_one_tensor_at_a_time(tmp_path, monkeypatch):
     assert len(held) == 5 and max(held) - min(held) <= 40_000
 
 
-def test_saves_of_one_plan_hold_the_tensors_of_their_time(tmp_path):
-    """Also when the first checkpoint is deleted, when a save has failed, and in a run that resumes."""
+def test_saves_that_follow_one_plan_hold_the_tensors_of_their_iteration(tmp_path):
+    """Even after the first checkpoint is deleted, after a save has failed, and in a run that resumes."""
     saver, parameters = checkpoint.Saver(str(tmp_path), 1), model_of_ones()
     for iteration in range(1, 7):
         for _, parameter in parameters:
@@ -229,7 +229,7 @@ def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
 
 
 def test_killed_run_releases_its_folder(tmp_path, capsys):
-    """The operating system releases the lock; a run that starts before that waits."""
+    """The operating system releases the lock. A run that starts before that waits."""
     holder = subprocess.Popen([sys.executable, '-c', HOLDER, str(tmp_path)], cwd=ROOT, text=True,
                               stdout=subprocess.PIPE)
     try:

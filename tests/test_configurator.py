@@ -1,4 +1,4 @@
-"""Config files and command lines override a script's globals: typed, in order, errors in one sentence."""
+"""Config files and command lines override a script's globals by type, in order; errors are one sentence."""
 import functools
 import json
 import re
@@ -18,21 +18,21 @@ out_dir = 'out'  # where it goes
 steps = 5 * 8  # how many
 # numbers
 rate = 6e-4  # a # in a comment
-_private = 1  # no group
+_private = 1  # not a group
 flag = False
 prompt = '# no comment'
-long = ('a string that '
-        'goes on')  # the comment of its last line
+long = ('a string '
+        'in two parts')  # the comment of its last line
 top_k: int | None = 200  # 0 or None = all
 top_p: float | None = None
 # ----------------------------------------
 config = configure(globals())
-later = 1  # no key
+later = 1  # not a key
 '''
 
 
 def result(*argv, path='script.py'):
-    """The keys of SCRIPT as these arguments leave them."""
+    """The keys of SCRIPT after these arguments."""
     namespace = dict(configure=lambda script: configure(script, [str(a) for a in argv]), __file__=str(path))
     exec(SCRIPT, namespace)
     assert all(namespace[key] == value for key, value in namespace['config'].items())
@@ -41,7 +41,7 @@ def result(*argv, path='script.py'):
 
 def test_defaults_are_kept_and_only_plain_globals_are_keys():
     assert result() == dict(out_dir='out', steps=40, rate=6e-4, flag=False, prompt='# no comment',
-                            long='a string that goes on', top_k=200, top_p=None)
+                            long='a string in two parts', top_k=200, top_p=None)
 
 
 @pytest.mark.parametrize('arguments, key, value', [
@@ -59,8 +59,8 @@ def test_defaults_are_kept_and_only_plain_globals_are_keys():
     ('--top_p=1', 'top_p', 1.0), ('--top_p 0.5', 'top_p', 0.5),
 ])
 def test_command_line(arguments, key, value):
-    got = result(*arguments.split())[key]
-    assert got == value and type(got) is type(value)
+    found = result(*arguments.split())[key]
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize('arguments, message', [
@@ -75,8 +75,8 @@ def test_command_line(arguments, key, value):
     ('--flag=1', 'flag takes bool'), ('--flag=yes', "flag takes bool.*'yes'"),
     ('--steps', '--steps needs a value'), ('--steps --flag', '--steps needs a value'),
     ('--top_k=1.5', "top_k takes int or None.*'1.5'"),
-    ('no/such/file.py', "no config file 'no/such/file.py'"),
-    ('steps=3', "no config file 'steps=3' .*--key=value"),
+    ('no/such/file.py', "config file 'no/such/file.py' does not exist"),
+    ('steps=3', "config file 'steps=3' does not exist .*--key=value"),
 ])
 def test_bad_arguments_end_in_one_sentence(arguments, message):
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
@@ -86,14 +86,14 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
 def test_files_and_arguments_apply_in_order(tmp_path):
     one, two = tmp_path / 'one.py', tmp_path / 'two.py'
     one.write_text('steps = 1\nrate = 1\n')
-    two.write_text('steps = steps + 10\n')  # sees the values so far, as in nanoGPT
+    two.write_text('steps = steps + 10\n')  # reads the value so far, as in nanoGPT
     assert result(one, two)['steps'] == 11 and result(two, one)['steps'] == 1
     assert result(one, '--steps=5', two)['steps'] == 15 and result(one, two, '--steps=5')['steps'] == 5
     assert result('--steps=5', one)['steps'] == 1
     assert result(one)['rate'] == 1.0 and type(result(one)['rate']) is float
 
 
-def test_nanogpts_kind_of_config_file(tmp_path):
+def test_config_file_of_nanogpt_works(tmp_path):
     path = tmp_path / 'config.py'
     path.write_text("import time\nimport os.path as p\nfrom math import sqrt\n_half = 2\n"
                     "def name():\n    return 'ft-' + str(time.time())\n"
@@ -106,7 +106,7 @@ def test_nanogpts_kind_of_config_file(tmp_path):
 
 @pytest.mark.parametrize('name, text, message', [
     ('a.py', 'stepz = 3',
-     r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* starts with _\)"),
+     r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* must start with _\)"),
     ('a.py', 'helper = 3', "unknown key 'helper' in .*a.py"),
     ('a.py', 'steps = "3"', "steps takes int, but .*a.py gives '3'"),
     ('a.py', 'steps = 2.0', 'steps takes int, but .*a.py gives 2.0'),
@@ -124,7 +124,7 @@ def test_bad_files_end_in_one_sentence(tmp_path, name, text, message):
         result(tmp_path / name)
 
 
-def test_the_resolved_config_is_a_config_file(tmp_path):
+def test_resolved_config_works_as_a_config_file(tmp_path):
     config = result('--steps=3', '--flag', '--rate=inf', '--top_k=None', '--out_dir=a "b" \\ é')
     (tmp_path / 'config.json').write_text(json.dumps(config))
     assert result(tmp_path / 'config.json') == config
@@ -143,12 +143,12 @@ def test_help_has_every_key_with_default_type_comment_and_group(tmp_path, capsys
     assert lines[lines.index('I/O'):] == [
         'I/O', "--out_dir='out' str where it goes", '--steps=40 int how many', '',
         'numbers', '--rate=0.0006 float a # in a comment', '--flag=False bool', "--prompt='# no comment' str",
-        "--long='a string that goes on' str the comment of its last line",
+        "--long='a string in two parts' str the comment of its last line",
         '--top_k=200 int or None 0 or None = all',
         '--top_p=None float or None']
 
 
-def test_a_config_is_known_without_running_the_script(tmp_path):
+def test_config_is_known_without_running_the_script(tmp_path):
     path = tmp_path / 'script.py'
     path.write_text(SCRIPT.replace('later = 1', 'raise AssertionError("the script ran")'))
     arguments = ['--steps=3', '--top_k=None', '--flag']
@@ -159,9 +159,9 @@ def test_a_config_is_known_without_running_the_script(tmp_path):
     assert config_of(f'{ROOT}/sample.py', ['--top_k=None'])['top_k'] is None
 
 
-def test_help_whose_reader_stops_shows_no_trace(tmp_path):
+def test_help_whose_reader_stops_shows_no_traceback(tmp_path):
     path = tmp_path / 'script.py'
-    keys = ''.join(f'key_{i} = {i}  # a help of several pipe buffers\n' for i in range(5000))
+    keys = ''.join(f'key_{i} = {i}  # several pipe buffers of text\n' for i in range(5000))
     path.write_text(f'import sys\nsys.path.insert(0, {ROOT!r})\n{keys}'
                     'from kilogpt.configurator import configure\nconfigure(globals())\n')
     with subprocess.Popen([sys.executable, str(path), '--help'], text=True,
@@ -174,7 +174,7 @@ def test_help_whose_reader_stops_shows_no_trace(tmp_path):
 
 @functools.cache
 def help_of(script):
-    """The finished process of a script's --help, with every import as a line on stderr."""
+    """The finished process of a script's --help, which lists every import on stderr."""
     return run_script(script, '--help', env=dict(PYTHONPROFILEIMPORTTIME='1'))
 
 

@@ -1,4 +1,4 @@
-"""Bad input ends a run with one clear sentence and exit code 1; damaged checkpoints are passed over."""
+"""Bad input ends a run with one clear sentence and exit code 1. Damaged checkpoints are passed over."""
 import functools
 import json
 import shutil
@@ -15,7 +15,7 @@ from helpers import FAULTS, ROOT, curve, first_iterations, run_script, saved_ite
 
 # --- bad arguments --------------------------------------------------------------------------------------
 
-# arguments on top of TINY ({tmp} is the folder `inputs`), and words that the sentence must hold
+# {name: (arguments after TINY, words that the sentence must contain, ...)}; {tmp} is the folder `inputs`.
 BAD_ARGUMENTS = {
     'unknown key': (['--n_layers=2'], 'n_layers', 'did you mean n_layer?'),
     'unknown key in a file': (['{tmp}/unknown.py'], 'learning_rat', 'unknown.py', 'mean learning_rate?'),
@@ -58,7 +58,8 @@ def inputs(dataset, tmp_path_factory):
     tokens = np.fromfile(dataset / 'train.bin', dtype='<u2')
     tokens[1234] = 65
     tokens.tofile(folder / 'alien' / 'train.bin')
-    np.full(SCAN_TOKENS + 64, 65, dtype='<u2').tofile(folder / 'large' / 'train.bin')  # not searched at start
+    # This file is too large to be searched as a whole at the start.
+    np.full(SCAN_TOKENS + 64, 65, dtype='<u2').tofile(folder / 'large' / 'train.bin')
     with open(folder / 'half' / 'train.bin', 'ab') as file:
         file.truncate(39_999)
     meta = json.loads((dataset / 'meta.json').read_text())
@@ -71,14 +72,14 @@ def inputs(dataset, tmp_path_factory):
 
 @pytest.fixture(scope='module')
 def offline(inputs):
-    """Environment without a network, an account or a cache."""
+    """An environment without a network, an account or a cache."""
     return dict(HF_ENDPOINT='http://127.0.0.1:9', HF_HOME=str(inputs / 'empty'), NETRC=str(inputs / 'none'),
                 WANDB_API_KEY='', WANDB_MODE='online')
 
 
 @pytest.fixture(scope='module')
 def failures(train_all, inputs, offline):
-    """{name: run} of BAD_ARGUMENTS."""
+    """{name: run} for BAD_ARGUMENTS."""
     variants = {}
     for name, (arguments, *_) in BAD_ARGUMENTS.items():
         variants[name] = [argument.format(tmp=inputs) for argument in arguments]
@@ -86,7 +87,7 @@ def failures(train_all, inputs, offline):
 
 
 def assert_one_sentence(failure, *words):
-    """A run ended before any iteration, with exit code 1 and one line of error that holds the words."""
+    """Assert that a run ended before any iteration, with exit code 1 and one line with these words."""
     assert failure.returncode == 1
     assert failure.stderr.startswith('error: ') and failure.stderr.count('\n') == 1, failure.stderr
     assert [word for word in words if word not in failure.stderr] == [], failure.stderr
@@ -108,8 +109,8 @@ def test_alien_token_ends_a_compiled_run_in_one_sentence(train, inputs):
     assert 'torch.compile does not work' not in failure.stdout
 
 
-@pytest.mark.slow  # test_parallel.py has what two processes refuse; here torchrun has a traceback of its own
-def test_sentence_is_there_under_torchrun(train):
+@pytest.mark.slow  # test_parallel.py tests what two processes refuse, without torchrun's own traceback
+def test_sentence_is_printed_under_torchrun(train):
     failure = train('--backend=nccl', nproc=2, runner=run_script, check=False)
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
@@ -117,11 +118,11 @@ def test_sentence_is_there_under_torchrun(train):
 
 
 def test_sentence_and_the_end_of_its_line_are_one_write():
-    """With python -u, as torchrun starts processes: sentences of two do not run into one line."""
-    ours, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes apart
+    """With python -u, as under torchrun, the sentences of two processes must not end up in one line."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps writes separate
     code = 'from kilogpt.configurator import exit_on_error\nwith exit_on_error(): raise ValueError("no")'
-    with ours, its:
-        assert subprocess.run([sys.executable, '-u', '-c', code], cwd=ROOT, stderr=its).returncode == 1
+    with ours, theirs:
+        assert subprocess.run([sys.executable, '-u', '-c', code], cwd=ROOT, stderr=theirs).returncode == 1
         assert ours.recv(100) == b'error: no\n'
 
 
@@ -178,7 +179,7 @@ def whole(train):
 
 
 def damaged(whole, folder, *damages):
-    """A copy of the run: the first function damages its newest checkpoint, the second the one before, ..."""
+    """Copy a run, and damage its checkpoints from the newest on, each by one of these functions."""
     out_dir = shutil.copytree(whole.out_dir, folder)
     checkpoints = sorted((out_dir / 'ckpt').iterdir(), reverse=True)
     for damage, checkpoint in zip(damages, checkpoints):
@@ -196,12 +197,12 @@ def test_damaged_checkpoints_are_passed_over(train, whole, tmp_path):
         assert run.stdout.count('is damaged') == 3 and 'at iteration 3' in run.stdout
         assert 'iter 4: loss' in run.stdout and 'iter 3: loss' not in run.stdout
         assert curve(run) == curve(whole) and run.evals == whole.evals
-    # new checkpoints take the places of the damaged ones
+    # New checkpoints take the places of the damaged ones.
     healed = train('--init_from=resume', '--max_iters=13', out_dir=resumed.out_dir)
     assert 'is damaged' not in healed.stdout and 'at iteration 12' in healed.stdout
 
 
-def test_damage_that_one_process_of_two_sees_is_passed_over_by_both(train, whole, tmp_path):
+def test_checkpoint_that_one_process_finds_damaged_is_passed_over_by_both(train, whole, tmp_path):
     out_dir = damaged(whole, tmp_path / 'a', never_completed, flip_a_byte)
     run = train('--init_from=resume', out_dir=out_dir, nproc=2)
     assert run.stdout.count('is damaged') == 1 and 'at iteration 6' in run.stdout
@@ -211,13 +212,13 @@ def test_damage_that_one_process_of_two_sees_is_passed_over_by_both(train, whole
 ALL_FOUR = truncate, flip_a_byte, delete_a_file, garble_metadata
 
 
-def test_resume_without_a_sound_checkpoint_is_refused(train, whole, tmp_path):
+def test_resume_without_an_undamaged_checkpoint_is_refused(train, whole, tmp_path):
     resumed = train('--init_from=resume', out_dir=damaged(whole, tmp_path / 'a', *ALL_FOUR), check=False)
     assert resumed.stdout.count('is damaged') == 4
     assert_one_sentence(resumed, 'init_from=scratch')
 
 
-def test_auto_without_a_sound_checkpoint_begins_again_and_keeps_the_damaged(train, whole, tmp_path):
+def test_auto_without_an_undamaged_checkpoint_begins_again_and_keeps_the_damaged_ones(train, whole, tmp_path):
     fresh = train('--init_from=auto', '--max_iters=3', out_dir=damaged(whole, tmp_path / 'a', *ALL_FOUR))
     assert curve(fresh) == curve(first_iterations(whole, 3))
     (earlier,) = fresh.out_dir.glob('earlier-*')
@@ -233,7 +234,7 @@ def test_damaged_weights_of_another_run_are_refused(train, whole, tmp_path):
 # --- what a checkpoint decides --------------------------------------------------------------------------
 
 @pytest.mark.quick
-def test_checkpoint_decides_the_model_that_is_resumed_and_the_run_says_so(train, whole, tmp_path):
+def test_checkpoint_decides_the_model_of_a_resumed_run_which_says_so(train, whole, tmp_path):
     resumed = train('--init_from=resume', '--n_layer=3', '--learning_rate=0.02', '--max_iters=13',
                     out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'))
     assert 'resuming with another n_layer: 2 -> 3 (the checkpoint decides)\n' in resumed.stdout

@@ -1,4 +1,4 @@
-"""Nothing is lost: killed, stopped, hung, out of disk, a run continues as if nothing had happened."""
+"""A run that was killed, stopped or hung, or had a full disk, continues as if nothing had happened."""
 import json
 import os
 import re
@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from helpers import (FAULTS, ROOT, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
+from helpers import (FAULTS, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
                      read_tensors, run_script, saved_iterations, side_by_side, torchrun, wait_until,
                      worker_pids)
 from kilogpt import checkpoint
@@ -27,7 +27,7 @@ def logged(out_dir):
 
 
 def assert_same_run(run, other, iterations):
-    """Two runs made the same iterations and found the same, to the last bit."""
+    """Assert that two runs made the same iterations, with the same results to the last bit."""
     assert list(run.lines) == list(other.lines) == list(range(1, iterations + 1))
     assert curve(run) == curve(other) and run.evals == other.evals
 
@@ -36,7 +36,7 @@ def assert_same_run(run, other, iterations):
 
 @pytest.mark.parametrize('kills, iterations', [(4, 60), pytest.param(50, 300, marks=pytest.mark.slow)])
 def test_kills_change_nothing(train, dataset, tmp_path, kills, iterations):
-    """At any moment and within saves. The last attempt ends by itself, on the curve of a run never killed."""
+    """Runs are killed at any moment, also in saves. The last attempt ends on the curve of an unbroken run."""
     out_dir, log = tmp_path / 'out', tmp_path / 'log'
     options = [*OPTIONS, f'--max_iters={iterations}', '--save_interval=3']
 
@@ -50,10 +50,10 @@ def test_kills_change_nothing(train, dataset, tmp_path, kills, iterations):
     assert done.returncode == 0, done.stderr + log.read_text()[-3000:]
     found = json.loads(done.stdout)  # {how it was killed: how often}
     assert sum(found.values()) == kills, found
-    if kills == 50:  # at any moment; before and after syncing, renaming, removing
+    if kills == 50:  # at any moment, and before and after syncing, renaming and removing
         assert len(found) == 7, found
     assert_same_run(read_run(out_dir), unbroken, iterations)
-    assert saved_iterations(out_dir) == saved_iterations(unbroken.out_dir)  # and nothing half written
+    assert saved_iterations(out_dir) == saved_iterations(unbroken.out_dir)  # without unfinished folders
 
 
 def kill_worker(process, out_dir, rank):
@@ -63,8 +63,8 @@ def kill_worker(process, out_dir, rank):
     os.kill(worker_pids(process)[rank], signal.SIGKILL)
 
 
-def test_killed_process_is_named_and_torchrun_starts_the_run_again(train, dataset, tmp_path):
-    """Killed twice, started again once: torchrun ends and names the process. The run resumes elsewhere."""
+def test_killed_process_is_named_and_torchrun_restarts_the_run(train, dataset, tmp_path):
+    """After two kills and one restart, torchrun ends and names the process. Then the run resumes alone."""
     out_dir = tmp_path / 'out'
     options = [*OPTIONS, '--save_interval=4', '--comm_timeout=30']
     endless = [*TINY, *options, '--max_iters=100000', f'--dataset={dataset}', f'--out_dir={out_dir}']
@@ -138,7 +138,7 @@ def test_processes_that_fail_together_print_an_error_each(train):
 @pytest.mark.slow
 @pytest.mark.parametrize('layout', [
     '', '--ep=2 --zero_stage=2 --mlp=moe --n_experts=4 --expert_hidden=16 --router_balance_rate=0.01'])
-def test_torchrun_starts_a_run_again_that_was_killed_three_times(train, dataset, tmp_path, layout):
+def test_torchrun_restarts_a_run_that_is_killed_three_times(train, dataset, tmp_path, layout):
     out_dir = tmp_path / 'out'
     options = [*OPTIONS, *layout.split(), '--max_iters=120', '--save_interval=4']
     command = [*TINY, *options, '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
@@ -154,10 +154,10 @@ def test_torchrun_starts_a_run_again_that_was_killed_three_times(train, dataset,
 
 
 @pytest.mark.slow
-def test_nodes_come_and_go(train, dataset, tmp_path):
-    """The second of two nodes is lost, the first continues alone, a third joins, on the curve of one process.
+def test_nodes_leave_and_join(train, dataset, tmp_path):
+    """One of two nodes is lost, the other continues alone, and a third joins, on the curve of one process.
 
-    Within 1e-3: sums in another order, 1e-7 of a loss, grow over hundreds of updates.
+    The curves agree within 1e-3: sums in another order differ by 1e-7, which grows over hundreds of updates.
     """
     out_dir = tmp_path / 'out'
     elastic = ['--nnodes=1:4', '--nproc_per_node=1', '--max-restarts=3', '--rdzv-backend=c10d',
@@ -169,7 +169,7 @@ def test_nodes_come_and_go(train, dataset, tmp_path):
     nodes = []
 
     def node():
-        # without the variable torchrun 2.13 leaves a node that joins waiting for an address
+        # Without the variable, torchrun 2.13 lets a node that joins wait for an address.
         return torchrun(elastic, tmp_path, *script, TORCH_DISABLE_SHARE_RDZV_TCP_STORE='1')
 
     def output():
@@ -186,7 +186,7 @@ def test_nodes_come_and_go(train, dataset, tmp_path):
     with node() as first:
         nodes.append(first)
         wait_for_layout(one, 1)
-        wait_for_more_iterations(0)  # the first node keeps the rendezvous
+        wait_for_more_iterations(0)  # now the first node has the rendezvous
         with node() as second:
             nodes.append(second)
             wait_for_layout(two, 1)
@@ -201,7 +201,7 @@ def test_nodes_come_and_go(train, dataset, tmp_path):
                 process.terminate()
             for process in (first, third):
                 process.wait(40)
-    assert output().count('stopped by SIGTERM') >= 3, output()  # as a node joined, twice, and at the end
+    assert output().count('stopped by SIGTERM') >= 3, output()  # when a node joined, twice, and at the end
     found = read_run(out_dir)
     alone = train(*options, f'--max_iters={max(found.lines)}')
     assert list(found.lines) == list(alone.lines)
@@ -213,12 +213,12 @@ def test_nodes_come_and_go(train, dataset, tmp_path):
 @pytest.mark.parametrize('nproc', [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize('phase, iterations', [
     ('training', [8]), ('saving', range(6, 12)),
-    # one earlier where a process has not yet sent its numbers of the iteration before
+    # One earlier if a process is still to send its numbers of the iteration before.
     pytest.param('iteration', [9, 10], marks=pytest.mark.slow),
     pytest.param('evaluation', [6], marks=pytest.mark.slow)])
 def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_path, phase, iterations, nproc):
-    """Every process ends with exit code 143, within 30 seconds, and one of them says why."""
-    # each process has 5 micro-steps in an iteration, and 3 in an evaluation of a split
+    """Every process ends with exit code 143 within 30 seconds, and one of them says why."""
+    # Each process has 5 micro-steps in an iteration, and 3 in the evaluation of a split.
     options = ['--dropout=0.1', f'--gradient_accumulation_steps={5 * nproc}', f'--eval_iters={3 * nproc}']
     stopped = train(*options, '--max_iters=100000', nproc=nproc, check=False,
                     faults=[FAULTS / 'sigterm_in_phase.py'],
@@ -227,7 +227,7 @@ def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_pa
     assert time.time() - (tmp_path / 'sent').stat().st_mtime < 30
     last = saved_iterations(stopped.out_dir)[-1]
     assert last in iterations and f'stopped by SIGTERM at iteration {last};' in stopped.stdout
-    assert phase != 'evaluation' or list(stopped.evals) == [0]  # it was not waited for
+    assert phase != 'evaluation' or list(stopped.evals) == [0]  # the evaluation was not finished
     resumed = train(*options, '--max_iters=16', '--init_from=resume', out_dir=stopped.out_dir, nproc=nproc)
     assert_same_run(resumed, train(*options, '--max_iters=16', nproc=nproc), 16)
 
@@ -235,7 +235,7 @@ def test_sigterm_in_any_phase_saves_and_the_run_resumes_to_the_bit(train, tmp_pa
 # --- slow -----------------------------------------------------------------------------------------------
 
 def test_slowest_process_and_its_lag_are_logged(train):
-    """Two layers, three micro-steps, 30 ms in each: the other process waits 180 ms in every iteration."""
+    """With 30 ms in each of 2 layers and 3 micro-steps, the other process waits 180 ms in every iteration."""
     run = train('--gradient_accumulation_steps=6', '--eval_iters=0', nproc=2,
                 faults=[FAULTS / 'slow_rank.py'])
     lines = list(run.lines.values())
@@ -247,7 +247,7 @@ def test_slowest_process_and_its_lag_are_logged(train):
 # --- storage --------------------------------------------------------------------------------------------
 
 def assert_ended_unsaved(run, problem, last_good):
-    """A run made its 12 iterations, and said of two saves, and then as its error, that they had failed."""
+    """Assert that a run made 12 iterations, that two saves failed, and that its error says so of the last."""
     output = run.outputs[0]
     warning = rf'warning: .*/iter_\d+ could not be saved \({problem}.*the last good checkpoint is (.*?)\. '
     warnings = re.findall(warning, output)
@@ -257,13 +257,13 @@ def assert_ended_unsaved(run, problem, last_good):
 
 
 def test_full_disk_does_not_end_the_run(train):
-    """Then there is room again."""
+    """When there is room again, the run resumes."""
     out_dir = train('--max_iters=6').out_dir
     (good,) = checkpoint.find(out_dir)
     full = train('--init_from=resume', '--eval_interval=3', out_dir=out_dir, check=False,
                  faults=[FAULTS / 'full_disk.py'])
     assert_ended_unsaved(full, r'OSError: \[Errno 27\] File too large', good)
-    assert saved_iterations(out_dir) == [6]  # what was written in part has made room
+    assert saved_iterations(out_dir) == [6]  # unfinished folders are deleted
     assert checkpoint.damage(good) is None
     later = train('--init_from=resume', out_dir=out_dir)
     assert curve(later) == curve(full) and saved_iterations(out_dir) == [6, 12]
@@ -277,17 +277,17 @@ def test_failed_save_does_not_end_the_run(train, tmp_path):
 
 
 def test_all_processes_learn_that_the_first_could_not_finish_a_save(train):
-    """It alone writes the last files. All have to know, since together they try once more at the end."""
+    """The first process alone writes the last files. All must know, to try again together at the end."""
     run = train(nproc=2, check=False, faults=[FAULTS / 'no_room_for_state.py'])
     assert len(run.lines) == 12 and saved_iterations(run.out_dir) == []
-    # at iterations 6 and 12, and why the run ended
+    # At iterations 6 and 12, and as the reason for the end of the run.
     problem = 'could not be saved (OSError: [Errno 28] No space left on device)'
     assert run.outputs[0].count(problem) == 3, run.outputs
     assert run.codes == [1, 1], run.outputs
 
 
-def test_metrics_wait_for_room(tmp_path, capsys):
-    # the machine went down in the middle of a line
+def test_metrics_are_written_when_there_is_room_again(tmp_path, capsys):
+    # The machine crashed in the middle of a line.
     (tmp_path / 'metrics.jsonl').write_text('{"iter": 1}\n{"it')
     log = Metrics(str(tmp_path), True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -304,7 +304,7 @@ def test_metrics_wait_for_room(tmp_path, capsys):
     assert [json.loads(line)['iter'] for line in lines] == [1, 2, 3, 4, 5, 6]
 
 
-def test_saves_by_the_clock_and_in_the_background_are_of_their_own_iteration(train):
+def test_saves_by_the_clock_in_the_background_hold_their_own_iteration(train):
     run = train('--eval_iters=0', '--save_minutes=0.0001', '--keep_checkpoints=99', '--max_iters=20')
     lines = [json.loads(line) for line in open(run.out_dir / 'metrics.jsonl')]
     stalls = [line for line in lines if 'ckpt_stall_ms' in line]
@@ -319,8 +319,8 @@ def test_saves_by_the_clock_and_in_the_background_are_of_their_own_iteration(tra
 @pytest.mark.parametrize('layout', [
     '--zero_stage=1', pytest.param('--zero_stage=0', marks=pytest.mark.slow),
     pytest.param('--zero_stage=3', marks=pytest.mark.slow), pytest.param('--pp=2', marks=pytest.mark.slow)])
-def test_checkpoint_in_the_background_is_the_one_that_blocks(train_all, layout):
-    """Training changes the tensors while they are written, whole or sharded: what they were is written."""
+def test_checkpoint_in_the_background_equals_a_blocking_one(train_all, layout):
+    """Training changes the tensors while they are written, but the checkpoint holds their former values."""
     options = [layout, '--eval_iters=0', '--save_interval=1', '--keep_checkpoints=99', '--max_iters=6']
     variants = {background: [*options, f'--async_checkpoint={background}'] for background in (True, False)}
     runs = train_all(variants, nproc=2)

@@ -1,4 +1,4 @@
-"""Updates that are left out because of their gradient's norm: runs with planted bad batches."""
+"""Updates that are skipped because of their gradient norm: runs with planted bad batches."""
 import json
 import shutil
 
@@ -12,14 +12,14 @@ from data.loader import TokenLoader
 from kilogpt import checkpoint
 from kilogpt.guard import NO_LIMIT, Spikes, Update
 
-SEQUENCES = 12  # of an iteration, in helpers.TINY
+SEQUENCES = 12  # sequences in an iteration of helpers.TINY
 LONG = '--max_iters=34 --lr_decay_iters=34 --eval_iters=0 --save_interval=20'.split()
 SPIKES = [FAULTS / 'small_scale.py', FAULTS / 'spikes.py']
-LEFT_OUT = [FAULTS / 'small_scale.py', FAULTS / 'leave_out.py']
+SKIPPED = [FAULTS / 'small_scale.py', FAULTS / 'leave_out.py']
 
 
 def plant(dataset, folder, iterations):
-    """A copy of a dataset whose sequences of some iterations, counted from 1, have a token of 65."""
+    """A copy of a dataset in which the sequences of some iterations, counted from 1, contain the token 65."""
     shutil.copytree(dataset, folder)
     meta = read_meta(dataset) | dict(vocab_size=66)
     meta['chars'].append('~')
@@ -52,7 +52,7 @@ def test_skipped_spikes_leave_the_run_that_never_made_these_updates(train, datas
     assert [run.lines[i]['spikes'] for i in (21, 22, 24, 25, 26, 34)] == [0, 1, 1, 2, 3, 3]
     assert run.lines[22]['grad_norm'] > 10 * run.lines[21]['grad_norm']
     assert len(json.loads((run.out_dir / 'spike_00000025.json').read_text())['sequences']) == SEQUENCES
-    without = train(*options, '--on_nonfinite=skip', nproc=nproc, faults=LEFT_OUT,
+    without = train(*options, '--on_nonfinite=skip', nproc=nproc, faults=SKIPPED,
                     env=dict(FAULT_ITERATIONS='22 25 26'))
     assert [line['loss'] for line in run.lines.values()] == [line['loss'] for line in without.lines.values()]
     assert_same_tensors(tensors_of(run), tensors_of(without))
@@ -75,7 +75,7 @@ def test_spikes_are_the_same_after_a_resume(train, dataset, tmp_path):
     pytest.param(2, '--zero_stage=1', marks=pytest.mark.slow),
     pytest.param(2, '--tp=2', marks=pytest.mark.slow)])
 def test_run_that_goes_back_is_the_one_that_never_saw_these_batches(train, dataset, tmp_path, nproc, layout):
-    """Spikes in iterations 23 to 26: back to iteration 20, and on with the batches behind iteration 26."""
+    """After spikes in iterations 23 to 26, the run goes back to 20 and continues with the later batches."""
     data = f'--dataset={plant(dataset, tmp_path / "data", [23, 24, 25, 26])}'
     options = [*LONG, *layout.split(), data]
     run = train(*options, '--on_spike=rollback', nproc=nproc, faults=SPIKES)
@@ -92,7 +92,7 @@ def test_run_that_goes_back_is_the_one_that_never_saw_these_batches(train, datas
 
 
 def move_position(path, tokens):
-    """Let the run that resumes a checkpoint continue at another place of the data."""
+    """Make a checkpoint resume at another place in the data."""
     state = checkpoint.read_state(path)
     checkpoint.write_json(f'{path}/state.json', state | dict(tokens=tokens))
     with open(f'{path}/checksums.json') as file:

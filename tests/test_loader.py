@@ -1,4 +1,5 @@
-"""The loader reads every token of an epoch once, whatever the shards and processes, and refuses bad data."""
+"""The loader reads every token of an epoch once, with any shards and processes, and refuses bad data."""
+import itertools
 import json
 import pickle
 import tempfile
@@ -21,7 +22,7 @@ U16 = dict(vocab_size=65536, dtype='uint16')
 
 
 def write(path, tokens, dtype='<u2', header=False, version=1, count=None):
-    """A token file, raw or with llm.c's header; count: what the header says, if not the truth."""
+    """Write a token file, raw or with llm.c's header. count: a false number of tokens for the header."""
     ints = np.zeros(256, dtype='<i4')
     ints[:3] = 20240520, version, len(tokens) if count is None else count
     with open(path, 'wb') as file:
@@ -43,7 +44,7 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
     n = data.draw(st.integers(block_size + 1, 120), 'tokens')
     cuts = sorted(data.draw(st.sets(st.integers(1, n - 1), max_size=3), 'shards'))
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryDirectory() as whole:
-        for i, piece in enumerate(np.split(np.arange(n), cuts)):  # a token's id is its place
+        for i, piece in enumerate(np.split(np.arange(n), cuts)):  # the id of a token is its position
             write(f'{folder}/train_{i}.bin', piece, header=data.draw(st.booleans(), 'header'))
         write(f'{whole}/train.bin', np.arange(n))
         loader, one_file = (load(where, block_size=block_size, vocab_size=n, seed=seed)
@@ -73,26 +74,28 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
         assert len(seen) == iterations * global_batch
         for epoch in range(3):
             numbers = np.arange(epoch * per_epoch, (epoch + 1) * per_epoch)
-            tokens = [token for number in numbers.tolist() for token in seen[number]]
+            tokens = list(itertools.chain.from_iterable(seen[number] for number in numbers.tolist()))
             assert len(tokens) == len(set(tokens)) == n - n % block_size
             assert one_file.batch(one_file.train_starts(numbers))[0].flatten().tolist() == tokens
 
 
 def test_order_and_cuts_differ_between_epochs_and_seeds(tmp_path):
     write(tmp_path / 'train.bin', np.arange(4001))
-    orders = [load(tmp_path, seed=seed).train_starts(1000 * epoch + np.arange(1000))
-              for seed in (1, 2) for epoch in (0, 1)]
+    orders = []
+    for seed in (1, 2):
+        loader = load(tmp_path, seed=seed)
+        orders += [loader.train_starts(1000 * epoch + np.arange(1000)) for epoch in (0, 1)]
     for i, a in enumerate(orders):
-        assert (np.diff(a) == 4).sum() < 10  # nor are they in the order of the text
-        for b in orders[:i]:  # 1 of 1000 is in the same place by chance
+        assert (np.diff(a) == 4).sum() < 10  # the sequences are not in the order of the text
+        for b in orders[:i]:  # one of 1000 is in the same place by chance
             assert (a // 4 == b // 4).sum() < 10 and set(a % 4001) != set(b % 4001)
 
 
 @pytest.mark.parametrize('shuffle_block', [1, 7, 4096])
-def test_the_order_of_training_never_changes(tmp_path, monkeypatch, shuffle_block):
-    """The order does not depend on how many sequences are shuffled at a time.
+def test_order_of_training_does_not_change(tmp_path, monkeypatch, shuffle_block):
+    """The order does not depend on the number of sequences that are shuffled in one call.
 
-    A run that resumes continues in the order that it began with.
+    A run that resumes continues in the order in which it began, also with a later version.
     """
     monkeypatch.setattr(data.loader, 'SHUFFLE_BLOCK', shuffle_block)
     write(tmp_path / 'train.bin', np.arange(4001))
@@ -108,11 +111,11 @@ def test_shuffled_is_a_permutation(n):
 def test_shuffled_looks_random_and_takes_any_size():
     n = 10_000
     a, b = shuffled(np.arange(n), n, [1, 0]), shuffled(np.arange(n), n, [1, 1])
-    # the correlation of n random pairs is 0 ± 1/sqrt(n) = 0.01: 0.05 is five standard deviations
+    # The correlation of n random pairs is 0 ± 1/sqrt(n) = 0.01, so 0.05 is five standard deviations.
     for x, y in ((a, np.arange(n)), (a[1:], a[:-1]), (a, b), (a[1:] - a[:-1], b[1:] - b[:-1])):
         assert abs(np.corrcoef(x, y)[0, 1]) < 0.05
-    assert (a == np.arange(n)).sum() < 10 and (a == b).sum() < 10  # 1 is expected of either
-    low = np.add.reduceat(a < n // 2, np.arange(0, n, 100))  # 50 ± 5 of each hundred
+    assert (a == np.arange(n)).sum() < 10 and (a == b).sum() < 10  # the expected number is 1
+    low = np.add.reduceat(a < n // 2, np.arange(0, n, 100))  # 50 ± 5 in each hundred
     assert 20 < low.min() and low.max() < 80
     far = shuffled(np.arange(1000), 10 ** 13, [1])
     assert len(set(far.tolist())) == 1000 and 0 <= far.min() and 10 ** 12 < far.max() < 10 ** 13
@@ -120,7 +123,7 @@ def test_shuffled_looks_random_and_takes_any_size():
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 300), st.integers(0, 80))
-def test_evaluation_set_is_fixed_even_and_without_overlap(block_size, extra, count):
+def test_evaluation_set_is_fixed_evenly_spread_and_without_overlap(block_size, extra, count):
     n = block_size + 1 + extra
     with tempfile.TemporaryDirectory() as folder:
         write(f'{folder}/val.bin', np.arange(n))
@@ -128,7 +131,7 @@ def test_evaluation_set_is_fixed_even_and_without_overlap(block_size, extra, cou
         starts = one.eval_starts(count)
         assert starts.tolist() == two.eval_starts(count).tolist()
         assert len(starts) == min(count, (n - 1) // block_size)
-        gaps = np.diff(np.append(starts, n - 1))  # the last reaches to the end of the split
+        gaps = np.diff(np.append(starts, n - 1))  # the last sequence reaches the end of the split
         assert (gaps >= block_size).all() and (starts[:1] == 0).all()
         assert len(starts) == 0 or gaps.max() - gaps.min() < 2 * block_size
         if count:
@@ -140,8 +143,8 @@ def test_evaluation_set_is_fixed_even_and_without_overlap(block_size, extra, cou
     ['train.bin'], ['train_01.bin', 'train_02.bin'], ['set_train_01.bin', 'set_train_02.bin']])
 @pytest.mark.parametrize('dtype, first', [('uint16', 0), ('uint32', 100_000)])
 @pytest.mark.parametrize('header', [False, True])
-def test_raw_and_headed_files_read_alike(tmp_path, names, dtype, first, header):
-    folder = tmp_path / 'a [folder]*'  # which is no pattern
+def test_files_with_and_without_a_header_are_read_alike(tmp_path, names, dtype, first, header):
+    folder = tmp_path / 'a [folder]*'  # a name that is not a pattern
     folder.mkdir()
     tokens = first + np.arange(50)
     for name, piece in zip(names, np.array_split(tokens, len(names))):
@@ -182,12 +185,16 @@ def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
         load(tmp_path, vocab_size=200, meta=meta)
 
 
-def test_the_scan_at_start_is_bounded_in_total_and_reaches_every_shard(tmp_path, monkeypatch):
+def test_scan_at_start_has_a_total_limit_and_reaches_every_shard(tmp_path, monkeypatch):
     """30 shards of 100 tokens each, of which 600 tokens are read: 20 of each shard."""
     monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 600)
     n_read, check = [], TokenLoader._check
-    monkeypatch.setattr(TokenLoader, '_check', lambda loader, tokens, source: (
-        n_read.append(len(tokens)), check(loader, tokens, source)))
+
+    def counting_check(loader, tokens, source):
+        n_read.append(len(tokens))
+        check(loader, tokens, source)
+
+    monkeypatch.setattr(TokenLoader, '_check', counting_check)
     for shard in range(30):
         write(tmp_path / f'train_{shard:02d}.bin', range(100))
     assert load(tmp_path, vocab_size=200).n_tokens == 3000 and n_read == [20] * 30
@@ -196,7 +203,7 @@ def test_the_scan_at_start_is_bounded_in_total_and_reaches_every_shard(tmp_path,
         load(tmp_path, vocab_size=200)
 
 
-def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
+def test_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
     monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 0)
     write(tmp_path / 'train.bin', [*range(99), 200])
     loader = load(tmp_path, vocab_size=200)
@@ -205,7 +212,7 @@ def test_a_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch)
         loader.batch(np.array([0, 95]))  # as a target
 
 
-def test_too_few_tokens_name_the_block_size_that_would_do(tmp_path):
+def test_too_few_tokens_are_refused_with_a_block_size_that_fits(tmp_path):
     write(tmp_path / 'train.bin', range(10))
     assert load(tmp_path, block_size=9).batch(np.array([0]))[1].tolist() == [list(range(1, 10))]
     message = '10 tokens in its train split.*block_size=10 needs 11: set block_size to 9'
@@ -227,7 +234,7 @@ def test_meta_pkl_is_never_unpickled(tmp_path):
 @pytest.mark.parametrize('text', [
     '', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
     '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
-def test_bad_meta_json_is_exit_on_error_that_names_it(tmp_path, text):
+def test_bad_meta_json_is_refused_by_name(tmp_path, text):
     # Without a meta.json, the tokens are GPT-2's.
     assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
     (tmp_path / 'meta.json').write_text(text)
@@ -237,7 +244,7 @@ def test_bad_meta_json_is_exit_on_error_that_names_it(tmp_path, text):
 
 # --- reading ahead ------------------------------------------------------------------------------------------
 
-def test_prefetcher_gives_what_direct_calls_would():
+def test_prefetcher_returns_what_direct_calls_would():
     prepared, ahead = [], threading.Event()
     def prepare(step):
         prepared.append(step)
@@ -251,7 +258,7 @@ def test_prefetcher_gives_what_direct_calls_would():
     assert [fetch(step, step + 1) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
 
 
-def test_prefetcher_raises_what_the_thread_raised():
+def test_prefetcher_raises_the_error_of_its_thread():
     fetch = Prefetcher(lambda step: 1 // (step - 2))
     assert fetch(1, 2) == -1  # the failure of step 2 waits until it is asked for
     with pytest.raises(ZeroDivisionError):

@@ -1,4 +1,4 @@
-"""What a run writes of itself, and what it measures on any system."""
+"""What a run logs, and what it measures on any system."""
 import json
 import os
 import shutil
@@ -13,7 +13,7 @@ from kilogpt import checkpoint, metrics
 pytestmark = pytest.mark.quick
 
 
-def test_training_line_has_seconds_in_the_file_alone(tmp_path, capsys):
+def test_training_line_has_seconds_only_in_the_file(tmp_path, capsys):
     line = dict(iter=100, loss=2.5123, grad_norm=0.5, lr=1e-3, dt_ms=30.1, tokens_per_sec=12345.6, mfu=0.1234,
                 mem_gb=1.5, tokens=1000, seconds=12.5)
     log = metrics.Metrics(tmp_path, is_main=True)
@@ -28,14 +28,17 @@ def test_training_line_has_seconds_in_the_file_alone(tmp_path, capsys):
 
 
 def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
-    """50 ms in the call, and 500 ms for two iterations that take 100 each. wandb takes no earlier step."""
+    """Training waits 50 ms in the call, and two iterations of usually 100 ms take 500 ms together.
+
+    wandb drops lines of earlier steps, so the line of the save gets the newest step.
+    """
     line = dict(loss=2.5, grad_norm=0.5, lr=1e-3, dt_ms=100.0, tokens_per_sec=1.0, mfu=None, mem_gb=1.0)
     log, steps = metrics.Metrics(tmp_path, is_main=True), []
     log.wandb = SimpleNamespace(log=lambda line, step: steps.append(step), finish=lambda: None)
     log.train(dict(iter=10, **line), eta_seconds=0)
-    log.save_started('path', 10, seconds=0.05, clock=1.0)
+    log.save_started(SimpleNamespace(under_way=False), 'path', 10, seconds=0.05, clock=1.0)
     log.train(dict(iter=12, **line | dict(dt_ms=250.0)), eta_seconds=0)
-    for _ in range(2):  # the second time there is nothing to write
+    for _ in range(2):  # the second call has nothing to write
         log.save_written(12, clock=1.5)
     log.close()
     found = [json.loads(text) for text in (tmp_path / 'metrics.jsonl').read_text().splitlines()]
@@ -51,27 +54,30 @@ def test_value_that_is_not_finite_is_null(tmp_path, value):
 
 
 def test_peak_of_a_cpu_is_its_fastest_product(monkeypatch):
-    """With AMX small products reach a third of what large ones do; other units have it the other way."""
+    """With AMX, small products reach a third of the FLOP/s of large ones; other units are the opposite."""
     cpu, dtypes = torch.device('cpu'), []
     for fastest in metrics.TIMED_PRODUCTS:
-        monkeypatch.setattr(metrics, 'measured_flops', lambda *shape: (
-            dtypes.append(shape[3]), 4e12 if shape[:3] == fastest else 1.3e12)[1])
+        def measured_flops(*shape, fastest=fastest):
+            dtypes.append(shape[3])
+            return 4e12 if shape[:3] == fastest else 1.3e12
+
+        monkeypatch.setattr(metrics, 'measured_flops', measured_flops)
         assert metrics.peak_flops(cpu, 'bfloat16') == metrics.peak_flops(cpu, 'float16') == 4e12
     assert set(dtypes) == {torch.bfloat16, torch.float32}  # float16 is computed in float32
     monkeypatch.undo()
     assert 1e8 < metrics.peak_flops(cpu, 'float32') < 1e15
 
 
-def test_peak_memory_is_measured_and_0_where_it_is_unknown(monkeypatch):
-    """Windows has no module `resource`."""
+def test_peak_memory_is_measured_and_is_0_if_unknown(monkeypatch):
+    """Windows does not have the module `resource`."""
     cpu = torch.device('cpu')
     assert 0.05 < metrics.peak_memory_gb(cpu) < 1000
     monkeypatch.setitem(sys.modules, 'resource', None)
     assert metrics.peak_memory_gb(cpu) == 0.0
 
 
-def test_tensorboard_has_the_scalars_of_the_log_and_none_twice_after_a_resume(train):
-    """A run that is killed at 12, after its checkpoint at 6 and an evaluation, resumes at 6."""
+def test_tensorboard_has_the_scalars_of_the_log_each_once_after_a_resume(train):
+    """The run loses its checkpoint at 12, and resumes from the one at 6."""
     accumulator = pytest.importorskip('tensorboard.backend.event_processing.event_accumulator')
     run = train('--tensorboard=True', '--save_interval=6', '--keep_checkpoints=9')
     shutil.rmtree(run.out_dir / 'ckpt' / 'iter_00000012')
@@ -88,7 +94,7 @@ def test_tensorboard_has_the_scalars_of_the_log_and_none_twice_after_a_resume(tr
     assert len(os.listdir(os.path.join(earlier, 'tensorboard'))) == 2
 
 
-def test_tensorboard_that_cannot_be_written_or_is_missing(tmp_path, monkeypatch, capsys):
+def test_unwritable_tensorboard_warns_and_a_missing_one_is_an_error(tmp_path, monkeypatch, capsys):
     pytest.importorskip('tensorboard')
     log = metrics.Metrics(tmp_path, is_main=True, tensorboard=True)
 

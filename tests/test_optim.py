@@ -20,7 +20,7 @@ PEAK = 6e-4
 
 
 def remaining(schedule, it, warmup, decay):
-    """How much of the way from floor to peak is left, 1 to 0."""
+    """How much of the distance between floor and peak is left, from 1 to 0."""
     if schedule == 'wsd':
         return min(1, (decay - it) / min(0.2 * decay, decay - warmup))
     ratio = (it - warmup) / (decay - warmup)
@@ -31,18 +31,18 @@ def remaining(schedule, it, warmup, decay):
 @pytest.mark.parametrize('warmup, decay, floor', [
     (20, 200, 6e-5), (0, 7, 0.0), (190, 200, 6e-5), (200, 200, 6e-5), (1, 3, 0.0), (2000, 600_000, 6e-5),
     (5, 3, 0.0)])
-def test_schedules_are_their_formulas(schedule, warmup, decay, floor):
+def test_schedules_follow_their_formulas(schedule, warmup, decay, floor):
     """nanoGPT's get_lr(it), with the other schedules' decay in place of its cosine."""
     def get_lr(it):
         if it < warmup:
             return PEAK * (it + 1) / (warmup + 1)
-        if it >= decay:  # nanoGPT has >, which is the same but for warmup == decay, where it divides by zero
+        if it >= decay:  # nanoGPT has >, which differs only at warmup == decay, where nanoGPT divides by zero
             return floor
         return floor + remaining(schedule, it, warmup, decay) * (PEAK - floor)
     points = range(0, 2 * decay, max(1, decay // 500))
     values = [scheduled_lr(it, schedule, PEAK, floor, warmup, decay) for it in points]
     assert values == pytest.approx([get_lr(it) for it in points], rel=1e-9)
-    # and what any schedule should be: it rises to the peak, then falls to the floor, and jumps nowhere
+    # Any schedule rises to the peak, then falls to the floor, without jumps.
     top = values.index(max(values))
     assert values[:top + 1] == sorted(values[:top + 1]) and values[top:] == sorted(values[top:], reverse=True)
     assert values[-1] == floor and values[top] <= PEAK * (1 + 1e-12)
@@ -53,11 +53,13 @@ def test_schedules_are_their_formulas(schedule, warmup, decay, floor):
 
 
 @pytest.mark.parametrize('tie', [True, False])
-def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
+def test_adamw_decays_only_matrices_and_has_each_parameter_once(tie):
     model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=tie,
                           qk_norm=True))
     optimizer = build_adamw(model.named_parameters(), 1e-3, 0.1, (0.8, 0.9))
-    decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    decay = {}
+    for group in optimizer.param_groups:
+        decay |= {id(p): group['weight_decay'] for p in group['params']}
     n_parameters = sum(len(group['params']) for group in optimizer.param_groups)
     assert n_parameters == len(decay) == len(list(model.parameters()))
     for name, p in model.named_parameters():
@@ -66,11 +68,11 @@ def test_adamw_decays_matrices_alone_and_has_each_parameter_once(tie):
     assert all(group['lr'] == 1e-3 and group['betas'] == (0.8, 0.9) for group in optimizer.param_groups)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='torch 2.11 need not have it')
-def test_muon_is_pytorchs_and_adamw_for_the_rest():
-    """Five steps are equal to the bit: the products are the same, only several matrices at a time.
+@pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this version of torch does not have Muon')
+def test_muon_equals_that_of_pytorch_and_adamw_for_the_rest():
+    """Five steps are equal to the bit: the products are the same, but of several matrices at a time.
 
-    An update that found_inf skips leaves no trace.
+    An update that found_inf skips has no effect.
     """
     def parameters():
         torch.manual_seed(0)
@@ -104,23 +106,23 @@ def test_muon_is_pytorchs_and_adamw_for_the_rest():
 
 
 @pytest.mark.parametrize('shape', [(3, 16, 16), (2, 40, 12), (2, 12, 40)])
-def test_orthogonalize_keeps_the_directions_and_levels_the_sizes(shape):
-    """Against the SVD in float64: singular vectors stay, singular values move into 0.65 to 1.25.
+def test_orthogonalize_keeps_singular_vectors_and_levels_singular_values(shape):
+    """In float64, singular vectors stay and singular values move to between 0.65 and 1.25.
 
-    The singular values tested are from 0.3 of the largest to the largest.
+    The smallest singular value of the test is 0.3 times the largest.
     """
     torch.manual_seed(0)
     m = min(shape[1:])
     u, v = (torch.linalg.qr(torch.randn(shape[0], n, m, dtype=torch.float64))[0] for n in shape[1:])
-    sizes = torch.linspace(0.3, 1, m, dtype=torch.float64)
-    levelled = u.mT @ orthogonalize(100 * (u * sizes) @ v.mT) @ v
+    singular_values = torch.linspace(0.3, 1, m, dtype=torch.float64)
+    levelled = u.mT @ orthogonalize(100 * (u * singular_values) @ v.mT) @ v
     found = levelled.diagonal(dim1=-2, dim2=-1)
     assert (levelled - torch.diag_embed(found)).abs().max() < 1e-12
     assert 0.65 < found.min() and found.max() < 1.25
 
 
 def test_update_of_an_eager_run_does_not_import_the_compiler():
-    """Which takes half a second of the start. A process of its own, since others may have imported it."""
+    """The compiler takes half a second to import. Runs in a new process, without the compiler."""
     script = '''if True:
         import sys, torch
         from kilogpt.optim import build_optimizer

@@ -1,4 +1,4 @@
-"""The arithmetic of a profile, on traces made by hand."""
+"""The arithmetic of a profile, on traces written by hand."""
 import json
 
 import pytest
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.quick
 
 
 def event(cat, name, start, duration, tid=1):
-    """An event of a trace: start and duration in milliseconds."""
+    """An event of a trace. start, duration: in milliseconds."""
     return dict(ph='X', cat=cat, name=name, ts=1000 * start, dur=1000 * duration, tid=tid)
 
 
@@ -24,7 +24,7 @@ CPU_EVENTS = [
     event('user_annotation', 'optimizer', 80, 10),
     event('cpu_op', 'aten::mul', 82, 3),
     event('cpu_op', 'gloo:all_reduce', 65, 10, tid=2),
-    event('cpu_op', 'aten::mm', 0, 50, tid=3),  # computation of another thread is not the main thread's time
+    event('cpu_op', 'aten::mm', 0, 50, tid=3),  # a computation of another thread, which does not count
 ]
 GPU_EVENTS = [
     event('gpu_memcpy', 'Memcpy HtoD (Pinned -> Device)', 0, 5),
@@ -52,7 +52,7 @@ def collective(name, dims, types):
 
 
 def test_each_collective_counts_its_whole_tensor_once():
-    """A functional collective becomes a c10d operator; of a list of tensors, gloo's event has the type."""
+    """A functional collective becomes a c10d operator. The event of gloo has the type of a list."""
     events = [
         collective('_c10d_functional::all_gather_into_tensor', [[4, 8], [], []],
                    ['c10::BFloat16', 'Scalar', '']),
@@ -67,7 +67,7 @@ def test_each_collective_counts_its_whole_tensor_once():
     assert profiler.bytes_moved(events, steps) == {'all_gather': 64, 'reduce_scatter': 40, 'all_to_all': 12}
 
 
-def test_nccls_event_has_the_type_of_a_list():
+def test_type_of_a_list_is_in_the_event_of_nccl():
     args = {'dtype': 'BFloat16', 'In msg nelems': 16, 'Out msg nelems': 16}
     events = [collective('c10d::allreduce_', [[[16]], []], ['TensorList', '']),
               dict(name='record_param_comms', args=args)]

@@ -27,7 +27,10 @@ BENCH = f'{SHAPE} --gradient_accumulation_steps=8 --iters=2 --warmup=0'
 # --- the commands -------------------------------------------------------------------------------------------
 
 def step(command, extra='', nproc=1, stdin=''):
-    """A command as a page shows it, with the arguments that make it small, run in nproc processes."""
+    """A command as a page shows it, with the arguments that make it small, run in nproc processes.
+
+    CHECKOUT in these arguments stands for the folder of the copy in which the command runs.
+    """
     return SimpleNamespace(command=command, extra=extra, nproc=nproc, stdin=stdin)
 
 
@@ -74,6 +77,7 @@ SESSIONS = dict(
     help=[
         step('python train.py --help'),
         step('python data/text/prepare.py --help'),
+        step('python -m pydoc kilogpt.parallel'),
     ],
     many_processes=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py', MANY, nproc=2),
@@ -146,9 +150,11 @@ SLOW_SESSIONS = dict(
     logs=[
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
-        step('python train.py config/quickstart.py --profile', SMALL + ' --max_iters=9'),
-        step('python train.py out-quickstart/config.json --replay=140', '--replay=9'),
-        step('python train.py out-quickstart/config.json --replay=all'),
+        # a whole path, because kilogpt.replay runs the train.py of this repository, not that of the copy
+        step('python train.py config/quickstart.py --profile',
+             SMALL + ' --max_iters=140 --eval_interval=70 --dataset=CHECKOUT/data/shakespeare_char'),
+        step('python -m kilogpt.replay out-quickstart 140'),
+        step('python -m kilogpt.replay out-quickstart all'),
         step('python -m kilogpt.plot out-quickstart out-shakespeare-char --out=runs.png'),
         step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "quick start=out-quickstart" --out=runs.png '
              '--x=seconds'),
@@ -213,7 +219,7 @@ NEEDS = {
         'a session of its own: test_nodes.py runs it',
     'torchrun --nnodes=': 'several nodes: test_configs.py lays out for them, test_faults.py has two',
     'export KILOGPT_SECRET': 'a server and islands: tests/islands/test_jobs.py has them',
-    'python -m kilogpt.meet': 'a server and islands: tests/islands/test_jobs.py has them',
+    'python -m kilogpt.islands': 'a server and islands: tests/islands/test_jobs.py has them',
     'torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --islands=3':
         'a server and islands: tests/islands/test_jobs.py has them',
     'torchrun ...': 'a tunnel between two machines',
@@ -284,7 +290,7 @@ def run_step(step, checkout, **env):
 
     Return what helpers.run_forked returns.
     """
-    words = shlex.split(step.command) + shlex.split(step.extra)
+    words = shlex.split(step.command) + shlex.split(step.extra.replace('CHECKOUT', str(checkout)))
     while '=' in words[0]:
         name, _, env[name] = words.pop(0).partition('=')
     env.pop('OMP_NUM_THREADS', None)  # run_forked sets it

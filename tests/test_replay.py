@@ -1,4 +1,4 @@
-"""kilogpt.replay: iterations computed again agree with the log, and what was wrong in a run is found."""
+"""kilogpt.replay: recomputed iterations agree with the log, and differences are found."""
 import shutil
 
 import numpy as np
@@ -9,7 +9,8 @@ RUN = '--max_iters=12 --eval_interval=100 --save_interval=4 --eval_iters=0 --kee
 
 
 def replayed(run, which, *options, nproc=1):
-    return run_script('kilogpt.replay', run.out_dir, which, f'--nproc_per_node={nproc}', *options, check=False)
+    return run_script('kilogpt.replay', run.out_dir, which, f'--nproc_per_node={nproc}', *options,
+                      check=False)
 
 
 def contents(folder):
@@ -27,7 +28,7 @@ def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
     text = (run.out_dir / 'replay_00000007' / 'batch.txt').read_text()
     assert text.count('--- token ') == 12
     other = replayed(run, '7', nproc=2)
-    assert 'error: dropout=0.1 draws other numbers in another layout' in other.stderr
+    assert 'error: dropout=0.1 draws other random numbers in another layout' in other.stderr
 
 
 # {layout: processes}
@@ -42,8 +43,6 @@ LAYOUTS = {
     '--dtype=bfloat16': 2, '--grad_compress=bf16': 2, '--grad_compress=powersgd': 2}
 ONE_PROCESS = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --ep=1 --cpu_offload=False '
                '--activation_checkpoint=none').split()
-
-
 SLOW = ('--zero_stage=0', '--zero_stage=3', '--zero_stage=3 --dp_replicate=2', '--tp=2', '--cp=2', '--pp=2',
         '--pp=2 --pp_schedule=zbv', '--optimizer=muon --zero_stage=1', '--mlp=moe --ep=2', '--dtype=bfloat16')
 
@@ -56,7 +55,7 @@ def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds
     run = train(*RUN, *layout.split(), nproc=nproc)
     same = replayed(run, 'all', nproc=nproc)
     assert same.returncode == 0 and 'to the bit' in same.stdout, same.stderr
-    if 'grad_compress' not in layout:  # on one process, nothing is compressed
+    if 'grad_compress' not in layout:  # one process does not compress gradients
         one = replayed(run, 'all', *ONE_PROCESS)
         assert one.returncode == 0 and 'losses within' in one.stdout, one.stderr
 
@@ -71,7 +70,7 @@ def test_flipped_bit_is_found_at_its_iteration(train, what):
 
 
 @pytest.mark.slow
-def test_another_batch_is_found_at_its_iteration(train, dataset, tmp_path):
+def test_changed_batch_is_found_at_its_iteration(train, dataset, tmp_path):
     shutil.copytree(dataset, tmp_path / 'data')
     run = train(*RUN, f'--dataset={tmp_path}/data')
     tokens = np.fromfile(tmp_path / 'data' / 'train.bin', '<u2')

@@ -1,4 +1,4 @@
-"""Training through the user's door: run train.py, read metrics.jsonl, compare runs."""
+"""Training as a user does it: run train.py, read metrics.jsonl, compare runs."""
 import json
 import re
 import shutil
@@ -17,7 +17,7 @@ from model import GPT, GPTConfig
 
 MODEL = dict(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False)  # TINY's
 
-# a learning rate that rises until the loss does: the best checkpoint is an early one
+# The learning rate rises until the loss does, so that the best checkpoint is an early one.
 DIVERGING = ['--learning_rate=0.6', '--warmup_iters=12', '--eval_interval=1', '--max_iters=8']
 VARIANTS = dict(
     base=[],
@@ -41,7 +41,7 @@ VARIANTS = dict(
 
 @pytest.fixture(scope='module')
 def variants(train_all):
-    """{name: run} of VARIANTS by one process, which several tests look at."""
+    """{name: run on one process} of VARIANTS, shared by several tests."""
     return train_all(VARIANTS)
 
 
@@ -65,9 +65,9 @@ def test_resumed_run_equals_an_unbroken_one_to_the_last_bit(
     assert resumed.evals == unbroken.evals
     assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(unbroken.out_dir))
     state, expected_state = newest_state(resumed.out_dir), newest_state(unbroken.out_dir)
-    del state['config'], expected_state['config']  # out_dir is another
+    del state['config'], expected_state['config']  # out_dir differs
     assert state == expected_state
-    # dropout is on in training, also after an evaluation, and off in evaluation
+    # Dropout is on in training, also after an evaluation, and off in evaluation.
     base = variants['base']
     assert unbroken.lines[1]['loss'] != pytest.approx(base.lines[1]['loss'], abs=1e-4)
     assert unbroken.evals[0] == pytest.approx(base.evals[0], abs=1e-5)
@@ -106,7 +106,7 @@ def test_three_processes_train_as_one_and_one_resumes_their_checkpoint(train, va
     assert_near(one, variants['base'])
 
 
-def test_batch_that_the_processes_do_not_divide_is_trained_on_whole(train):
+def test_batch_that_the_processes_do_not_divide_is_trained_on_completely(train):
     five = ['--batch_size=5', '--gradient_accumulation_steps=1', '--max_iters=6']
     one = train(*five)
     assert_near(train(*five, nproc=2), one)
@@ -120,7 +120,7 @@ def test_another_batch_size_on_resume_neither_repeats_nor_skips_a_token(train, t
     def starts(name, iterations, *arguments, **options):
         run = train('--gradient_accumulation_steps=1', '--eval_iters=0', *arguments, **options,
                     faults=[FAULTS / 'record_starts.py'], env=dict(STARTS=str(tmp_path / name)))
-        lines = (tmp_path / name).read_text().splitlines()  # more than were trained on: one is read ahead
+        lines = (tmp_path / name).read_text().splitlines()  # includes a batch that was read ahead
         return run, sum((json.loads(line) for line in lines[:iterations]), [])
 
     first, former = starts('first', 2, '--batch_size=100', '--max_iters=2')
@@ -144,10 +144,10 @@ def test_evaluation_leaves_training_alone_and_uses_the_same_set_each_time(train,
     base, other = variants['base'], variants['other_evaluation']
     assert curve(other) == {i: curve(base)[i] for i in (5, 10)}
     assert list(other.evals) == [0, 4, 8, 12] and other.evals[12] != base.evals[12]
-    # a model that does not change has the same losses at any iteration
+    # A model that does not change has the same losses at any iteration.
     still = [line | dict(iter=None) for line in variants['still'].evals.values()]
     assert len(still) == 3 and still[0] == still[1] == still[2]
-    # eval_only finds what the run found, and saves no checkpoint
+    # eval_only finds the same losses as the run, and does not save a checkpoint.
     out_dir = shutil.copytree(base.out_dir, tmp_path / 'copy')
     (out_dir / 'metrics.jsonl').unlink()
     files = sorted(out_dir.rglob('*'))
@@ -159,7 +159,7 @@ def test_evaluation_leaves_training_alone_and_uses_the_same_set_each_time(train,
 # --- what a run does and says ---------------------------------------------------------------------------
 
 @pytest.mark.quick
-def test_metrics_and_console_tell_every_iteration(variants):
+def test_metrics_and_console_show_every_iteration(variants):
     base = variants['base']
     assert list(base.lines) == list(range(1, 13)) and list(base.evals) == [0, 6, 12]
     assert saved_iterations(base.out_dir) == [6, 12]
@@ -170,7 +170,7 @@ def test_metrics_and_console_tell_every_iteration(variants):
         assert line['mfu'] > 0 and line['mem_gb'] > 0
     assert all(list(line) == ['iter', 'train_loss', 'val_loss'] for line in base.evals.values())
     assert base.lines[12]['loss'] < base.lines[1]['loss'] - 0.5  # it learns
-    # the same numbers on the console, in nanoGPT's shape
+    # The console shows the same numbers in nanoGPT's format.
     val_loss = base.evals[6]['val_loss']
     assert re.search(rf'^step 6: train loss \d\.\d{{4}}, val loss {val_loss:.4f}$', base.stdout, re.M)
     shape = r'^iter (\d+): loss (\d+\.\d{4}), time \d+\.\d\dms, mfu \d+\.\d\d%'
@@ -179,7 +179,7 @@ def test_metrics_and_console_tell_every_iteration(variants):
 
 
 def test_first_update_equals_plain_pytorch(variants, dataset):
-    # the update by hand, on the same batch
+    # The update in plain PyTorch, on the same batch.
     model = GPT(GPTConfig(**MODEL), seed=1337)
     loader = TokenLoader(str(dataset), 'train', 32, 65, read_meta(dataset), seed=1337)
     x, y = loader.batch(loader.train_starts(np.arange(12)))
@@ -190,7 +190,7 @@ def test_first_update_equals_plain_pytorch(variants, dataset):
     vectors = [p for p in model.parameters() if p.dim() == 1]
     groups = [dict(params=matrices, weight_decay=0.1), dict(params=vectors, weight_decay=0.0)]
     torch.optim.AdamW(groups, lr=1e-2 / 3, betas=(0.9, 0.95)).step()  # the first of two iterations of warm-up
-    # the run's
+    # The update of the run.
     run = variants['first_update']
     assert run.lines[1]['loss'] == pytest.approx(loss.item(), abs=1e-6)
     assert norm > 0.5
@@ -201,7 +201,7 @@ def test_first_update_equals_plain_pytorch(variants, dataset):
         torch.testing.assert_close(weights[f'model.{name}'], parameter.data, atol=1e-6, rtol=0)
 
 
-def test_muon_has_its_momentum_from_the_settings(variants):
+def test_muon_takes_its_momentum_from_the_settings(variants):
     """After the first update a momentum is (1 - muon_momentum) times the gradient."""
     usual, less = (newest_tensors(variants[name].out_dir) for name in ('muon', 'less_momentum'))
     momenta = [name for name in usual if 'momentum' in name]
@@ -265,7 +265,7 @@ def test_due_checkpoints_are_saved_and_the_best_is_kept(variants):
     assert saved_iterations(only_improved.out_dir) == [*improved, 8]
 
 
-def test_resumed_run_keeps_the_best_checkpoint_of_before(train, variants, tmp_path):
+def test_resumed_run_keeps_the_best_checkpoint(train, variants, tmp_path):
     before = variants['diverging']
     best = saved_iterations(before.out_dir)[0]
     after = train(*VARIANTS['diverging'], '--max_iters=10', '--init_from=resume',
@@ -285,7 +285,7 @@ def test_run_from_scratch_moves_an_earlier_one_aside(train):
     assert json.loads((earlier / 'config.json').read_text())['seed'] == 1337
 
 
-def test_weights_of_another_run_are_its_best(train, variants, tmp_path):
+def test_weights_of_another_run_come_from_its_best_checkpoint(train, variants, tmp_path):
     diverging = variants['diverging']
     best = saved_iterations(diverging.out_dir)[0]
     new = train(f'--init_from={diverging.out_dir}', '--eval_only', out_dir=tmp_path / 'not' / 'there')
@@ -321,7 +321,7 @@ def test_gpt2_weights_from_a_hugging_face_folder_are_finetuned(train_all, datase
 # --- stopping -------------------------------------------------------------------------------------------
 
 def interrupt(dataset, out_dir, number, *arguments, repeats=0, nproc=1):
-    """Start a run without end and send it a signal once it has logged 3 more lines; (exit code, stdout).
+    """Signal an endless run once it has logged 3 more lines; returns (exit code, stdout).
 
     repeats: signals that follow the first, 2 ms apart: Slurm signals every process, and torchrun then its
     workers once more.
@@ -345,7 +345,7 @@ def interrupt(dataset, out_dir, number, *arguments, repeats=0, nproc=1):
     return process.returncode, stdout
 
 
-def test_signals_save_and_the_run_continues_as_if_there_had_been_none(train, dataset, tmp_path):
+def test_run_stopped_by_signals_saves_and_resumes_to_the_bit(train, dataset, tmp_path):
     code, _ = interrupt(dataset, tmp_path, signal.SIGUSR1)
     assert code == 143
     stopped = saved_iterations(tmp_path)[-1]

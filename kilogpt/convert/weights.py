@@ -62,13 +62,15 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
-def find_start(init_from, new_model, find_checkpoint, processes, out_dir, block_size):
+def find_start(init_from, keys, find_checkpoint, processes, out_dir):
     """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
 
     Values that do not apply are None, or {} for the state. ValueError if init_from does not exist.
-    new_model: arguments of a model that starts from scratch. find_checkpoint(): (path, state) of the
-    checkpoint to resume, or (None, {}). block_size: number of positions that the model must have.
+    keys: the values of train.py's keys, with the vocab_size of the data; they define a new model.
+    find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
     """
+    new_model = {field.name: keys[field.name] for field in dataclasses.fields(GPTConfig) if field.name in keys}
+    block_size = new_model['block_size']
     source, tensors, saved, arguments = None, None, {}, new_model
     if init_from in ('resume', 'auto'):
         source, saved = find_checkpoint()

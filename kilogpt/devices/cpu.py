@@ -6,7 +6,6 @@ import sys
 import numpy as np
 import torch
 import torch.nn as nn
-from torch.nn import functional as F
 
 from kilogpt.devices import cpu_kernels
 from kilogpt.devices.grouped_products import group_products

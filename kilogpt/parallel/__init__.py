@@ -1,6 +1,6 @@
-"""How a model is laid out on many processes, and runs there.
+"""How a model is laid out on many processes, and how it runs there.
 
-layout.py says which process has which part, by arithmetic alone. apply.py carries that out with PyTorch's own
-parts (DDP, FSDP2, DTensor, pipelines). The other files are the parts that need code of ours. Read apply.py
+layout.py decides by arithmetic which process has which part. apply.py carries the layout out with PyTorch's
+DDP, FSDP2, DTensor and pipelines. The other files implement what PyTorch does not provide. Read apply.py
 first, from `Parallel.lay_out` on.
 """

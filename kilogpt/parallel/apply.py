@@ -175,6 +175,7 @@ class Parallel:
             self.forward_backward(x, y)
             self.zero_grad()
             self.balance.forget()
+        self.take_sums()
 
     def forward_backward(self, x, y, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
@@ -223,9 +224,10 @@ class Parallel:
         return taken
 
     def train(self, mode):
-        """Switch dropout on or off."""
+        """Switch dropout on or off, and drop the `sums` of passes that belong to no update."""
         for stage in self.stages.values():
             stage.train(mode)
+        self.take_sums()
 
     def sum_losses(self, loss_sum):
         """The sum of all processes' losses. Tensor-parallel ranks have one loss, which counts once."""

@@ -177,7 +177,7 @@ class ByteCounter(TorchDispatchMode):
             self.label(_tensors_in(kwargs['out']), 'gathered')
 
     def collectives(self):
-        """[{kind, group, dtype, calls, bytes}] since `start`; bytes as in `profiler.bytes_moved`."""
+        """[{kind, group, dtype, calls, bytes}] since `start`; bytes as in profiler.bytes_moved."""
         return [dict(kind=kind, group=group, dtype=dtype, calls=calls, bytes=size)
                 for (kind, group, dtype), (calls, size) in sorted(self._collectives.items())]
 

@@ -1,15 +1,16 @@
-"""Compute iterations of a run again, and compare them with its log and its checkpoints.
+"""Recompute iterations of a run, and compare them with its log and its checkpoints.
 
-    python -m kilogpt.replay out-run 1200            # from the checkpoint before iteration 1200 to there
+    python -m kilogpt.replay out-run 1200            # from the last checkpoint before iteration 1200
     python -m kilogpt.replay out-run all             # the whole run, from one checkpoint to the next
     python -m kilogpt.replay out-run 1200 --nproc_per_node=2 --tp=2 --profile=True
 
-The run may have been made by another layout or on another machine. With the same layout on an equal machine, every
-loss and every weight must be the same to the bit; otherwise they are compared within bounds. The text of iteration
-1200 goes to out-run/replay_00001200/batch.txt; with --profile=True that folder also has a trace of this iteration.
-Other arguments are config files and keys of train.py, on top of the run's own config.json.
+The run may have used another layout or another machine. With the same layout on the same kind of machine,
+every loss and every weight must be equal to the bit; otherwise they are compared within bounds. The text of
+iteration 1200 is written to out-run/replay_00001200/batch.txt; with --profile=True that folder also has a
+trace of the iteration. All other arguments are config files and keys of train.py, which override those
+of the run.
 
-Under torchrun, each of its processes computes; --nproc_per_node is for one node alone.
+The command can also be started by torchrun on several nodes; --nproc_per_node is for one node only.
 """
 import argparse
 import os
@@ -23,9 +24,10 @@ from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.replay.comparison import Comparison, RecordedRun, write_batch
 from kilogpt.script_runs import ROOT, as_arguments
 
-# What a replay does otherwise than the run: it only trains, and saves its last iteration.
+# The keys of a replay that differ from the run: it only trains, and saves its last iteration.
 REPLAY_KEYS = dict(log_interval=1, eval_iters=0, eval_interval=2 ** 31, eval_only=False, save_interval=0,
-                   save_minutes=0, keep_checkpoints=1, async_checkpoint=False, wandb_log=False, tensorboard=False)
+                   save_minutes=0, keep_checkpoints=1, async_checkpoint=False, wandb_log=False,
+                   tensorboard=False)
 
 
 def main():
@@ -34,21 +36,25 @@ def main():
     parser.add_argument('out_dir', help="the run's folder")
     parser.add_argument('which', metavar='ITERATION', help="an iteration of the run, or 'all'")
     parser.add_argument('--nproc_per_node', type=int, default=0, metavar='N',
-                        help="processes on this node (the run's own number)")
+                        help="processes on this node (default: as in the run)")
     options, arguments = parser.parse_known_args()
     with exit_on_error():
         replay(options.out_dir, options.which, options.nproc_per_node, arguments)
 
 
 def replay(out_dir, which, nproc, arguments):
-    """Replay and print what was found. Exits with code 1 at the first difference."""
+    """Replay a run and print the result. Exits with code 1 at the first difference.
+
+    which: an iteration, as text, or 'all'. nproc: the number of processes, or 0 for that of the run.
+    arguments: config files and keys of train.py.
+    """
     run = RecordedRun(out_dir)
     last = run.last_of(which)
     arguments = [os.path.join(out_dir, 'config.json'), *arguments]
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
     if config['islands'] > 1 or config['outer_interval'] or config['outer_store']:
-        raise ValueError('a run with islands or outer_interval cannot be replayed, since other islands cannot go '
-                         'back')
+        raise ValueError('a run with islands or outer_interval cannot be replayed, since other islands '
+                         'cannot go back')
     nproc = int(os.environ.get('WORLD_SIZE', nproc)) or run.processes_at(last)
     run.check_dropout(last, nproc, config)
     is_main = os.environ.get('RANK', '0') == '0'
@@ -57,7 +63,7 @@ def replay(out_dir, which, nproc, arguments):
         for begin, end in run.segments(which, config['init_from'], config['profile']):
             keys = REPLAY_KEYS | dict(out_dir=os.path.join(folder, str(end)), max_iters=end,
                                       profile=config['profile'] and end - begin == 1)
-            if config['on_spike'] == 'rollback':  # a replay goes from checkpoint to checkpoint by itself
+            if config['on_spike'] == 'rollback':  # each segment starts from a checkpoint anyway
                 keys['on_spike'] = 'skip'
             if begin:
                 keys['init_from'] = 'resume'
@@ -65,7 +71,7 @@ def replay(out_dir, which, nproc, arguments):
                 keys['init_from'] = 'scratch'
             if is_main and begin:
                 link_checkpoint(run.paths.get(begin) or find_replayed(folder, begin), keys['out_dir'])
-            compute([*arguments, *as_arguments(**keys)], nproc)
+            run_train([*arguments, *as_arguments(**keys)], nproc)
             if is_main:
                 comparison.compare(keys['out_dir'], begin, end)
             if comparison.problem:
@@ -79,7 +85,7 @@ def replay(out_dir, which, nproc, arguments):
 
 
 def link_checkpoint(path, out_dir):
-    """Give a replay's folder a checkpoint without copying its files, where the storage has hard links."""
+    """Put a checkpoint into a replay's folder, as hard links if the storage has them, else as copies."""
     target = os.path.join(out_dir, 'ckpt', os.path.basename(path))
     try:
         shutil.copytree(path, target, copy_function=os.link)
@@ -89,12 +95,15 @@ def link_checkpoint(path, out_dir):
 
 
 def find_replayed(folder, iteration):
-    """The checkpoint with which an earlier part of this replay has ended."""
+    """The checkpoint at the end of an earlier segment of this replay."""
     return checkpoint.find(os.path.join(folder, str(iteration)))[0]
 
 
-def compute(arguments, nproc):
-    """Run train.py, as one of torchrun's processes where this is one. Exits with its exit code if it fails."""
+def run_train(arguments, nproc):
+    """Run train.py on nproc processes; exits with its exit code if it fails.
+
+    If this process was itself started by torchrun, it runs train.py as the same rank.
+    """
     command = [sys.executable]
     if nproc > 1 and 'RANK' not in os.environ:
         command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
@@ -104,7 +113,7 @@ def compute(arguments, nproc):
 
 
 def keep_folder(run, last, replayed, config):
-    """Keep the text of the last iteration's batch and, where it was profiled, the trace."""
+    """Keep the text of the last iteration's batch and, if it was profiled, the trace."""
     folder = os.path.join(run.out_dir, f'replay_{last:08d}')
     os.makedirs(folder, exist_ok=True)
     write_batch(folder, run, last, config)

@@ -1,4 +1,4 @@
-"""What a run has logged and saved, and whether iterations that are computed again agree with it."""
+"""What a run has logged and saved, and whether recomputed iterations agree with it."""
 import os
 
 import torch
@@ -17,15 +17,16 @@ FREE_KEYS = {
     'save_interval', 'save_minutes', 'keep_checkpoints', 'async_checkpoint', 'init_from', 'wandb_log',
     'wandb_project', 'wandb_run_name', 'tensorboard', 'max_iters', 'on_nonfinite', 'on_spike', 'spike_factor',
     'comm_timeout', 'backend', 'profile'}
-# What another layout or device may change: of a loss, and of a gradient norm as a share. Rounding grows with
-# the iterations since the checkpoint.
+# {dtype: (error of a loss, relative error of a gradient norm)} that another layout or device may cause.
+# Rounding errors grow with the iterations since the checkpoint.
 BOUNDS = {'float32': (1e-3, 1e-2), 'bfloat16': (0.05, 0.2), 'float16': (0.05, 0.2)}
 
 
 class RecordedRun:
-    """The log and the checkpoints of the run in out_dir. ValueError if it has no log.
+    """The log and the checkpoints of the run in out_dir. Raises ValueError if there is no log.
 
-    lines: {iteration: training line}. paths, states: {iteration: checkpoint} and the state of each.
+    lines: {iteration: training line}. paths: {iteration: path of its checkpoint}. states: {iteration: state
+    of its checkpoint}.
     """
 
     def __init__(self, out_dir):
@@ -38,24 +39,24 @@ class RecordedRun:
         for path in checkpoint.find(out_dir):
             problem = checkpoint.damage(path)
             if problem:
-                print(f'{path} is damaged ({problem}): it is left out')
+                print(f'{path} is damaged ({problem}): skipped')
                 continue
             self.paths[checkpoint.iteration_of(path)] = path
             self.states[checkpoint.iteration_of(path)] = checkpoint.read_state(path)
 
     def last_of(self, which):
-        """The last iteration to compute. which: an iteration, as text, or 'all'. ValueError for others."""
+        """The last iteration to compute. which: a logged iteration, as text, or 'all'; else ValueError."""
         if which == 'all':
             return max(self.lines)
         if which.isdigit() and int(which) in self.lines:
             return int(which)
         raise ValueError(f"the iteration to replay is {which!r}: choose 'all', or one that "
-                         f'{self.out_dir}/metrics.jsonl has, of {min(self.lines)} to {max(self.lines)}')
+                         f'{self.out_dir}/metrics.jsonl has, between {min(self.lines)} and {max(self.lines)}')
 
     def segments(self, which, init_from, profile):
-        """[(iteration to start from, last iteration)] of the parts in which a replay computes.
+        """[(iteration to start from, last iteration)] of the segments that a replay computes.
 
-        init_from: the run's. profile: whether the last iteration is to be traced, which takes a part of its own.
+        init_from: the key of the run. profile: whether to trace the last iteration, as a separate segment.
         """
         last = self.last_of(which)
         if which == 'all':
@@ -69,7 +70,7 @@ class RecordedRun:
         return [(begin, last)]
 
     def state_of(self, iteration):
-        """The state of the checkpoint whose keys and machine an iteration was computed with; None if unknown."""
+        """The state of a checkpoint that has the keys and the machine of an iteration; None if unknown."""
         later = [saved for saved in self.states if saved >= iteration]
         return self.states.get(min(later, default=max(self.states, default=None)))
 
@@ -79,16 +80,16 @@ class RecordedRun:
         return state.get('machine', [1])[0]
 
     def check_dropout(self, iteration, nproc, config):
-        """Raise ValueError if dropout is on and the replay would draw other numbers than the run."""
+        """Raise ValueError if dropout is on and the replay would draw other random numbers than the run."""
         is_same = nproc == self.processes_at(iteration) and self._has_keys(self.state_of(iteration), config)
         if config['dropout'] and not is_same:
-            raise ValueError(f'dropout={config["dropout"]} draws other numbers in another layout: '
+            raise ValueError(f'dropout={config["dropout"]} draws other random numbers in another layout: '
                              'replay this run with its own number of processes and its own keys')
 
     def is_exact(self, iteration, replayed):
-        """Whether an iteration was computed as in the replay, and must agree to the bit.
+        """Whether the run computed an iteration as the replay does, so that both must agree to the bit.
 
-        replayed: the state of the replay's own checkpoint.
+        replayed: the state of the replay's checkpoint.
         """
         state = self.state_of(iteration)
         return self._has_keys(state, replayed['config']) and state.get('machine') == replayed['machine']
@@ -99,19 +100,20 @@ class RecordedRun:
 
 
 class Comparison:
-    """What a replay of a RecordedRun with a config finds.
+    """Compares a RecordedRun with a replay of it. config: the config of the replay.
 
-    problem: the first difference, in words, once there is one.
+    problem: a description of the first difference, or None.
     """
 
     def __init__(self, run, config):
         self.run = run
         self.bounds = BOUNDS[resolve_dtype(config['dtype'], find_device(config['device']))]
-        self.n_compared, self.n_exact, self.greatest = 0, 0, [0.0, 0.0]
+        self.n_compared, self.n_exact = 0, 0
+        self.largest_differences = [0.0, 0.0]  # of a loss, and relative of a gradient norm
         self.problem = None
 
     def compare(self, folder, begin, end):
-        """Compare what a replay has logged and saved in its folder: the iterations after begin, up to end."""
+        """Compare the log and the checkpoint in a replay's folder: the iterations after begin, up to end."""
         path = checkpoint.find(folder)[0]
         state = checkpoint.read_state(path)
         lines, _ = read_metrics(folder)
@@ -125,8 +127,8 @@ class Comparison:
     def _compare_line(self, line, is_exact):
         iteration, out_dir = line['iter'], self.run.out_dir
         logged = self.run.lines.get(iteration)
-        if logged is None or logged['tokens'] != line['tokens']:  # of batches that the run has left out since
-            return
+        if logged is None or logged['tokens'] != line['tokens']:
+            return  # the run has gone back since, and skipped this batch
         self.n_compared += 1
         self.n_exact += is_exact
         for number, key in enumerate(('loss', 'grad_norm')):
@@ -137,7 +139,7 @@ class Comparison:
             difference = float('inf')
             if found is not None and expected is not None:
                 difference = abs(found - expected) / (1 if key == 'loss' else expected)
-            self.greatest[number] = max(self.greatest[number], difference)
+            self.largest_differences[number] = max(self.largest_differences[number], difference)
             if difference > bound:
                 allowed = f'allowed: {bound:g}' if bound else 'the same layout and device give the same bits'
                 self.problem = (f'iteration {iteration} is the first that differs: {key} is {found!r}, '
@@ -155,16 +157,16 @@ class Comparison:
                 if not torch.equal(*tensors):
                     differing.append(key.removeprefix('model.'))
         if differing:
-            self.problem = (f'the weights after iteration {iteration} differ from those in {expected}, while all '
-                            f'losses before are the same: {", ".join(differing[:3])}')
+            self.problem = (f'the weights after iteration {iteration} differ from those in {expected}, while '
+                            f'all losses before are the same: {", ".join(differing[:3])}')
 
     def summary(self):
-        """What was found, if nothing differs."""
+        """A sentence for a replay that agrees with its run."""
         text = f'replay: {self.n_compared} iterations agree with {self.run.out_dir}/metrics.jsonl'
         if self.n_exact == self.n_compared:
             return f'{text} to the bit'
-        loss, norm = self.greatest
-        return f'{text}: losses within {loss:.1e}, gradient norms within {norm:.1e} of their size'
+        loss, norm = self.largest_differences
+        return f'{text}: losses within {loss:.1e}, gradient norms within {norm:.1e} (relative)'
 
 
 def write_batch(folder, run, iteration, config):

@@ -1,4 +1,4 @@
-"""The compiler fails on rank 1 alone, after the probe that asks whether it works."""
+"""The compiler fails only on rank 1, after the probe of whether it works."""
 import os
 
 import torch._inductor.compile_fx as inductor

@@ -1,7 +1,7 @@
-"""Count the bytes that tensors hold where backward begins and at each optimizer step.
+"""Count the bytes that tensors hold at the start of each backward pass and at each optimizer step.
 
-OUT_DIR.bytes.RANK gets a line [moment, bytes] each time, and where backward begins another line
-['gradient storages', number]: of pieces of memory that hold the gradients.
+OUT_DIR.bytes.RANK gets a line [moment, bytes] each time. At the start of a backward pass it gets a second
+line, ['gradient storages', number], the number of storages that hold gradients.
 """
 import gc
 import json

@@ -1,4 +1,4 @@
-"""Say so whenever the first process plans who writes what into a checkpoint."""
+"""Print a line whenever the first process plans who writes what into a checkpoint."""
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 create_global_plan = DefaultSavePlanner.create_global_plan

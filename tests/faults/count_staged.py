@@ -1,4 +1,4 @@
-"""Write into OUT_DIR.staged.RANK the bytes of host memory that saves in the background copy tensors to."""
+"""Write to OUT_DIR.staged.RANK the bytes of host memory into which saves in the background copy tensors."""
 import os
 import sys
 

@@ -1,4 +1,4 @@
-"""Compute in float64, the loss too."""
+"""Compute everything in float64, including the loss."""
 import torch
 
 torch.set_default_dtype(torch.float64)

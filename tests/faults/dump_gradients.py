@@ -1,6 +1,6 @@
 """Write what each process computes to the folder GRADIENTS, as kilogpt.prove does.
 
-In float64, unless GRADIENTS_IN is float32.
+The run computes in float64, unless GRADIENTS_IN is float32.
 """
 import os
 

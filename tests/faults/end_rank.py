@@ -1,7 +1,7 @@
-"""The process of rank FAULT_RANK ends at FAULT_PLACE (forward, backward, evaluation), in the way FAULT_KIND.
+"""The process of rank FAULT_RANK ends in FAULT_PLACE (forward, backward or evaluation).
 
-FAULT_KIND: RuntimeError or ValueError (raised there), SIGKILL, or exit (os._exit(7)). FAULT_RANK: one or more
-ranks, as in '1,3'.
+FAULT_KIND: how it ends: RuntimeError or ValueError (raised there), SIGKILL, or exit (os._exit(7)).
+FAULT_RANK: one or more ranks, as in '1,3'.
 """
 import builtins
 import os

@@ -1,4 +1,4 @@
-"""Every process fails soon after iteration 15, however often it is started. Also a config file."""
+"""Every process fails soon after iteration 15 at each attempt. This file also works as a config file."""
 from kilogpt.signals import Signals
 
 _exchange = Signals.exchange

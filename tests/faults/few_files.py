@@ -1,4 +1,4 @@
-"""The soft limit of open files leaves room for 8 more, as 1,024 does for about 500 processes."""
+"""The soft limit of open files leaves room for 8 more, like the limit 1,024 with about 500 processes."""
 import os
 import resource
 

@@ -1,4 +1,4 @@
-"""Flip one bit in iteration FAULT_ITERATION: of a 'gradient' before its norm, or of a new 'weight'."""
+"""Flip one bit in iteration FAULT_ITERATION: of a 'gradient' before clipping, or of an updated 'weight'."""
 import os
 
 import torch

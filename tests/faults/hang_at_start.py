@@ -1,4 +1,4 @@
-"""Rank 1 hangs as it fills the parameters, or loads them."""
+"""Rank 1 hangs while it initializes or loads the parameters."""
 import os
 import time
 

@@ -1,4 +1,4 @@
-"""Rank 1 hangs in the loader, at its 30th batch."""
+"""Rank 1 hangs in the loader at its 30th batch."""
 import os
 import time
 

@@ -1,6 +1,6 @@
-"""Write which experts each router chose in training, call after call, to CHOICES/<rank>.pt at the end.
+"""Record the experts that routers choose in training, one item per call, and save them to CHOICES/<rank>.pt.
 
-CHOICES_IN=float64 computes in float64.
+CHOICES_IN: the dtype to compute in, for example float64.
 """
 import os
 
@@ -14,16 +14,16 @@ choices = []
 choose, leave = Router.choose, Processes.leave
 
 
-def kept_choose(self, ranking):
+def recording_choose(self, ranking):
     chosen = choose(self, ranking)
     if self.training:
         choices.append(chosen.sort(dim=-1).values)
     return chosen
 
 
-def written_leave(self, exit_code):
+def saving_leave(self, exit_code):
     torch.save(choices, os.path.join(os.environ['CHOICES'], f'{self.rank}.pt'))
     leave(self, exit_code)
 
 
-Router.choose, Processes.leave = kept_choose, written_leave
+Router.choose, Processes.leave = recording_choose, saving_leave

@@ -1,4 +1,4 @@
-"""Leave out the updates of FAULT_ITERATIONS, counted from 1, whatever their gradients are."""
+"""Skip the updates of FAULT_ITERATIONS, counted from 1, whatever their gradients are."""
 import os
 
 from kilogpt.parallel import apply

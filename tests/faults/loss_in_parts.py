@@ -1,4 +1,4 @@
-"""The loss is computed from 50 positions' logits at a time, where the vocabulary has 128 padded rows."""
+"""Compute the loss from the logits of 50 positions at a time. The padded vocabulary has 128 rows."""
 import model
 
 assert model.MAX_LOGITS > 50 * 128

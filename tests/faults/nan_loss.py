@@ -1,4 +1,4 @@
-"""The loss of one micro-batch is NaN: call FAULT_CALL of cross-entropy in training, on rank FAULT_RANK."""
+"""The loss of one micro-batch is NaN, at call FAULT_CALL of cross-entropy in training, on rank FAULT_RANK."""
 import os
 
 import torch
@@ -12,8 +12,10 @@ def faulty_cross_entropy(*args, **options):
     global calls
     loss = cross_entropy(*args, **options)
     calls += torch.is_grad_enabled()
-    at_the_call = torch.is_grad_enabled() and calls == int(os.environ['FAULT_CALL'])
-    return loss * float('nan') if at_the_call and os.environ['RANK'] == os.environ['FAULT_RANK'] else loss
+    is_faulty_call = torch.is_grad_enabled() and calls == int(os.environ['FAULT_CALL'])
+    if is_faulty_call and os.environ['RANK'] == os.environ['FAULT_RANK']:
+        loss = loss * float('nan')
+    return loss
 
 
 F.cross_entropy = faulty_cross_entropy

@@ -1,4 +1,4 @@
-"""A checkpoint's state.json, which the first process alone writes, finds no room on the disk."""
+"""The disk has no room for state.json of a checkpoint, which only the first process writes."""
 import builtins
 import os
 

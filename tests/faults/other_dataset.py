@@ -1,4 +1,4 @@
-"""Rank 1 finds the dataset in the folder OTHER_DATASET, as if the rank ran on another node."""
+"""Rank 1 finds the dataset in the folder OTHER_DATASET, as if it ran on another node."""
 import os
 
 from data import datasets

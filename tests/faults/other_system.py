@@ -1,4 +1,4 @@
-"""What only Unix has is missing, as on Windows: the modules fcntl and resource, the signal SIGUSR1."""
+"""The parts of Unix are missing, as on Windows: the modules fcntl and resource, and the signal SIGUSR1."""
 import signal
 import sys
 

@@ -1,4 +1,4 @@
-"""Each update takes 300 ms longer until the file exists that HURRY names. Also a config file."""
+"""Each update takes 300 ms longer until the file HURRY exists. This file also works as a config file."""
 import os
 import time
 

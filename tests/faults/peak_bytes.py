@@ -1,9 +1,10 @@
-"""Count the bytes that tensors hold: at most in an iteration, and by what stays from one to the next.
+"""Count the bytes that tensors hold: the peak within iterations, and what stays between them.
 
 OUT_DIR.peak.RANK gets JSON: `peak` of the iterations after the first two, and `parameters`, `gradients` and
-`moments` at the last step: the sizes of the memory behind them. What gloo copies for itself does not count.
+`moments`, the sizes of their storages at the last step. gloo's own copies do not count.
 """
 import atexit
+import itertools
 import json
 import os
 import sys
@@ -43,7 +44,7 @@ class Counter(TorchDispatchMode):
         for tensor in tree_leaves((result, args, kwargs)):
             if isinstance(tensor, torch.Tensor):
                 tensor = getattr(tensor, '_local_tensor', tensor)
-                tensor = getattr(tensor, 'elem', tensor)  # of what a collective returns
+                tensor = getattr(tensor, 'elem', tensor)  # a collective returns a wrapper
                 if tensor.device.type != 'meta':
                     count(tensor.untyped_storage())
         return result
@@ -69,14 +70,14 @@ def before_step(optimizer, *_):
         return
     if hasattr(optimizer, 'adamw'):
         optimizer.adamw.is_inner = True
-    parameters = [p for group in optimizer.param_groups for p in group['params']]
+    parameters = list(itertools.chain.from_iterable(group['params'] for group in optimizer.param_groups))
     found.update(parameters=bytes_of(parameters), gradients=bytes_of(p.grad for p in parameters))
 
 
 def after_step(optimizer, *_):
     if hasattr(optimizer, 'is_inner'):
         return
-    state = [value for values in optimizer.state.values() for value in values.values()]
+    state = itertools.chain.from_iterable(values.values() for values in optimizer.state.values())
     found['moments'] = sum(bytes_of([tensor]) for tensor in state if tensor.dim() > 0)
     steps[0] += 1
 

@@ -1,4 +1,4 @@
-"""Train with SGD without momentum in the place of AdamW."""
+"""Train with SGD without momentum instead of AdamW."""
 import torch
 
 from kilogpt import optim

@@ -1,7 +1,7 @@
-"""Record the memory and the collectives of each process in OUT_DIR.record.RANK.
+"""Record the memory and the collectives of each process's iterations in OUT_DIR.record.RANK.
 
-The collectives are those of one iteration. The memory is the smallest peak of three iterations: on a loaded
-machine, a thread of gloo sometimes releases exchanged tensors late.
+The collectives are those of one iteration. The memory is the lowest peak of three iterations: on a loaded
+machine, a thread of gloo sometimes frees tensors late.
 """
 import json
 import os

@@ -1,4 +1,4 @@
-"""Write where the training sequences of each iteration begin, a line an iteration, to the file STARTS."""
+"""Write to the file STARTS where the training sequences begin, one line for each iteration."""
 import json
 import os
 

@@ -1,7 +1,7 @@
 """SIGTERM reaches all processes of a run, as from torchrun, while rank 1 is in a certain phase.
 
-FAULT_PHASE: training, evaluation, saving, or iteration, which is training with the processes exchanging
-signals between iterations alone. FAULT_FOLDER: for the processes to find each other; its file
+FAULT_PHASE: training, evaluation, saving, or iteration, which is training where the processes exchange
+signals only between iterations. FAULT_FOLDER: a folder in which the processes find each other. Its file
 `sent` is as old as the signal.
 """
 import os
@@ -24,15 +24,16 @@ def send_sigterm():
     (folder / 'sent').touch()
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
-    time.sleep(0.5)  # the others learn of it meanwhile
+    time.sleep(0.5)  # until the signal has reached the others
 
 
 def stopped_forward(self, *args, **options):
     global calls
     counts = self.training == (phase != 'evaluation')
     calls += counts
-    # Training: one pass is dropped, then an iteration has 5 micro-steps; the second of the ninth is meant.
-    # Evaluation: 6 micro-batches; the fourth of the second evaluation is meant, after six iterations.
+    # Training: after a warm-up pass, each iteration has 5 micro-steps. The signal comes in the second
+    # micro-step of the ninth iteration. Evaluation: with 6 micro-batches each, the signal comes in the fourth
+    # of the second.
     if counts and calls == (10 if phase == 'evaluation' else 1 + 8 * 5 + 2):
         send_sigterm()
     return forward(self, *args, **options)
@@ -46,9 +47,9 @@ def stopped_fsync(descriptor):
 
 (folder / f'pid-{os.getpid()}').touch()
 if phase in ('training', 'evaluation'):
-    Signals.PERIOD = 0  # as if each micro-step took longer than a second
+    Signals.PERIOD = 0  # like micro-steps of more than a second
 if phase == 'iteration':
-    Signals.PERIOD = 1e9  # as if iterations were short, on a loaded machine too
+    Signals.PERIOD = 1e9  # like short iterations, also on a loaded machine
 if os.environ['RANK'] == '1':
     if phase == 'saving':
         os.fsync = stopped_fsync

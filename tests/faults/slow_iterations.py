@@ -1,4 +1,4 @@
-"""Each iteration takes 50 ms longer, so that a test can meet a run in the middle."""
+"""Each iteration takes 50 ms longer, so that tests can interrupt a run."""
 import time
 
 from kilogpt import optim

@@ -1,4 +1,4 @@
-"""Each update takes 100 ms longer, so that a test can meet a run in the middle. Also a config file."""
+"""Each update takes 100 ms longer, so that tests can interrupt a run. Works as a config file too."""
 import time
 
 from kilogpt.signals import Signals

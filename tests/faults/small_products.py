@@ -1,4 +1,4 @@
-"""Time a small product for the processor's peak: the usual ones take longer than a tiny run's iterations."""
+"""Time a small product for the peak FLOP/s: the usual products take longer than the iterations of a test."""
 from kilogpt import metrics
 
 metrics.TIMED_PRODUCTS = ((64, 64, 64),)

@@ -1,4 +1,4 @@
-"""Start the gradient scaler of float16 at a scale that leaves room for large gradients."""
+"""Start the gradient scaler of float16 at a scale that allows large gradients."""
 import functools
 
 import torch

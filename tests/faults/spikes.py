@@ -1,4 +1,4 @@
-"""Multiply the gradients of micro-batches by 1,000 that have the token 65, which other batches lack."""
+"""Multiply the gradients of the micro-batches with the token 65 by 1,000."""
 from kilogpt.parallel import apply
 
 forward_backward = apply.Parallel.forward_backward

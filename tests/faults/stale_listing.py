@@ -1,6 +1,6 @@
-"""Rank 1 does not see the newest checkpoint until it has tried FAULT_OPENS times to open a file of it.
+"""Rank 1 does not see the newest checkpoint until it has tried FAULT_OPENS times to open one of its files.
 
-As from a cache of NFS that is out of date.
+An outdated cache of NFS has this effect.
 """
 import builtins
 import glob

@@ -1,4 +1,4 @@
-"""Plant a mistake that other projects have made with experts on several processes. FAULT names it.
+"""Plant a mistake that another project has made with experts on several processes. FAULT names the mistake.
 
 router: its gradient is not added up over tensor-parallel ranks. sum: the parts that tensor-parallel ranks
 compute of an expert's output are not added up. factor: experts' gradients are ep times too large. loads: each

@@ -1,6 +1,6 @@
-"""Plant a mistake in how layouts are carried out, none of which ends a run. FAULT names it.
+"""Plant a mistake in the execution of a layout that does not end the run. FAULT names the mistake.
 
-Those with a number are mistakes of other projects: test_prove.py says what each was.
+A name with a number is the issue of another project: test_prove.py describes each of these mistakes.
 """
 import os
 

@@ -46,8 +46,7 @@ def assert_same_run(run, other, iterations):
     assert_same_tensors(newest_tensors(run.out_dir), newest_tensors(other.out_dir))
 
 
-# --- compared with definitions
-# ----------------------------------------------------------------------------------------------
+# --- compared with definitions --------------------------------------------------------------------------
 
 @pytest.mark.parametrize('interval', [5, slow(1)])
 def test_one_island_changes_nothing_to_the_bit(train_all, interval):
@@ -162,7 +161,7 @@ LAYOUTS = {'ddp': '', 'zero1': '--zero_stage=1', 'zero3': '--zero_stage=3', 'tp2
 @pytest.mark.slow
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_islands_of_a_layout_equal_islands_of_one_process(train, layout):
-    """Where all processes hold whole tensors, also in int8. Tied weights have copies on two stages."""
+    """With int8 where all processes hold whole tensors. Tied weights have copies on two stages."""
     options = ['--islands=2', '--outer_interval=4', '--outer_fragments=2', '--outer_delay=1',
                '--learning_rate=2e-3', '--eval_interval=3']
     if layout in ('ddp', 'pp2'):
@@ -392,14 +391,14 @@ BAD = {
 
 
 @pytest.mark.quick
-def test_bad_keys_get_a_sentence():
+def test_bad_keys_are_refused_in_one_sentence():
     for arguments, sentence in BAD.items():
         config = config_of(os.path.join(ROOT, 'train.py'), [*TINY, *arguments.split()])
         with pytest.raises(ValueError, match=re.escape(sentence)):
             check_settings(config)
 
 
-def test_islands_that_do_not_divide_the_processes_get_a_sentence(train):
+def test_islands_that_do_not_divide_the_processes_are_refused_in_one_sentence(train):
     run = train('--islands=2', check=False)
     sentence = 'error: islands=2 does not divide the 1 process(es): start a multiple of 2'
     assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr

@@ -1,4 +1,4 @@
-"""Islands that are jobs of their own: killed, stopped, left without a server, compared with one torchrun."""
+"""Islands that are separate jobs: killed, stopped, without a server, and compared with one torchrun."""
 import contextlib
 import json
 import os
@@ -38,7 +38,7 @@ def server(tmp_path):
 
 
 class Job:
-    """An island that is a job of its own, launched as a user does. Its updates are slow until `end`."""
+    """An island that is a separate job, launched as a user does. Its updates are slow until `end`."""
 
     def __init__(self, folder, dataset, address, island, *arguments, nproc=1):
         self.out_dir = folder / f'island_{island}' if island else folder
@@ -111,7 +111,7 @@ def all_exchanges(started):
 
 
 def count_sequences(exchanges):
-    """(how many sequences were trained on, how many of them twice, how many before the last never)."""
+    """(sequences trained on, those trained on twice, those skipped before the last one)."""
     numbers = []
     for line in exchanges.values():
         for begin, end in line['sequences']:
@@ -198,7 +198,7 @@ def test_killed_islands_return_and_no_sequence_is_trained_on_twice(dataset, serv
 
 
 @pytest.mark.slow
-def test_suspended_island_is_left_out_and_joins_again(dataset, server, tmp_path):
+def test_others_continue_without_a_suspended_island_which_then_joins_again(dataset, server, tmp_path):
     with jobs(tmp_path / 'run', dataset, server, '--max_iters=200', '--outer_timeout=10') as started:
         for job in started:
             job.wait_for(lambda: job.newest() >= 0)

@@ -1,4 +1,4 @@
-"""The server of islands that are jobs of their own: who joins, leaves and returns, and who is refused."""
+"""The server of islands that are separate jobs: who joins, leaves and returns, and who is refused."""
 import contextlib
 import os
 import socket
@@ -98,7 +98,7 @@ def test_ranks_get_the_payloads_of_the_same_place_on_all_islands(server):
     assert len({str(rank.position) for rank in ranks}) == 1 and ranks[0].position[0] == 3
 
 
-def test_lost_island_is_left_out_and_joins_when_it_returns(server):
+def test_others_continue_without_a_lost_island_which_joins_when_it_returns(server):
     islands = [register(server, island, timeout=2.0) for island in range(3)]
     for number in range(2):  # exchange 0 waits for island 2, and exchange 1 does not expect it any more
         upload(islands[0], 1)

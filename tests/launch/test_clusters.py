@@ -1,4 +1,4 @@
-"""Checkpoints on several nodes: outdated listings, folders that are not shared, division of the writing."""
+"""Checkpoints on several nodes: outdated listings, folders that are not shared, and who writes what."""
 import json
 import os
 import shutil
@@ -20,14 +20,14 @@ def unbroken(train):
 
 
 def resume_with_stale_listing(train, unbroken, folder, opens):
-    """Resume the run from its checkpoint at 8. Rank 1 fails `opens` times to open a file of it."""
+    """Resume the run from its checkpoint at 8, where rank 1 fails `opens` times to open a file."""
     out_dir = shutil.copytree(unbroken.out_dir, folder)
     shutil.rmtree(out_dir / 'ckpt' / 'iter_00000012')
     return train(*OPTIONS, '--init_from=resume', nproc=2, out_dir=out_dir, check=False, timeout=60,
                  faults=[FAULTS / 'stale_listing.py'], env=dict(FAULT_OPENS=str(opens)))
 
 
-def test_processes_resume_from_the_same_checkpoint_though_one_sees_it_late(train, unbroken, tmp_path):
+def test_processes_resume_from_the_same_checkpoint_although_one_sees_it_late(train, unbroken, tmp_path):
     resumed = resume_with_stale_listing(train, unbroken, tmp_path / 'out', opens=5)
     assert 'iter_00000008 at iteration 8' in resumed.stdout and resumed.codes == [0, 0], resumed.outputs
     assert curve(resumed) == curve(unbroken)
@@ -94,7 +94,7 @@ def test_save_into_a_folder_that_is_not_shared_fails(tmp_path):
     assert saved_iterations(tmp_path / 'node0' / 'out') == []
 
 
-def test_shared_folder_is_found_shared(tmp_path):
+def test_shared_folder_is_accepted(tmp_path):
     done = run_on_two_nodes(tmp_path, 'together', 'start')
     assert done.stdout.splitlines() == ['None'] * 4, done.outputs
     assert saved_iterations(tmp_path / 'out') == [2] and os.listdir(tmp_path / 'out') == ['ckpt']
@@ -102,8 +102,8 @@ def test_shared_folder_is_found_shared(tmp_path):
 
 # --- who writes what ------------------------------------------------------------------------------------
 
-def test_plan_is_made_once_and_later_checkpoints_are_whole(train_all):
-    """The last of six checkpoints, which follow one plan, is the one of a run that saves once."""
+def test_plan_is_made_once_and_later_checkpoints_are_complete(train_all):
+    """The last of six checkpoints that follow one plan equals that of a run that saves once."""
     options = ['--zero_stage=3', '--eval_iters=0', '--max_iters=6']
     runs = train_all(dict(often=[*options, '--save_interval=1'], once=options), nproc=2,
                      faults=[FAULTS / 'count_plans.py'])

@@ -1,7 +1,7 @@
 """launch/kubernetes/: the manifests are valid, and their command survives evictions and killed processes.
 
-There is no cluster. The tests run a pod's container as a process, in the environment that its manifest, JobSet
-and Kubeflow Trainer would set, and apply the manifest's rules for failed pods.
+There is no cluster. The tests run a pod's container as a process, in the environment that its manifest,
+JobSet and Kubeflow Trainer would set, and apply the manifest's rules for failed pods.
 """
 import contextlib
 import os
@@ -219,7 +219,7 @@ def exit_codes(run, seconds=600):
 
 
 def action(name, codes, evicted=()):
-    """JobSet's action by the manifest's rules if pods end with these codes. evicted: ranks of evicted pods."""
+    """JobSet's action by the manifest's rules for these exit codes. evicted: ranks of evicted pods."""
     def matches(rule, rank, code):
         if 'onExitCodes' in rule:
             assert rule['onExitCodes']['operator'] == 'In'

@@ -1,4 +1,4 @@
-"""Mixtures of experts: against a plain form of them, in every layout, and what they log and refuse.
+"""Mixtures of experts: compared with a plain implementation, in every layout; what they log and refuse.
 
 The layouts of test_parallel.py have mixtures of experts too: losses, norms and weights over some iterations.
 """
@@ -60,7 +60,7 @@ def in_float64(**keys):
 @pytest.mark.parametrize('keys', [
     dict(), dict(router='sigmoid', n_shared_experts=2), dict(n_active_experts=1, expert_mlp='relu2'),
     dict(n_active_experts=8, router_balance='none'), dict(n_experts=16, router_balance='loss')])
-def test_experts_equal_the_plain_form_of_them(keys):
+def test_experts_equal_a_plain_implementation(keys):
     """Outputs and all gradients in float64. With 16 experts for 33 tokens some get nothing."""
     model, generator = in_float64(**keys)
     mixture = model.transformer.h['0'].mlp
@@ -74,7 +74,7 @@ def test_experts_equal_the_plain_form_of_them(keys):
     torch.testing.assert_close(gradients, expected, atol=1e-11, rtol=0)
 
 
-def test_losses_of_the_router_are_those_of_the_papers():
+def test_losses_of_the_router_equal_those_of_the_papers():
     """Switch's and the z-loss, by their gradients, which are those of the model's loss and nothing more."""
     model, generator = in_float64(router_balance='loss', router_balance_rate=0.3, router_z_loss=0.2)
     router = model.transformer.h['0'].mlp.routed.router
@@ -93,7 +93,7 @@ def test_losses_of_the_router_are_those_of_the_papers():
     assert router.n_tokens.sum() == 30  # padding is not counted
 
 
-def test_bias_moves_towards_idle_experts_and_not_where_the_update_is_left_out():
+def test_bias_moves_towards_idle_experts_unless_the_update_is_skipped():
     model, _ = in_float64(router_balance_rate=0.25)
     router, n_tokens = model.transformer.h['0'].mlp.routed.router, torch.tensor([9., 0, 4, 4, 4, 4, 4, 3])
     router.bias.data.zero_()
@@ -126,7 +126,8 @@ def first_gradients(train, tmp_path_factory):
         key = tuple(arguments), nproc, tuple(faults)
         if key not in done:
             folder = tmp_path_factory.mktemp('gradients')
-            train(*arguments, '--bias', '--eval_iters=0', '--max_iters=1', '--keep_checkpoints=0', nproc=nproc,
+            train(*arguments, '--bias', '--eval_iters=0', '--max_iters=1', '--keep_checkpoints=0',
+            nproc=nproc,
                   env=dict(GRADIENTS=str(folder)), faults=[FAULTS / 'dump_gradients.py', *faults])
             done[key] = []
             for observation in observer.read(folder, 1, nproc):
@@ -333,6 +334,6 @@ def test_checkpoint_of_four_expert_ranks_is_read_to_the_bit_in_other_layouts(tra
     ('--router=top', "router is 'top': choose one of softmax, sigmoid"),
     ('--router_balance=losses', "router_balance is 'losses': choose one of bias, loss, none"),
 ])
-def test_impossible_experts_are_refused_in_a_sentence(train, arguments, sentence):
+def test_impossible_experts_are_refused_in_one_sentence(train, arguments, sentence):
     run = train('--mlp=moe', *arguments.split(), check=False)
     assert run.returncode == 1 and f'error: {sentence}' in run.stderr and 'Traceback' not in run.stderr

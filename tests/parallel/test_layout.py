@@ -10,10 +10,11 @@ from kilogpt.parallel.layout import SCHEDULES, Layout
 
 pytestmark = pytest.mark.quick
 
+
 @settings(max_examples=300, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 5), st.integers(1, 9), st.integers(1, 4),
        st.sampled_from(sorted(SCHEDULES)))
-def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
+def test_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batch_size, pp, schedule):
     """Every sequence once, micro-batches of batch_size at most, as many as the schedule wants."""
     layout, seen = Layout(dp * pp, pp=pp, pp_schedule=schedule), []
     before = repr(layout), list(layout.notes)
@@ -28,7 +29,7 @@ def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batc
         assert micro_steps % pp == 0
     if pp == 1:  # less than a sequence of padding in a micro-step
         assert micro_batch * micro_steps < -(-global_batch // dp) + micro_steps
-    # What differs from micro-batches of batch_size is said, and a layout that is asked stays as it is.
+    # Notes report any difference from micro-batches of batch_size. The call does not change the layout.
     notes = layout.split_notes(global_batch, batch_size)
     is_as_asked = micro_batch == batch_size and -1 not in seen
     assert is_as_asked == (notes == []) and (repr(layout), layout.notes) == before
@@ -36,7 +37,7 @@ def test_a_batch_is_split_so_that_the_pipeline_can_run_it(global_batch, dp, batc
     fits = rest == 0 and steps >= layout.n_stages
     if fits and (pp == 1 or steps % pp == 0):
         assert is_as_asked
-    for note in notes:  # advice that leads to a batch without notes
+    for note in notes:  # the advice must lead to a batch without notes
         if 'would fit' in note:
             advised = int(re.search(r'gradient_accumulation_steps=(\d+) would fit', note)[1])
             assert layout.split_notes(advised * batch_size, batch_size) == []
@@ -99,7 +100,7 @@ def test_ranks_count_with_tp_innermost():
     (dict(pp=0), 'pp is 0'),
     (dict(pp_schedule='zb'), "pp_schedule is 'zb'"),
 ], ids=str)
-def test_degrees_that_do_not_fit_are_one_sentence(keys, message):
+def test_degrees_that_do_not_fit_are_refused_in_one_sentence(keys, message):
     with pytest.raises(ValueError, match=f'^[^\n]*{message}[^\n]*$'):
         Layout(**keys)
 

@@ -37,14 +37,13 @@ SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpip
 # --- the layouts ----------------------------------------------------------------------------------------
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights)
 
-# each proves something of its own: a mechanism, an uneven split, a composition of two mechanisms
+# Each layout tests something different: a mechanism, an uneven split, a composition of two mechanisms.
 LAYOUTS = {
     1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
     2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'modern zero3': '--zero_stage=3',
         'modern offload': '--zero_stage=3 --cpu_offload',
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
         'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
-        'pp2 1f1b': '--pp=2', 'pp2 zbv': '--pp=2 --pp_schedule=zbv',
         'moe ep2': '--ep=2', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
@@ -54,7 +53,7 @@ LAYOUTS = {
         'modern pp2 dp2': '--pp=2', 'muon tp2 dp2': '--tp=2 --zero_stage=3',
         'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
 }
-QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b', 'muon zero1')}
+QUICK = {(2, name) for name in ('ddp', 'modern zero3', 'tp2', 'cp2', 'pp2 1f1b none', 'muon zero1')}
 # the same mechanisms with other models, at other degrees, in larger compositions; and what takes a compiler
 SLOW_LAYOUTS = {
     2: {'modern full zero3': '--zero_stage=3 --activation_checkpoint=full', 'muon ddp': '',
@@ -78,7 +77,8 @@ SLOW_LAYOUTS = {
         'modern cp2 pp2 dp2 interleavedzb': '--cp=2 --pp=2 --pp_schedule=interleavedzb'},
 }
 # every schedule with every kind of checkpointing, dense and with experts; a few of them by default
-DEFAULT_PIPELINES = 'pp2 zbv selective', 'pp2 dualpipev full', 'moe pp2 interleavedzb selective'
+DEFAULT_PIPELINES = ('pp2 1f1b none', 'pp2 zbv none', 'pp2 zbv selective', 'pp2 dualpipev full',
+                     'moe pp2 interleavedzb selective')
 for model, schedule, mode in itertools.product(('', 'moe '), SCHEDULES, ('none', 'selective', 'full')):
     name = f'{model}pp2 {schedule} {mode}'
     layouts = LAYOUTS if name in DEFAULT_PIPELINES else SLOW_LAYOUTS
@@ -87,7 +87,7 @@ for model, schedule, mode in itertools.product(('', 'moe '), SCHEDULES, ('none',
 for nproc, layouts in {
         2: {'moe ddp': '', 'moe zero1': '--zero_stage=1', 'moe zero2': '--zero_stage=2', 'losses ddp': '',
             'moe tp2': '--tp=2', 'losses tp2': '--tp=2', 'moe cp2': '--cp=2',
-            'losses cp2 ep2': '--cp=2 --ep=2', 'moe pp2': '--pp=2', 'losses pp2': '--pp=2',
+            'losses cp2 ep2': '--cp=2 --ep=2', 'losses pp2': '--pp=2',
             'moe full ep2': '--ep=2 --activation_checkpoint=full',
             'moe selective ep2': '--ep=2 --activation_checkpoint=selective',
             'moe ep2 compiled': '--ep=2 --compile=True', 'muon_moe ep2': '--ep=2', 'muon_moe ddp': ''},
@@ -104,10 +104,9 @@ for nproc, layouts in {
         8: {'moe ep2 tp2 dp2': '--ep=2 --tp=2', 'moe ep2 tp2 pp2': '--ep=2 --tp=2 --pp=2',
             'losses ep4 tp2 zero3': '--ep=4 --tp=2 --zero_stage=3'}}.items():
     SLOW_LAYOUTS[nproc] |= layouts
-# one product of degrees more than the matrix has
+# Products of degrees that the matrix does not have.
 MORE_LAYOUTS = {
-    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2',
-        'full pp2': '--pp=2 --activation_checkpoint=full'},
+    2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2'},
     4: {'modern hsdp zero3': '--zero_stage=3 --dp_replicate=2', 'cp4 zero3': '--cp=4 --zero_stage=3'},
 }
 
@@ -199,7 +198,7 @@ def test_layout_equals_one_process(layout_run, nproc, layout):
 
 
 @pytest.mark.parametrize('nproc, layout', [
-    (2, 'zero2'), (2, 'pp2 zbv'), pytest.param(2, 'pp2 1f1b', marks=pytest.mark.slow)])
+    (2, 'zero2'), (2, 'pp2 zbv none'), pytest.param(2, 'pp2 1f1b none', marks=pytest.mark.slow)])
 def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, nproc, layout):
     run = train(*arguments_of(nproc, layout), base=BASE, nproc=nproc, faults=[FAULTS / 'loss_in_parts.py'])
     assert_equal_to_one_process(run, layout_run(1, model_of(layout)), layout)
@@ -210,7 +209,7 @@ def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, npr
     pytest.param(4, ['--zero_stage=1', '--zero_stage=3 --dp_replicate=2', '--tp=4', '--tp=2 --pp=2',
                      '--pp=2 --pp_schedule=zbv'], marks=pytest.mark.slow)])
 def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, texts):
-    """To the bit, as saved after an update of no size."""
+    """Equal to the bit, as saved after an update with a learning rate of 0."""
     still = '--bias --learning_rate=0 --min_lr=0 --max_iters=1 --eval_iters=0'.split()
     expected = newest_weights(train(*still, base=BASE).out_dir)
     assert len({tensor.numpy().tobytes() for tensor in expected.values()}) > 7
@@ -223,7 +222,7 @@ def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, t
 @pytest.mark.parametrize('offloaded, kept', [
     ('modern offload', 'modern zero3'),
     pytest.param('offload', 'zero2', marks=pytest.mark.slow)])
-def test_offload_moves_tensors_and_changes_none(layout_run, offloaded, kept):
+def test_offload_does_not_change_the_curve(layout_run, offloaded, kept):
     assert curve(layout_run(2, offloaded)) == curve(layout_run(2, kept))
 
 
@@ -280,7 +279,7 @@ def counted_bytes(run, rank=0):
 @pytest.mark.slow
 @pytest.mark.parametrize('nproc', [2, 4])
 def test_memory_falls_as_zero_says(train_all, nproc):
-    """Bytes of a rank's tensors against 4 Ψ + 4 Ψ + 8 Ψ, divided by N for what a stage shards (float32)."""
+    """Bytes of a rank's tensors: 4 Ψ + 4 Ψ + 8 Ψ in float32, of which a stage divides its shards by N."""
     shape = '--n_layer=4 --n_embd=256 --max_iters=2 --eval_iters=0 --keep_checkpoints=0'.split()
     one_micro_step = f'--gradient_accumulation_steps={nproc}'
     stages = {stage: [*shape, one_micro_step, f'--zero_stage={stage}'] for stage in range(4)}
@@ -301,7 +300,7 @@ def test_memory_falls_as_zero_says(train_all, nproc):
 
 
 def test_gradients_accumulate_in_the_buckets_that_ddp_sends(train_all):
-    """And not in memory of their own, 4 bytes a parameter more."""
+    """Separate memory for gradients would take 4 bytes more for each parameter."""
     variants = {stage: ['--bias', '--max_iters=2', '--eval_iters=0', '--keep_checkpoints=0',
                         '--gradient_accumulation_steps=6', f'--zero_stage={stage}'] for stage in (0, 1)}
     runs = train_all(variants, base=BASE, nproc=2, faults=[FAULTS / 'count_bytes.py'])
@@ -368,11 +367,12 @@ def in_a_circle(*layouts):
     return list(zip(layouts, [*layouts[1:], layouts[0]]))
 
 
-GPT2_LAYOUTS = (1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv')
-MORE_GPT2_LAYOUTS = ((1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b'), (3, 'zero3'),
+GPT2_LAYOUTS = (1, 'gpt2'), (2, 'ddp'), (2, 'pp2 1f1b none'), (3, 'zero1'), (2, 'zero2'), (4, 'tp2 pp2 zbv')
+MORE_GPT2_LAYOUTS = ((1, 'gpt2'), (2, 'ddp'), (2, 'zero2'), (2, 'tp2'), (2, 'pp2 1f1b none'), (3, 'zero3'),
                      (8, 'pp2 tp2 dp2'))
 MUON_LAYOUTS = (1, 'muon'), (3, 'muon zero3'), (4, 'muon tp2 dp2')
-MOE_LAYOUTS = (4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, 'moe pp2'), (4, 'moe ep2 zero3')
+MOE_LAYOUTS = ((4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, 'moe pp2 1f1b none'),
+               (4, 'moe ep2 zero3'))
 
 
 @pytest.mark.parametrize('model, pairs', [
@@ -428,10 +428,10 @@ def test_one_process_with_a_nan_decides_for_all(train, train_all, dataset, argum
                      base=BASE, nproc=2, check=False, faults=[FAULTS / 'nan_loss.py'],
                      env=dict(FAULT_CALL=str(call), FAULT_RANK=str(rank)))
     skip, abort = runs['skip'], runs['abort']
-    # float16's gradients may overflow, which its scaler mends
+    # Gradients in float16 may overflow, which the scaler handles.
     what = 'loss' if 'float16' in arguments else 'gradient norm'
 
-    # skip: said once, counted, and the loss falls on
+    # skip: the update is reported once and counted, and the loss continues to fall.
     assert skip.codes == [0, 0], skip.outputs
     said = f'the {what} of iteration 4 is nan: update skipped (1 so far), its batch is in {skip.out_dir}/'
     assert skip.stdout.count(said) == 1, skip.outputs

@@ -1,4 +1,4 @@
-"""What processes need before they train together: a dtype, open files, a network, fixed arithmetic."""
+"""What processes need before they train: a dtype, open files, a network, deterministic arithmetic."""
 import os
 import shutil
 import subprocess
@@ -38,7 +38,7 @@ def test_few_open_files_do_not_keep_processes_from_joining(train):
 
 @pytest.mark.slow
 def test_few_open_files_do_not_keep_torchrun_from_serving_the_store(dataset, tmp_path):
-    """Four processes take a torchrun with the store to 33 files."""
+    """With four processes, the torchrun that serves the store needs 33 files."""
     command = [*TORCHRUN, '--standalone', '--nproc_per_node=4', 'train.py', *SHORT, f'--dataset={dataset}',
                f'--out_dir={tmp_path}']
     done = subprocess.run(['bash', '-c', 'ulimit -Sn 29; exec "$@"', '-', *command], cwd=ROOT, timeout=100)
@@ -63,7 +63,7 @@ def test_gloo_listens_where_the_first_node_is_reached(monkeypatch, environment, 
 
 
 @pytest.mark.quick
-def test_loopback_and_unknown_hosts_lead_to_no_interface():
+def test_loopback_and_unknown_hosts_do_not_have_an_interface():
     assert '127.0.0.1' in map(str, network.find_interfaces()['lo'])
     assert network.interface_to('127.0.1.1') is None
     assert network.interface_to('no-such-host.invalid') is None
@@ -78,7 +78,7 @@ def two_nodes(tmp_path):
     def ip(*arguments):
         subprocess.run(['ip', *arguments], check=True)
 
-    names = [f'kilogpt-{os.getpid()}-{node}' for node in (0, 1)]  # namespaces are the machine's
+    names = [f'kilogpt-{os.getpid()}-{node}' for node in (0, 1)]  # unique on this machine
     try:
         for name in names:
             ip('netns', 'add', name)
@@ -113,7 +113,7 @@ def test_nodes_with_loopback_addresses_for_names_find_each_other(two_nodes, data
     assert (tmp_path / 'out' / 'metrics.jsonl').exists()
 
 
-# --- fixed arithmetic -----------------------------------------------------------------------------------
+# --- deterministic arithmetic ---------------------------------------------------------------------------
 
 @pytest.fixture
 def restored_settings(monkeypatch):
@@ -148,8 +148,8 @@ def test_deterministic_run_resumes_to_the_bit(train):
 @pytest.mark.parametrize('nproc, layout', [
     (1, '--compile=True'), (2, '--compile=True --zero_stage=2'), (2, '--tp=2'), (2, '--cp=2'),
     (2, '--pp=2 --pp_schedule=zbv'), (2, '--optimizer=muon --zero_stage=1'), (2, '--dtype=bfloat16')])
-def test_every_operation_has_a_deterministic_form(train_all, nproc, layout):
-    """Without one PyTorch raises RuntimeError. On a processor the key changes no bit."""
+def test_every_operation_has_a_deterministic_implementation(train_all, nproc, layout):
+    """PyTorch raises RuntimeError for an operation without one. On a CPU, the key does not change any bit."""
     options = [*layout.split(), '--dropout=0.1', '--gradient_accumulation_steps=4', '--max_iters=3']
     runs = train_all({key: [*options, f'--deterministic={key}'] for key in (True, False)}, nproc=nproc)
     assert curve(runs[True]) == curve(runs[False]) and len(runs[True].lines) == 3

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.quick
 
 # {sizes of a mesh's dimensions: dimensions of a matrix that they cut, None for replicas}
 LAYOUTS = {(4,): [(None,), (0,), (1,)], (2, 2): [(None, 0), (0, 0), (0, 1)]}
-SHAPES = (14, 6), (2, 12)  # the ranks cut 14 rows unevenly, and are more than 2
+SHAPES = (14, 6), (2, 12)  # ranks cut 14 rows unevenly, and outnumber 2 rows
 NUMBERS = {1: torch.float32, 2: torch.bfloat16, 5: torch.float32}  # of matrices, and dtypes
 
 
 class LargestBuffer(TorchDispatchMode):
-    """Notes the elements of the largest tensor that an operation makes."""
+    """Records the number of elements of the largest tensor that any operation makes."""
     elements = 0
 
     def __torch_dispatch__(self, operation, types, arguments=(), options=None):
@@ -33,7 +33,7 @@ class LargestBuffer(TorchDispatchMode):
 
 
 def scale(matrices):
-    """A function of whole matrices: no part of the result can be had from a part of a matrix."""
+    """A function of whole matrices: every part of the result depends on the whole matrix."""
     return matrices * matrices.sum(dim=(1, 2), keepdim=True)
 
 
@@ -55,7 +55,7 @@ def check_layouts(rank, port, world_size):
 
 
 def cut_parts(matrices, mesh, cuts):
-    """What this process holds of matrices: inner dimensions cut before outer ones."""
+    """The parts of matrices that this process holds. Inner mesh dimensions cut before outer ones."""
     for cut, ranks, coordinate in reversed(list(zip(cuts, mesh.shape, mesh.get_coordinate()))):
         if cut is not None:
             matrices = matrices.split(chunk_sizes(matrices.size(cut + 1), ranks), cut + 1)[coordinate]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import FAULTS, ROOT
 from published import ROWS, predict
-from test_parallel import BASE, LAYOUTS, MODELS, SLOW_LAYOUTS, arguments_of, by_name, model_of
+from test_parallel import BASE, LAYOUTS, SLOW_LAYOUTS, arguments_of, by_name
 from torch.distributed.pipelining import schedules
 
 from kilogpt.plan import memory_model, time_model

@@ -104,7 +104,7 @@ def test_as_given_predicts_only_the_layout_of_the_config(run_plan):
     (['--gpus=2', '--gpu=T4', '--dtype=float32', '--n_embd=16000'],
      'no layout on 2 × T4 fits; the closest is dp2 zero3 full offload batch_size=1, which needs [\\d.,]+'),
     (['--n_headd=3'], "unknown key 'n_headd' in the command line; did you mean n_head"),
-    (['config/absent.py'], "there is no config file 'config/absent.py'"),
+    (['config/absent.py'], "config file 'config/absent.py' does not exist"),
     (['--as_given', '--mlp=moe', '--ep=3', '--gpus=6', '--gpus_per_node=6', '--zero_stage=2'],
      'ep=3 does not divide n_experts=8: set ep to one of 1, 2, 4, 8'),
     (['--load_imbalance=0.9'], '--load_imbalance is 0.9, but the busiest process has at least the mean'),
