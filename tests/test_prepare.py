@@ -1,4 +1,5 @@
 """The datasets' prepare.py as a user runs them. There is no network: connections are refused at once."""
+import itertools
 import json
 import os
 import shutil
@@ -79,6 +80,10 @@ def read_files(out):
     return {path.name: path.read_bytes() for path in out.glob('*.bin')}
 
 
+def join(lists):
+    return list(itertools.chain.from_iterable(lists))
+
+
 def same(a, b):
     return a == b  # pytest takes minutes to explain how two long lists differ
 
@@ -90,7 +95,7 @@ def same(a, b):
 def test_ids_of_parts_are_those_of_the_whole_text(gpt2, text, size):
     parts = list(prepare.cut_text(text, size))
     assert ''.join(parts) == text
-    assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
+    assert join(map(gpt2.encode, parts)) == gpt2.encode(text)
     assert len(list(prepare.cut_text('word\n' * 20, size))) > 1
 
 
@@ -124,9 +129,12 @@ def test_text_has_the_same_tokens_however_it_is_encoded(run_prepare, tmp_path, g
 
     run_prepare('text', *arguments, '--num_proc=2')
     meta, train, val = load(tmp_path / 'out')
-    borders = [(text, int(len(text) * 0.75)) for text in books.values()]
-    assert same(train, [i for text, border in borders for i in gpt2.encode(text[:border]) + [gpt2.eot]])
-    assert same(val, [i for text, border in borders for i in gpt2.encode(text[border:]) + [gpt2.eot]])
+    expected_train, expected_val = [], []
+    for text in books.values():
+        border = int(len(text) * 0.75)
+        expected_train += [*gpt2.encode(text[:border]), gpt2.eot]
+        expected_val += [*gpt2.encode(text[border:]), gpt2.eot]
+    assert same(train, expected_train) and same(val, expected_val)
     shards = [count for name, count in sorted(meta['tokens'].items()) if name.startswith('train')]
     assert len(shards) > 3 and set(shards[:-1]) == {50000}
 
@@ -197,7 +205,7 @@ def test_files_of_resumed_runs_are_those_of_an_unbroken_run(tmp_path, gpt2, brok
     assert same(write('broken'), unbroken)
     assert (0 < starts[-1] < broken_again_at) if broken_again_at > 100 else starts[-1] == 0
     shards = [unbroken[f'train_{i:06d}.bin'] for i in range(len(unbroken) - 2)]
-    tokens = [i for text in documents for i in gpt2.encode(text) + [50256]]
+    tokens = join([*gpt2.encode(text), 50256] for text in documents)
     assert same(b''.join(shards), np.array(tokens, '<u2').tobytes())
 
 

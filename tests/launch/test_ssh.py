@@ -24,7 +24,7 @@ pytestmark = [
 @pytest.fixture(scope='module')
 def launch(tmp_path_factory):
     """Function that starts launch/ssh.sh; returns a Popen whose `output()` is the text printed so far."""
-    with tempfile.TemporaryDirectory(prefix='sshd-') as folder:  # sshd refuses a folder that others may write to
+    with tempfile.TemporaryDirectory(prefix='sshd-') as folder:  # sshd refuses folders that others can write
         folder = pathlib.Path(folder)
         checkout = copy_checkout(tmp_path_factory.mktemp('ssh') / 'kiloGPT')
         environment, sshd = start_sshd(folder)
