@@ -1,4 +1,4 @@
-"""Measure train.py by launching it: tables of speed and memory, and where the time of an iteration goes.
+"""Measure train.py by launching it: tables of speed and memory, and the parts of an iteration's time.
 
     python bench.py config/train_gpt2.py --random_tokens=50257 --sweep="batch_size=8,16 compile=True,False"
     python bench.py config/train_gpt2.py --random_tokens=50257 --layouts="dp8; zero3 dp8; tp2 pp2 dp2 zbv"
@@ -7,23 +7,23 @@
     python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10
     python bench.py config/quickstart.py --profile
 
-Everything that is not an option below goes to train.py as it is.
+All arguments that are not options listed below are passed to train.py.
 
-A layout is words: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN (dp_replicate),
-a pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), bf16 or powersgd
-(grad_compress), and key=value for any other key. With dpN a layout has dp × tp × cp × pp processes, else
---nproc_per_node. Its row has the main process's memory and, beneath, the bytes that the main process
-communicates in an iteration: those of the whole tensor of each collective, whatever the algorithm puts on the
-wire. Bubble is the idle share of the pipeline: by formula for equal stages / measured on the main process,
-without the optimizer and the data (on a CPU, Python between operators counts as idle).
+A layout is a list of words: dpN, tpN, cpN, ppN, epN (number of processes of each kind), zeroN (zero_stage),
+repN (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload (cpu_offload), bf16 or
+powersgd (grad_compress), and key=value for any other key. A layout with dpN has dp × tp × cp × pp processes,
+other layouts have --nproc_per_node. A layout's row has the main process's memory. The line below the row has
+the bytes that the main process communicates in an iteration: each collective counts with its whole tensor,
+whatever its algorithm sends. "bubble" is the idle share of the pipeline: by formula for equal stages, then
+measured on the main process without optimizer and data (on a CPU, Python between operators counts as idle).
 
-With --gpu a layout's row also has the memory and the time that kilogpt.plan foretells, and the measured as a
-multiple of each. On a CPU the measured memory has some 0.4 GB of Python and PyTorch in it.
+With --gpu, a layout's row also has the memory and the time predicted by kilogpt.plan; "ratio" is measured
+over predicted. On a CPU, the measured memory includes about 0.4 GB for Python and PyTorch.
 
-MFU is the model's floating-point operations as a share of the peak: the maker's for a GPU, and for a CPU that
-of the fastest of three matrix products, timed at the start with the threads of a process. With --profile the
-row of one process also has its roofline: how long its products would take at that peak, and what it reads and
-writes (by the formulas of kilogpt/plan/time_model.py) at the bandwidth of a copy.
+MFU is the model's floating-point operations as a share of the peak. The peak of a GPU is the maker's figure;
+that of a CPU is the fastest of three matrix products, timed at the start with the threads of one process.
+With --profile, the row of one process also has a roofline: the time of its products at that peak, and the
+time of its reads and writes (counted by kilogpt/plan/time_model.py) at the bandwidth of a copy.
 """
 import argparse
 import functools
@@ -57,22 +57,23 @@ def parse_sweep(text):
 
 
 def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu='', **keys):
-    """A row of medians over `iters` iterations after `warmup`. RuntimeError with the run's error if it fails.
+    """A row: medians over `iters` iterations after `warmup`. RuntimeError with the run's error if it fails.
 
-    profile: also where the time and the bytes of an iteration go. trace: a file to leave the trace in.
-    gpu: what kilogpt.plan takes for --gpu, to add what it foretells. keys: further settings.
+    profile: add the parts of an iteration's time and its bytes. trace: path where the trace is kept.
+    gpu: add the predictions of kilogpt.plan with this --gpu. keys: further settings.
     """
     if profile:
-        warmup = max(warmup, 9)  # the trace takes iterations 6 to 9, and slows them
+        warmup = max(warmup, 9)  # tracing slows down iterations 6 to 9
     with tempfile.TemporaryDirectory() as out_dir:
-        run = script_runs.train(arguments, out_dir, processes, max_iters=warmup + iters, profile=profile, **keys)
+        run = script_runs.train(arguments, out_dir, processes, max_iters=warmup + iters, profile=profile,
+                                **keys)
         row = {key: run.median(key, warmup) for key in ('tokens_per_sec', 'dt_ms', 'mfu', 'mem_gb')}
         row['gradient_accumulation_steps'] = run.config['gradient_accumulation_steps']
-        row['stalls_ms'] = run.stalls_ms[:-1]  # the last save, at the end, always blocks
+        row['stalls_ms'] = run.stalls_ms[:-1]  # without the save at the end, which always blocks
         if profile:
             row |= profile_row(run)
         if gpu:
-            row |= script_runs.foretell(arguments, processes, gpu)
+            row |= script_runs.predict(arguments, processes, gpu)
         if trace:
             row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
             if processes == 1:
@@ -81,12 +82,12 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
 
 
 def profile_row(run):
-    """What a run with --profile adds to its row."""
+    """The entries that --profile adds to a row."""
     with open(os.path.join(run.out_dir, 'profile.json'), encoding='utf-8') as file:
         profiled = json.load(file)
     milliseconds = profiled['milliseconds']
     row = dict(profile_ms=milliseconds, bytes=profiled['bytes'])
-    row['mem_gb'] = run.train_lines[2]['mem_gb']  # before the trace, which takes memory
+    row['mem_gb'] = run.train_lines[2]['mem_gb']  # before tracing, which needs memory itself
     if run.config['pp'] > 1:
         micro_steps = int(re.search(r'(\d+) micro-step', run.stdout)[1])
         row['bubble_theory'] = bubble(run.config['pp'], micro_steps, run.config['pp_schedule'])
@@ -96,44 +97,45 @@ def profile_row(run):
 
 
 def roofline(arguments, config):
-    """What an iteration on one process would take at this machine's best rates (Williams et al. 2009).
+    """The time of an iteration on one process at this machine's best rates (Williams et al. 2009).
 
-    arguments: train.py's. config: that of the run. products_ms: matrix products and attention alone at
-    `products_rate`, FLOP/s; memory_ms: what is read and written besides at `memory_rate`, bytes/s. {} where
-    the peak of the device is unknown.
+    arguments: of train.py. config: of the run. Returns products_ms, the time of matrix products and attention
+    at products_rate (FLOP/s), and memory_ms, the time of all other reads and writes at memory_rate (bytes/s);
+    {} if the device's peak is unknown.
     """
+    # These modules import torch, which takes seconds.
     from kilogpt import metrics
-    from kilogpt.plan import calibrate  # these import torch, which takes seconds
     from kilogpt.parallel.processes import find_device, resolve_dtype
+    from kilogpt.plan import calibrate
     device = find_device(config['device'])
     dtype = resolve_dtype(config['dtype'], device)
     peak = metrics.peak_flops(device, dtype)
     if not peak:
         return {}
-    # Other programs make a measurement slower, but none faster.
+    # Other programs only make a measurement slower.
     peak = max(peak, *(metrics.peak_flops(device, dtype) for _ in range(4)))
     bandwidth = max(calibrate.memory_rate(device) for _ in range(4))
 
-    def foretold_ms(rate):
-        """Milliseconds of an iteration with memory of that many bytes/s."""
+    def predicted_ms(rate):
+        """Milliseconds of an iteration if memory has a bandwidth of `rate` bytes/s."""
         machine = Machine('the best rates', device.type, memory=math.inf, dtype=dtype, peak=peak, launch=0.0,
                           products={name: [(1, peak)] for name in (dtype, 'float8')},
                           attention={dtype: peak}, bandwidth=rate, node_link=rate, network=rate)
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'machine.json')
             write_machine(machine, path)
-            return script_runs.foretell(arguments, 1, path)['foretold_ms']
+            return script_runs.predict(arguments, 1, path)['predicted_ms']
 
-    products_ms = foretold_ms(math.inf)
-    return dict(products_ms=products_ms, products_rate=peak, memory_ms=foretold_ms(bandwidth) - products_ms,
+    products_ms = predicted_ms(math.inf)
+    return dict(products_ms=products_ms, products_rate=peak, memory_ms=predicted_ms(bandwidth) - products_ms,
                 memory_rate=bandwidth)
 
 
-# The modes. Each yields (label, row): a row is a dict, with 'error' where the measurement failed.
-# run(arguments, processes) is `measure` with its options set.
+# The modes. Each yields (label, row), where the row is a dict, with 'error' if the measurement failed.
+# run(arguments, processes) is `measure` with its options already set.
 
 def sweep(run, arguments, layouts, combinations, keep_traces):
-    """Speed and memory of each layout with each combination of settings."""
+    """Yield speed and memory of each layout with each combination of settings."""
     for number, (layout, combination) in enumerate(itertools.product(layouts, combinations)):
         name, processes, layout_arguments = layout
         settings = [*layout_arguments, *combination]
@@ -147,9 +149,9 @@ def sweep(run, arguments, layouts, combinations, keep_traces):
 
 
 def scaling(run, arguments, sizes):
-    """Weak scaling (the batch per process stays) and strong scaling (the global batch stays).
+    """Yield weak scaling (same batch for each process) and strong scaling (same global batch).
 
-    Efficiency is tokens per second and process, relative to the smallest size.
+    Efficiency is tokens per second and process, relative to the smallest number of processes.
     """
     first = None
     for processes in sizes:
@@ -170,7 +172,7 @@ def scaling(run, arguments, sizes):
 
 
 def saves(run, arguments, processes, interval):
-    """How long training waits for a save every `interval` iterations, blocking and in the background."""
+    """Yield how long training waits for a save every `interval` iterations, blocking or not."""
     blocking = None
     for background in (False, True):
         row = dict(async_checkpoint=background)
@@ -179,8 +181,8 @@ def saves(run, arguments, processes, interval):
                            async_checkpoint=background)
             stalls = measured['stalls_ms']
             if len(stalls) < 2:
-                raise RuntimeError(f'there were {len(stalls)} saves before the last: '
-                                   f'set --iters to {3 * interval} at least')
+                raise RuntimeError(f'only {len(stalls)} save(s) before the last one: '
+                                   f'set --iters to at least {3 * interval}')
             first, later = stalls[0], statistics.median(stalls[1:])
             blocking = blocking or (first, later)
             row |= dict(first_ms=first, later_ms=later, first_ratio=first / blocking[0],
@@ -191,7 +193,7 @@ def saves(run, arguments, processes, interval):
 
 
 def sweep_text(row):
-    """A row's figures, and beneath them what a profile adds."""
+    """A row as text, with the lines that a profile adds below it."""
     mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
     lines = [f'{row["tokens_per_sec"]:>12,.0f} {row["dt_ms"]:>10.2f} {mfu:>7} {row["mem_gb"]:>8.2f}']
     if row['layout']:
@@ -199,22 +201,22 @@ def sweep_text(row):
         if 'bubble_theory' in row:
             shares = f'{row["bubble_theory"]:.1%} / {row["bubble_measured"]:.1%}'
         lines[0] += f' {shares:>15}'
-    if 'foretold_gb' in row:
-        for measured, foretold in (('mem_gb', 'foretold_gb'), ('dt_ms', 'foretold_ms')):
-            lines[0] += f' {row[foretold]:>12,.2f} {row[measured] / row[foretold]:>7.2f}'
+    if 'predicted_gb' in row:
+        for measured, predicted in (('mem_gb', 'predicted_gb'), ('dt_ms', 'predicted_ms')):
+            lines[0] += f' {row[predicted]:>12,.2f} {row[measured] / row[predicted]:>7.2f}'
     if 'bytes' in row:
         moved = [f'{name} {count / 1e6:,.2f}MB' for name, count in row['bytes'].items() if count >= 5000]
-        lines.append(f'    communicates {", ".join(moved) or "nothing to speak of"}')
+        lines.append(f'    communicates {", ".join(moved) or "almost nothing"}')
     if 'trace' in row:
         total = sum(row['profile_ms'].values())
         for category, value in row['profile_ms'].items():
             lines.append(f'    {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%')
-        lines.append(f'    of {total:.2f}ms an iteration; '
+        lines.append(f'    of {total:.2f}ms per iteration; '
                      f'open {row["trace"]} in https://ui.perfetto.dev or chrome://tracing')
     if 'products_ms' in row:
         lines.append(
-            f'    roofline: products {row["products_ms"]:.2f}ms at {row["products_rate"] / 1e12:.2f} TFLOP/s, '
-            f'memory {row["memory_ms"]:.2f}ms at {row["memory_rate"] / 1e9:.1f} GB/s')
+            f'    roofline: products {row["products_ms"]:.2f}ms at {row["products_rate"] / 1e12:.2f} '
+            f'TFLOP/s, memory {row["memory_ms"]:.2f}ms at {row["memory_rate"] / 1e9:.1f} GB/s')
     return '\n'.join(lines)
 
 
@@ -229,16 +231,16 @@ def saves_text(row):
 
 
 class Table(NamedTuple):
-    """How a mode's rows are printed."""
+    """The format of a mode's rows."""
     header: str
     label_format: str
-    text: Callable  # of a row, beside the label
+    text: Callable  # the text of a row, to the right of its label
 
 
 SWEEP = Table(f'{"":<48} {"tokens/s":>12} {"ms/iter":>10} {"MFU":>7} {"GB":>8}', '<48', sweep_text)
 LAYOUTS = SWEEP._replace(header=f'{SWEEP.header} {"bubble":>15}')
-FORETOLD = LAYOUTS._replace(header=f'{LAYOUTS.header} {"GB foretold":>12} {"times":>7} '
-                                   f'{"ms foretold":>12} {"times":>7}')
+PREDICTED = LAYOUTS._replace(header=f'{LAYOUTS.header} {"GB predicted":>12} {"ratio":>7} '
+                                    f'{"ms predicted":>12} {"ratio":>7}')
 SCALING = Table(f'{"processes":>9} {"weak":>14} {"efficiency":>11} {"strong":>14} {"efficiency":>11}'
                 '   (tokens/s)', '>9', scaling_text)
 SAVES = Table(f'{"async_checkpoint":<16} {"first save":>12} {"ratio":>7} {"later saves":>12} {"ratio":>7} '
@@ -246,7 +248,7 @@ SAVES = Table(f'{"async_checkpoint":<16} {"first save":>12} {"ratio":>7} {"later
 
 
 def print_rows(rows, table, as_json):
-    """Print each row as soon as it is measured; returns whether all could be."""
+    """Print each row as soon as it is measured; returns whether all measurements succeeded."""
     complete = True
     if not as_json:
         print(table.header, flush=True)
@@ -260,39 +262,40 @@ def print_rows(rows, table, as_json):
 
 
 def parse_arguments():
-    """(options of bench.py, arguments for train.py)"""
+    """(options of bench.py, arguments for train.py)."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add('--iters', type=int, default=20, help='iterations measured; the table gives their medians (20)')
-    add('--warmup', type=int, default=5, help='iterations before those (5; 9 or more with a profile)')
-    add('--sweep', default='', metavar='"KEY=A,B ..."', help='train.py keys; every combination is a row')
+    add('--iters', type=int, default=20, help='iterations measured; their medians are printed (20)')
+    add('--warmup', type=int, default=5, help='iterations before these (5; at least 9 with a profile)')
+    add('--sweep', default='', metavar='"KEY=A,B ..."', help='keys of train.py: each combination is a row')
     add('--layouts', default='', metavar='"LAYOUT; ..."',
-        help='layouts, as above; every one is a row (of each combination)')
+        help='layouts, as above: each one is a row (for each combination of --sweep)')
     add('--gpu', default='', metavar='GPU',
-        help='with --layouts: add what kilogpt.plan foretells for this GPU, or for a file of its --calibrate')
+        help='with --layouts: add the predictions of kilogpt.plan for this GPU, or for a file that its '
+        '--calibrate has written')
     add('--scaling', metavar='N,N...',
-        help='instead: weak (gradient_accumulation_steps times processes) and strong scaling by number of '
-        'processes, of OMP_NUM_THREADS threads each (1)')
+        help='another table: weak scaling (gradient_accumulation_steps times the number of processes) and '
+        'strong scaling, for these numbers of processes, of OMP_NUM_THREADS threads each (1)')
     add('--saves', type=int, metavar='N',
-        help='instead: for how long training waits for a checkpoint every N iterations, blocking and in the '
-        'background: the first and the median of the others')
-    add('--nproc_per_node', type=int, default=1, help='processes under torchrun (1)')
+        help='another table: how long training waits for a checkpoint every N iterations, blocking and in '
+        'the background: for the first checkpoint, and the median for the others')
+    add('--nproc_per_node', type=int, default=1, help='number of processes under torchrun (1)')
     add('--random_tokens', type=int, metavar='VOCAB_SIZE',
-        help='train on random tokens of a vocabulary of this size rather than on a dataset')
-    add('--profile', action='store_true', help='also say where the time of an iteration goes; leaves a trace')
-    add('--json', action='store_true', help='print JSON, one object a row, instead of the table')
+        help='train on random tokens of a vocabulary of this size instead of a dataset')
+    add('--profile', action='store_true', help="also print the parts of an iteration's time; writes a trace")
+    add('--json', action='store_true', help='print one JSON object for each row instead of a table')
     options, arguments = parser.parse_known_args()
     if options.iters < 1 or options.warmup < 0:
         sys.exit('error: --iters must be at least 1 and --warmup at least 0')
     if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):
         sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
     if options.gpu and not options.layouts:
-        sys.exit('error: --gpu foretells layouts: give --layouts too')
+        sys.exit('error: --gpu needs layouts to predict: add --layouts')
     for mode in ('scaling', 'saves'):
         if getattr(options, mode) and (options.layouts or options.sweep or options.profile):
-            sys.exit(f'error: --{mode} makes a table of its own: '
-                     'give no --layouts, --sweep or --profile with it')
+            sys.exit(f'error: --{mode} prints a table of its own: '
+                     'remove --layouts, --sweep and --profile')
     return options, arguments
 
 
@@ -308,7 +311,7 @@ def main():
             write_random_tokens(folder, options.random_tokens)
             arguments.append(f'--dataset={folder}')
         if options.scaling:
-            # by default one process would have the threads of all cores, and two processes half of them each
+            # By default one process would have threads on all cores, and two processes half of them each.
             os.environ.setdefault('OMP_NUM_THREADS', '1')
             sizes = sorted({int(size) for size in options.scaling.split(',')})
             rows, table = scaling(run, arguments, sizes), SCALING
@@ -318,7 +321,7 @@ def main():
             rows = sweep(run, arguments, layouts, combinations, keep_traces=options.profile)
             table = SWEEP
             if options.layouts:
-                table = FORETOLD if options.gpu else LAYOUTS
+                table = PREDICTED if options.gpu else LAYOUTS
         complete = print_rows(rows, table, options.json)
     sys.exit(0 if complete else 1)
 

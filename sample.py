@@ -1,4 +1,4 @@
-"""Text from a trained model.
+"""Generate text from a trained model.
 
     python sample.py --out_dir=out-quickstart
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5
@@ -47,7 +47,7 @@ config = configure(globals())
 
 
 def find_checkpoint():
-    """The path of the checkpoint in out_dir that `which` names; another one where that is damaged."""
+    """The path of the checkpoint in out_dir that `which` selects, or of another if that one is damaged."""
     paths = checkpoint.find(out_dir)
     if which == 'best' and paths:
         paths.insert(0, checkpoint.find_best(out_dir))
@@ -60,7 +60,7 @@ def find_checkpoint():
 
 
 def load_model():
-    """(model, tokenizer) that init_from and out_dir name."""
+    """(model, tokenizer) as given by init_from and out_dir."""
     if init_from == 'resume':
         path = find_checkpoint()
         state = checkpoint.read_state(path)
@@ -77,7 +77,7 @@ def load_model():
 
 
 def read_prompt():
-    """The text that `start` means: itself, the content of a file, or standard input."""
+    """The prompt given by `start`: the text itself, the content of a file, or standard input."""
     if start == '-':
         return sys.stdin.read()
     if start.startswith('FILE:'):
@@ -96,14 +96,14 @@ with exit_on_error():
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
     if quantize == 'int8' and device.type != 'cpu':
-        raise ValueError(f'quantize=int8 is for CPUs, but the device is {device}: '
-                         'use --dtype=bfloat16 there, or --device=cpu')
+        raise ValueError(f'quantize=int8 works only on CPUs, but the device is {device}: '
+                         'set --dtype=bfloat16 instead, or --device=cpu')
     dtype = getattr(torch, resolve_dtype(dtype, device))
     model, tokenizer = load_model()
     prompt = read_prompt()
 if compile is None:
-    # Compiling takes a minute and saves milliseconds a token. Past block_size no step is compiled, since the
-    # whole window is read again for each token.
+    # Compiling takes a minute and saves milliseconds for each token. After block_size tokens, the compiled
+    # step is not used, since the whole window is read again for each token.
     compile = device.type == 'cuda' and min(max_new_tokens, model.config.block_size) >= 4000
 if compile and (failure := compile_failure(device)):
     print(f'torch.compile does not work here ({failure}): continuing without it', file=sys.stderr)
@@ -113,14 +113,14 @@ if quantize == 'int8':
     replace_all(model, torch.nn.Linear, Int8Linear)
 # Weights are cast once: autocast would cast them for each token.
 if device.type == 'cpu' and can_pack(dtype) and not compile:
-    # The rest of the model stays in float32, in which attention to a long text is faster on a CPU.
+    # The rest of the model stays in float32: on a CPU, attention to a long text is faster in float32.
     replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, num_samples))
 else:
     model.to(device, dtype)
 cache = model.new_cache(num_samples)
 if compile:
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
-    # Without this mark a CUDA graph would not write into the cache's own memory.
+    # Without this mark, a CUDA graph would write into a copy of the cache.
     for tensor in (cache.length, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)
 generator = torch.Generator(device).manual_seed(seed)
@@ -129,7 +129,7 @@ generator = torch.Generator(device).manual_seed(seed)
 @torch.inference_mode(device.type == 'cpu')  # 5% less time for a token; on GPUs the step is compiled
 def show(prompt):
     """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
-    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs one token at least
+    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs at least one token
     decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
     texts = [prompt] * num_samples
     has_ended = [False] * num_samples
@@ -156,9 +156,9 @@ if interactive:
             break
         try:
             show(line)
-        except KeyboardInterrupt:  # ends this text, not the conversation
+        except KeyboardInterrupt:  # Ctrl-C ends only this text
             print()
-        except ValueError as error:  # a character that the model does not know
+        except ValueError as error:  # a character outside the model's alphabet
             print(f'error: {error}', file=sys.stderr)
 else:
     with exit_on_error():

@@ -31,7 +31,7 @@ zero_stage = 3
 # beside the computation and tp's do not.
 # The planner's layout: --tp=1 --dp_replicate=1 --zero_stage=2 --batch_size=2 \
 #     --gradient_accumulation_steps=512
-# It is foretold to be 1.07 times as fast.
+# It is predicted to be 1.07 times as fast.
 batch_size = 4
 block_size = 4096
 gradient_accumulation_steps = 8 * 32

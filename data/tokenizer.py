@@ -1,27 +1,27 @@
-"""Text to token ids and back: GPT-2's BPE and tiktoken's other encodings, characters, bytes.
+"""Convert text to token ids and back: GPT-2's BPE and tiktoken's other encodings, characters, bytes.
 
-A dataset's meta.json names its tokenizer: get_tokenizer(meta) returns the one that wrote the dataset.
+A dataset's meta.json names its tokenizer: get_tokenizer(meta) returns the tokenizer that wrote the dataset.
 """
 import base64
 import os
 import tempfile
 
-# gigatoken 0.10 remembers every word it has met, in up to 5 bytes of memory for each byte of text. To bound
-# that, its tokenizer is built again after this many bytes of text.
+# gigatoken 0.10 caches every word it has seen, with up to 5 bytes of memory for each byte of text. To bound
+# the cache, its tokenizer is rebuilt after this many bytes of text.
 GIGATOKEN_BYTES = 2 ** 28
 
 
 class Tokenizer:
     """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), and these methods:
 
-    encode(text): a list of ids; what looks like a special token is ordinary text.
-    decode_bytes(ids): UTF-8 bytes. Those of successive lists of ids may be joined; one list may end inside a
-        character.
+    encode(text): a list of ids. Text that looks like a special token is ordinary text.
+    decode_bytes(ids): UTF-8 bytes. A list of ids may end inside a character, so join the bytes of successive
+        lists before decoding.
     describe_as_bpe(): vocabulary {token as Hugging Face writes it: id}, merges [[left, right]], the pattern
         that splits the text before merging (or None), special tokens {text: id}.
     """
     eot = None
-    gains_from_processes = True  # False: one process encodes a text as fast as it can be sent to another
+    gains_from_processes = True  # False = encoding takes no longer than sending the text to another process
 
     def encode_to_numpy(self, text):
         """Return encode(text) as an array of integers."""
@@ -33,15 +33,15 @@ class Tokenizer:
         return self.decode_bytes(ids).decode('utf-8', errors='replace')
 
     def meta(self):
-        """Return the tokenizer's part of meta.json, which is enough for get_tokenizer."""
+        """Return the tokenizer's part of meta.json, from which get_tokenizer creates the tokenizer."""
         dtype = 'uint16' if self.vocab_size <= 65536 else 'uint32'
         return {'vocab_size': self.vocab_size, 'dtype': dtype, 'tokenizer': self.name}
 
     def hugging_face(self, block_size):
-        """Return {file name: content} of the JSON files that make this tokenizer one of Hugging Face's.
+        """Return {file name: content} of the JSON files of this tokenizer for Hugging Face.
 
-        Every tokenizer becomes a BPE: characters one without merges, the others one over bytes. Unlike in
-        `encode`, what looks like a special token is one.
+        Every tokenizer becomes a BPE: without merges for characters, over bytes for the others. Unlike in
+        `encode`, text that looks like a special token becomes that token.
         """
         vocab, merges, pattern, special = self.describe_as_bpe()
         if self.name == 'char':
@@ -74,21 +74,21 @@ class CharTokenizer(Tokenizer):
     name = 'char'
 
     def __init__(self, chars):
-        """chars: the alphabet in id order, a string or a list of single characters."""
+        """chars: the alphabet in the order of ids, as a string or a list of single characters."""
         self.chars = list(chars)
         self.vocab_size = len(self.chars)
         self.ids = {char: i for i, char in enumerate(self.chars)}
 
     @classmethod
     def from_text(cls, text):
-        """Take the alphabet of a text (a string, or any iterable of characters), in code point order."""
+        """Use the alphabet of a text (any iterable of characters) in the order of code points."""
         return cls(sorted(set(text)))
 
     def encode(self, text):
         try:
             return [self.ids[char] for char in text]
         except KeyError as error:
-            raise ValueError(f'the character {error} is not among the {self.vocab_size} of this '
+            raise ValueError(f'the character {error} is not among the {self.vocab_size} characters of this '
                              'alphabet') from None
 
     def decode_bytes(self, ids):
@@ -117,7 +117,7 @@ class ByteTokenizer(Tokenizer):
 
 class BPETokenizer(Tokenizer):
     def __init__(self, name):
-        """name: an encoding of tiktoken. OSError if its vocabulary is not here and cannot be downloaded."""
+        """name: an encoding of tiktoken. OSError if its vocabulary is missing and cannot be downloaded."""
         try:
             import tiktoken
         except ImportError:
@@ -125,11 +125,11 @@ class BPETokenizer(Tokenizer):
         from data.fetch import fetch_gpt2_vocabulary
         encodings = sorted(tiktoken.list_encoding_names())
         if name not in encodings:
-            raise ValueError(f"unknown tokenizer {name!r}: take 'char', 'bytes', 'gpt2-gigatoken' or one of "
-                             f"tiktoken's ({', '.join(encodings)})")
+            raise ValueError(f"unknown tokenizer {name!r}: choose 'char', 'bytes', 'gpt2-gigatoken' or an "
+                             f"encoding of tiktoken ({', '.join(encodings)})")
         cache = (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
                  or os.path.expanduser('~/.cache/kilogpt'))
-        os.environ['TIKTOKEN_CACHE_DIR'] = cache  # for tiktoken, here and in worker processes
+        os.environ['TIKTOKEN_CACHE_DIR'] = cache  # read by tiktoken, here and in worker processes
         if name == 'gpt2':
             fetch_gpt2_vocabulary(cache)
         try:
@@ -151,7 +151,7 @@ class BPETokenizer(Tokenizer):
             return super().encode_to_numpy(text)
 
     def decode_bytes(self, ids):
-        # nanoGPT pads the embedding to 50304 rows, so a model can emit ids that no token has
+        # nanoGPT pads the embedding to 50304 rows, so that a model can generate ids without a token.
         return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])
 
     def describe_as_bpe(self):
@@ -162,14 +162,14 @@ class BPETokenizer(Tokenizer):
             parts = _last_two_parts(token, ranks)
             if parts:
                 merges.append([_bytes_to_unicode(part) for part in parts])
-        # Oniguruma, which Hugging Face uses, reads the + of a possessive {1,3}+ as one more repetition. At
-        # the end of a branch, where these stand, possessive or not makes no difference.
+        # Oniguruma, which Hugging Face uses, reads the + of a possessive {1,3}+ as one more repetition. Here
+        # the possessive quantifiers are at the end of a branch, where removing the + changes nothing.
         pattern = self.encoding._pat_str.replace('}+', '}')
         return vocab, merges, pattern, self.encoding._special_tokens
 
 
 class GigatokenTokenizer(BPETokenizer):
-    """GPT-2's tokens by gigatoken: the ids of tiktoken, in a fraction of its time."""
+    """GPT-2's tokenizer by gigatoken: gives the same ids as tiktoken, much faster."""
     gains_from_processes = False
 
     def __init__(self):
@@ -177,7 +177,7 @@ class GigatokenTokenizer(BPETokenizer):
         self._build_gigatoken()
 
     def _build_gigatoken(self):
-        """Build gigatoken's tokenizer from tiktoken's ranks, in 0.1 s. It has not met any word yet."""
+        """Build gigatoken's tokenizer from tiktoken's ranks, with an empty cache. Takes 0.1 s."""
         try:
             import gigatoken
         except ImportError:
@@ -206,14 +206,15 @@ class GigatokenTokenizer(BPETokenizer):
 def get_tokenizer(meta):
     """Return the tokenizer of a dataset.
 
-    meta: the content of its meta.json, of which `tokenizer` and, for 'char', `chars` are read; None where
-        weights came without. `tokenizer` may also be 'gpt2-gigatoken', whose own meta says 'gpt2'.
+    meta: the content of the dataset's meta.json, of which `tokenizer` and, for 'char', `chars` are read; None
+        for weights that do not name a tokenizer. `tokenizer` may also be 'gpt2-gigatoken', whose own meta
+        says 'gpt2'.
     ValueError if the tokenizer is unknown, OSError without its vocabulary, ImportError without its library.
     """
     if meta is None:
-        raise ValueError('the weights do not say which tokenizer they were trained with: make a run of them '
-                         'with python -m kilogpt.convert import WEIGHTS OUT_DIR --dataset=NAME, whose '
-                         'meta.json says it, and take --out_dir=OUT_DIR')
+        raise ValueError('the weights do not say which tokenizer they were trained with: import them '
+                         'with python -m kilogpt.convert import WEIGHTS OUT_DIR --dataset=NAME, where the '
+                         "dataset's meta.json names the tokenizer, and use --out_dir=OUT_DIR")
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] == 'gpt2-gigatoken':
@@ -226,7 +227,7 @@ def get_tokenizer(meta):
     return CharTokenizer(meta['chars'])
 
 
-# GPT-2's vocab.json writes a byte as a character: the byte's own where that prints, else one from 256 on
+# GPT-2's vocab.json writes a byte as a character: its own if that is printable, otherwise one from 256 on.
 _PRINTABLE_BYTES = [*range(33, 127), *range(161, 173), *range(174, 256)]
 _OTHER_BYTES = [byte for byte in range(256) if byte not in _PRINTABLE_BYTES]
 _BYTE_TO_UNICODE = {byte: chr(byte) for byte in _PRINTABLE_BYTES}
@@ -241,7 +242,7 @@ def _bytes_to_unicode(token):
 def _last_two_parts(token, ranks):
     """Return the two tokens whose merge makes `token`, or None if no merge does (a single byte, for example).
 
-    ranks: {token: rank}. The bytes are merged in order of rank, as BPE does, until two parts are left.
+    ranks: {token: rank}. As in BPE, the bytes are merged in the order of ranks, until two parts are left.
     """
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:

@@ -1,10 +1,10 @@
-"""Run train.py again and again, each time ended by SIGKILL, until it may end by itself.
+"""Kill train.py with SIGKILL and start it again, COUNT times, then let it end by itself.
 
     python dev/kills.py SEED COUNT RUN.log [train.py's arguments]
 
-Half of the COUNT kills come at any moment, half are planted: before or after the n-th call of a function by
-which a save makes its files. Each run is forked from this process, which has imported torch. Prints
-{how a run was killed: how often}.
+About half of the kills come at a random moment. The others are planted: before or after the n-th call of a
+function with which a save writes its files. Each run is forked from this process, which has imported torch.
+Prints {how a run was killed: number of times}.
 """
 import collections
 import json
@@ -22,8 +22,8 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.staging
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# A save syncs four files and a folder, renames the folder and syncs again; old checkpoints are renamed and
-# removed. (module, function, number of the last call that is struck)
+# (module, function, largest n of the n-th call at which a kill is planted). A save syncs four files and a
+# folder, renames the folder and syncs again; old checkpoints are renamed and removed.
 PLACES = [(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)]
 
 
@@ -32,11 +32,11 @@ def count_lines(path):
 
 
 def plant_kill(module, name, call, after):
-    """Kill this process before or after a call of a function, the call-th."""
+    """Make this process kill itself before or after the n-th call of a function. call: n."""
     function = getattr(module, name)
     calls = 0
 
-    def killing(*args, **options):
+    def call_or_kill(*args, **options):
         nonlocal calls
         calls += 1
         if calls != call:
@@ -45,11 +45,11 @@ def plant_kill(module, name, call, after):
             function(*args, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    setattr(module, name, killing)
+    setattr(module, name, call_or_kill)
 
 
 def fork_run(arguments, log, planted):
-    """Start train.py, its output appended to a log; the pid. planted: arguments of plant_kill, or None."""
+    """Fork a run of train.py that appends to a log; returns its pid. planted: arguments of plant_kill."""
     pid = os.fork()
     if pid:
         return pid
@@ -64,7 +64,7 @@ def fork_run(arguments, log, planted):
     os._exit(0)
 
 
-def kill_at_any_moment(pid, metrics):
+def kill_at_random_moment(pid, metrics):
     """Kill a run after up to 12 more lines of metrics.jsonl, or after 20 seconds."""
     wanted = count_lines(metrics) + random.randint(0, 12)
     deadline = time.monotonic() + 20
@@ -75,7 +75,7 @@ def kill_at_any_moment(pid, metrics):
 
 
 def main(seed, count, log, *arguments):
-    """The exit code of the run that ends by itself."""
+    """Kill and restart the run; returns the exit code of the last run, which ends by itself."""
     random.seed(int(seed))
     out_dir = next(a for a in arguments if a.startswith('--out_dir=')).partition('=')[2]
     kills = collections.Counter()
@@ -86,7 +86,7 @@ def main(seed, count, log, *arguments):
             planted = module, name, random.randint(1, last), random.random() < 0.5
         pid = fork_run(arguments, log, planted)
         if wants_kill and not planted:
-            kill_at_any_moment(pid, os.path.join(out_dir, 'metrics.jsonl'))
+            kill_at_random_moment(pid, os.path.join(out_dir, 'metrics.jsonl'))
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code != -signal.SIGKILL:
             print(json.dumps(kills))
@@ -94,9 +94,9 @@ def main(seed, count, log, *arguments):
         if planted:
             kills[f'{planted[1]}, {"after" if planted[3] else "before"}'] += 1
         else:
-            kills['at any moment'] += 1
+            kills['at a random moment'] += 1
 
 
-torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
+torch.set_num_threads(1)  # a pool of threads would not survive the fork
 sys.path[0] = ROOT
 sys.exit(main(*sys.argv[1:]))

@@ -1,9 +1,9 @@
-"""Islands beside DDP: validation loss against the bytes that an island sends, over some seeds. By hand:
+"""Compare islands with DDP: validation loss and bytes sent, for several seeds. Run by hand:
 
     python dev/loss_and_bytes.py DATASET FOLDER 1337 1 2
 
-The runs are in FOLDER, where those that have ended are not made again. Prints the table of docs/islands.md
-and draws assets/islands.png. A run takes one to five minutes on two cores.
+FOLDER keeps the runs; runs that have ended are not repeated. Prints the table of docs/islands.md and draws
+assets/islands.png. A run takes one to five minutes on two cores.
 """
 import json
 import os
@@ -25,8 +25,8 @@ ISLANDS, ITERATIONS = 4, 2600
 SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=48 --block_size=64 '
          '--batch_size=4 --gradient_accumulation_steps=4 --warmup_iters=50 --learning_rate=3e-3 '
          f'--min_lr=3e-4 --beta2=0.99 --eval_interval={ITERATIONS} --lr_decay_iters={ITERATIONS}').split()
-# {columns of the table: options}, without the number of islands; MEAN takes over the islands' mean
-MEAN = '--outer_lr=1 --outer_momentum=0'
+MEAN = '--outer_lr=1 --outer_momentum=0'  # with these keys, the outer optimizer averages the islands
+# {columns of the table: options without the number of islands}
 MODES = {
     ('20', '0.7, 0.9', 'int8'): '--outer_interval=20 --outer_compress=int8',
     ('26', '0.7, 0.9', 'int4'): '--outer_interval=26 --outer_compress=int4',
@@ -39,11 +39,11 @@ MODES = {
 
 
 def train(dataset, out_dir, seed, options, nproc):
-    """(validation loss at the end, bytes that an island sent) of a run."""
-    delay = 2 if 'delay' in options else 0  # the last exchange ends so much later
+    """(final validation loss, bytes that an island sent) of a run."""
+    delay = 2 if 'delay' in options else 0  # iterations until the last exchange ends
     if not (out_dir / 'ended').exists():
-        script_runs.train([*SHAPE, *options.split()], out_dir, nproc, log_interval=100, eval_iters=100, seed=seed,
-                     max_iters=ITERATIONS + delay, dataset=os.path.abspath(dataset))
+        script_runs.train([*SHAPE, *options.split()], out_dir, nproc, log_interval=100, eval_iters=100,
+                          seed=seed, max_iters=ITERATIONS + delay, dataset=os.path.abspath(dataset))
         (out_dir / 'ended').touch()
     with open(out_dir / 'metrics.jsonl', encoding='utf-8') as file:
         lines = [json.loads(line) for line in file]
@@ -51,13 +51,13 @@ def train(dataset, out_dir, seed, options, nproc):
     return losses[-1], sum(line.get('bytes_sent', 0) for line in lines)
 
 
-def above(runs, reference):
-    """[by how many percent the loss of each seed is above that of DDP]"""
+def percents_above(runs, reference):
+    """[percentage by which a seed's loss is above that of DDP]."""
     return [100 * (loss / base - 1) for (loss, _), (base, _) in zip(runs, reference)]
 
 
-def less(runs):
-    """How many times fewer bytes an island sends than a process of DDP, by the formula of docs/islands.md."""
+def reduction(runs):
+    """Bytes sent by a process of DDP (formula of docs/islands.md) over the bytes sent by an island."""
     by_ddp = 8 * (ISLANDS - 1) / ISLANDS * PARAMETERS * ITERATIONS
     return by_ddp / runs[0][1]
 
@@ -67,19 +67,20 @@ def print_table(results, reference):
     print(f'| DDP | | float32 | | {losses} | |')
     for columns, runs in results.items():
         losses = ', '.join(f'{loss:.3f}' for loss, _ in runs)
-        percents = above(runs, reference)
-        print(f'| {" | ".join(columns)} | {less(runs):.3g} | {losses} | {statistics.mean(percents):+.1f}% |')
+        percents = percents_above(runs, reference)
+        print(f'| {" | ".join(columns)} | {reduction(runs):.3g} | {losses} '
+              f'| {statistics.mean(percents):+.1f}% |')
 
 
 def draw(results, reference, path):
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout='constrained')
     for (interval, _, sent_as), runs in results.items():
-        percents = above(runs, reference)
+        percents = percents_above(runs, reference)
         mean = statistics.mean(percents)
         spread = [[mean - min(percents)], [max(percents) - mean]]
-        axes.errorbar(less(runs), mean, spread, marker='o', capsize=3, color='#0072b2')
+        axes.errorbar(reduction(runs), mean, spread, marker='o', capsize=3, color='#0072b2')
         is_crowded = 'fragments' in interval
-        axes.annotate(f'{interval} ({sent_as})', (less(runs), mean), (-8 if is_crowded else 8, 0), fontsize=8,
+        axes.annotate(f'{interval} ({sent_as})', (reduction(runs), mean), (-8 if is_crowded else 8, 0), fontsize=8,
                       ha='right' if is_crowded else 'left', va='center', textcoords='offset points')
     axes.axhline(0, color='grey', linewidth=0.8)
     axes.set(xscale='log', xlim=(0.3, 500), xlabel='times fewer bytes than DDP',

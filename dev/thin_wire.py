@@ -1,8 +1,8 @@
-"""Seconds of an iteration where the wire between two machines is slow: DDP, and islands. By hand, as root:
+"""Measure iterations of DDP and of islands over a slow link between two machines. Run by hand, as root:
 
     python dev/thin_wire.py DATASET 1 10 100
 
-The machines are two network namespaces, connected by a wire that `tc` holds to these rates in Mbit/s.
+The machines are two network namespaces on this machine. `tc` limits their link to these rates in Mbit/s.
 """
 import os
 import subprocess
@@ -16,7 +16,7 @@ from kilogpt.metrics import read_metrics
 
 SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 '
          '--batch_size=12 --gradient_accumulation_steps=2 --eval_iters=0 --keep_checkpoints=0').split()
-# {what the islands do: (options, the iterations to leave out, and to measure)}
+# {exchange of the islands: (options, number of iterations to skip, number of iterations to measure)}
 MODES = {
     'DDP': ('', 1, 4),
     'every 20': ('--islands=2 --outer_interval=20', 21, 20),
@@ -27,18 +27,18 @@ MODES = {
 MACHINES = ('thin0', '10.77.0.1'), ('thin1', '10.77.0.2')  # (namespace and device, address)
 
 
-def command(text):
+def run_command(text):
     subprocess.run(text.split(), check=True)
 
 
 def connect_machines():
     for name, _ in MACHINES:
-        command(f'ip netns add {name}')
-    command('ip link add thin0 netns thin0 type veth peer name thin1 netns thin1')
+        run_command(f'ip netns add {name}')
+    run_command('ip link add thin0 netns thin0 type veth peer name thin1 netns thin1')
     for name, address in MACHINES:
-        command(f'ip -n {name} addr add {address}/24 dev {name}')
-        command(f'ip -n {name} link set {name} up')
-        command(f'ip -n {name} link set lo up')
+        run_command(f'ip -n {name} addr add {address}/24 dev {name}')
+        run_command(f'ip -n {name} link set {name} up')
+        run_command(f'ip -n {name} link set lo up')
 
 
 def seconds_of_iteration(options, dataset, skipped, measured, port):
@@ -63,15 +63,15 @@ def main():
     try:
         for rate in rates:
             for name, _ in MACHINES:
-                command(f'ip netns exec {name} tc qdisc replace dev {name} root '
+                run_command(f'ip netns exec {name} tc qdisc replace dev {name} root '
                         f'tbf rate {rate}mbit burst 32kb latency 400ms')
             for number, (mode, (options, skipped, measured)) in enumerate(MODES.items()):
                 port = 29500 + int(time.time()) % 1000 + number
                 seconds = seconds_of_iteration(options, dataset, skipped, measured, port)
-                print(f'{rate} Mbit/s, {mode}: {seconds:.2f} s an iteration', flush=True)
+                print(f'{rate} Mbit/s, {mode}: {seconds:.2f} s per iteration', flush=True)
     finally:
         for name, _ in MACHINES:
-            command(f'ip netns del {name}')
+            run_command(f'ip netns del {name}')
 
 
 if __name__ == '__main__':

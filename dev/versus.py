@@ -1,4 +1,4 @@
-"""Compare a part of a nanoGPT checkout with ours, in turn on this machine: milliseconds and their ratio.
+"""Compare a part of nanoGPT with the same part of kiloGPT on this machine: milliseconds and their ratio.
 
     python dev/versus.py ../nanoGPT --theirs="compile=False" --dataset=shakespeare_char --n_layer=4
     python dev/versus.py ../nanoGPT --part=loader
@@ -6,13 +6,13 @@
     python dev/versus.py ../nanoGPT --part=sample --new_tokens=200 --device=cpu --n_layer=6
     python dev/versus.py --part=start config/quickstart.py
 
-Everything that is not an option below goes to train.py as it is. Parts:
+The two run in turns. All arguments that are not options listed below are passed to train.py. Parts:
 
-  train     an iteration on the same data and shapes, and the peak of memory
+  train     an iteration on the same data and shapes, and the peak memory
   loader    a batch of 64 sequences of 1024 random tokens
-  tokenize  the command that turns --input into GPT-2's tokens
-  sample    one text of --new_tokens from the same random weights, less the time of one token
-  start     from the command to the end of the first iteration, beside a bare process that imports torch
+  tokenize  the command that converts --input to GPT-2's tokens
+  sample    one text of --new_tokens from the same random weights, minus the time of the first token
+  start     from the command to the end of the first iteration, compared with a process that imports torch
 """
 import argparse
 import ast
@@ -35,11 +35,11 @@ from kilogpt.script_runs import ROOT, as_arguments, timed, train, train_command
 
 
 class Comparison(NamedTuple):
-    """Two functions that do the same thing; each returns a dict of milliseconds `ms` (and memory `gb`)."""
+    """Two functions that do the same work; each returns a dict with milliseconds `ms` (and memory `gb`)."""
     theirs: Callable
     ours: Callable
-    amount: float  # that is done in those milliseconds
-    unit: str
+    amount: float  # amount of work done in those milliseconds
+    unit: str  # unit of the amount
     name: str = 'nanoGPT'
 
 
@@ -55,9 +55,9 @@ def read_theirs(nanogpt, *path):
 
 
 def compare_train(nanogpt, arguments, options, folder):
-    """Arguments that nanoGPT has too are given to both, those of --theirs to nanoGPT alone.
+    """Compare an iteration. nanoGPT gets the arguments whose keys it has, and those of --theirs.
 
-    Memory is the tensors' on a GPU, the process's on a CPU.
+    Memory is that of tensors on a GPU, and that of the process on a CPU.
     """
     keys = set(re.findall(r'^(\w+) = ', read_theirs(nanogpt, 'train.py'), re.MULTILINE))
     shared = [a for a in arguments if not a.startswith('--') or a[2:].split('=')[0] in keys]
@@ -67,7 +67,7 @@ def compare_train(nanogpt, arguments, options, folder):
         dataset=data, out_dir=os.path.join(folder, 'theirs'), wandb_log=False, log_interval=1, eval_iters=1,
         eval_interval=10 ** 9, always_save_checkpoint=False, max_iters=options.warmup + options.iters - 1)
     command = ['train.py', *shared, *options.theirs, *only_train]
-    # runs a script, then asks our metrics.py for the memory; modules in nanoGPT's folder come before ours
+    # Runs a script, then gets the memory from our metrics.py. Modules in nanoGPT's folder hide ours.
     script = '''if True:
         import runpy, sys, torch
         from kilogpt import metrics
@@ -91,13 +91,13 @@ def compare_train(nanogpt, arguments, options, folder):
 
 
 def dataset_of(arguments):
-    """Folder of the dataset that train.py's arguments name."""
+    """The folder of the dataset given in train.py's arguments."""
     names = [a.partition('=')[2] for a in arguments if a.startswith('--dataset=')]
     return os.path.join(ROOT, 'data', names[-1] if names else 'openwebtext')
 
 
 def link_data(dataset, folder):
-    """Make a folder of our tokens, with the meta.pkl in which nanoGPT finds the vocabulary's padded size."""
+    """Make a folder with our tokens and a meta.pkl, from which nanoGPT reads the padded vocabulary size."""
     meta = json.loads(read(os.path.join(dataset, 'meta.json'), 'prepare the dataset, or name another'))
     os.makedirs(folder)
     for split in ('train', 'val'):
@@ -107,7 +107,7 @@ def link_data(dataset, folder):
 
 
 def compare_loader(nanogpt, arguments, options, folder):
-    """nanoGPT's loader is the function get_batch of its train.py: nothing else there is executed."""
+    """Compare a batch. nanoGPT's loader is get_batch in its train.py; nothing else there is executed."""
     import numpy as np
     import torch
 
@@ -128,12 +128,13 @@ def compare_loader(nanogpt, arguments, options, folder):
     def our_batch():
         return loader.batch(loader.train_starts(64 * next(batch_numbers) + np.arange(64)))
 
-    def time_batches(batch, calls=64):  # our loader does some batches' work ahead: the mean over many
+    def time_batches(batch, calls=64):
+        """Median over 8 of the mean over many calls, since our loader prepares several batches at once."""
         times = []
         for _ in range(8):
             start = time.perf_counter()
             for _ in range(calls):
-                previous = batch()  # kept until the next exists, as in training
+                previous = batch()  # a batch lives until the next exists, as in training
             times.append(1000 * (time.perf_counter() - start) / calls)
         return dict(ms=statistics.median(times))
 
@@ -144,20 +145,21 @@ def compare_loader(nanogpt, arguments, options, folder):
 
 
 def compare_tokenize(nanogpt, arguments, options, folder):
-    """A text is tokenized by nanoGPT's data/shakespeare, documents (.jsonl) by its data/openwebtext.
+    """Compare the preparation of a text (nanoGPT's data/shakespeare) or of .jsonl (its data/openwebtext).
 
-    Arguments go to our prepare.py alone, such as --tokenizer=gpt2-gigatoken.
+    Only our prepare.py gets the arguments, such as --tokenizer=gpt2-gigatoken.
     """
     if not options.input or not os.path.isfile(options.input):
         sys.exit(f'error: there is no file {options.input!r}: '
-                 '--part=tokenize takes a text, or a .jsonl file of documents, as --input')
+                 '--part=tokenize needs a text, or a .jsonl file of documents, as --input')
     text = os.path.abspath(options.input)
     theirs = os.path.join(folder, 'theirs')
     os.mkdir(theirs)
     os.symlink(text, os.path.join(theirs, 'input.txt'))
     if text.endswith('.jsonl'):
         script = 'data/openwebtext/prepare.py'
-        # changed: where the documents are, that they may be few, and the processes, which a comment advises
+        # Changes: where the documents are, a small number of documents, and the number of processes, for
+        # which a comment in nanoGPT recommends half of the cores.
         source = read_theirs(nanogpt, 'data', 'openwebtext', 'prepare.py')
         processes = max(1, os.cpu_count() // 2)
         source = re.sub(r'^num_proc = .*', f'num_proc = {processes}', source, flags=re.MULTILINE)
@@ -178,7 +180,7 @@ def compare_tokenize(nanogpt, arguments, options, folder):
     def ours():
         row = time_with_empty_cache(our_command, ROOT)
         if not filecmp.cmp(f'{theirs}/train.bin', f'{folder}/ours/train.bin', shallow=False):
-            raise RuntimeError('the two have written different tokens')
+            raise RuntimeError('the two commands have written different tokens')
         return row
 
     return Comparison(lambda: time_with_empty_cache(['prepare.py'], theirs), ours,
@@ -186,10 +188,10 @@ def compare_tokenize(nanogpt, arguments, options, folder):
 
 
 def compare_sample(nanogpt, arguments, options, folder):
-    """Both sample.py draw from the weights of one iteration, ours exported for nanoGPT."""
+    """Compare sample.py. Both read the weights of a run of one iteration, which are exported for nanoGPT."""
     read_theirs(nanogpt, 'sample.py')
     write_random_tokens(folder, 50257, 2 ** 16)
-    # a vocabulary of GPT-2's size that both read without the network
+    # A vocabulary of GPT-2's size that both can read without network access.
     chars = [chr(0x100 + i) for i in range(50257)]
     with open(os.path.join(folder, 'meta.json'), 'w') as file:
         json.dump(dict(vocab_size=len(chars), dtype='uint16', tokenizer='char', chars=''.join(chars)), file)
@@ -215,7 +217,7 @@ def compare_sample(nanogpt, arguments, options, folder):
 
 
 def compare_start(nanogpt, arguments, options, folder):
-    """The bare process makes one step of AdamW."""
+    """Compare the start with a bare process, which imports torch and makes one step of AdamW."""
     bare = '''if True:
         import torch
         layer = torch.nn.Linear(8, 8)
@@ -252,39 +254,39 @@ def medians_text(rows, comparison):
 
 
 def parse_arguments():
-    """(folder of nanoGPT or None, options, arguments for train.py)"""
+    """(folder of nanoGPT or None, options, arguments for train.py)."""
     parser = argparse.ArgumentParser(
         'python dev/versus.py', '%(prog)s [DIR] [options] [config_file ...] [--key=value ...]', __doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     add = parser.add_argument
-    add('--part', default='train', choices=PARTS, help='what is compared (train)')
-    add('--rounds', type=int, default=3, help='how often each is run (3)')
+    add('--part', default='train', choices=PARTS, help='the part to compare (train)')
+    add('--rounds', type=int, default=3, help='number of runs of each (3)')
     add('--theirs', default='', metavar='"KEY=VALUE ..."',
-        help="settings for nanoGPT's alone, such as compile=False")
-    add('--ours', default='', metavar='"KEY=VALUE ..."', help='sample: settings for our sample.py')
-    add('--iters', type=int, default=20, help='train: iterations measured, of which the median counts (20)')
-    add('--warmup', type=int, default=5, help='train: iterations before those (5)')
-    add('--nproc_per_node', type=int, default=1, help='train: our processes under torchrun (1)')
+        help='settings only for nanoGPT, such as compile=False')
+    add('--ours', default='', metavar='"KEY=VALUE ..."', help='sample: settings only for our sample.py')
+    add('--iters', type=int, default=20, help='train: iterations measured, whose median counts (20)')
+    add('--warmup', type=int, default=5, help='train: iterations before these (5)')
+    add('--nproc_per_node', type=int, default=1, help='train: number of our processes under torchrun (1)')
     add('--input', metavar='FILE', help='tokenize: a text, or .jsonl documents')
     add('--new_tokens', type=int, default=200, help='sample: tokens drawn (200)')
     add('--random_tokens', type=int, metavar='VOCAB_SIZE',
-        help='train on random tokens of a vocabulary of this size rather than on a dataset')
-    add('--json', action='store_true', help='print JSON, one object a round, instead of text')
+        help='train on random tokens of a vocabulary of this size instead of a dataset')
+    add('--json', action='store_true', help='print one JSON object for each round instead of text')
     options, arguments = parser.parse_known_args()
     if options.iters < 1 or options.warmup < 0:
         sys.exit('error: --iters must be at least 1 and --warmup at least 0')
     if options.rounds < 1 or options.new_tokens < 2:
         sys.exit('error: --rounds must be at least 1 and --new_tokens at least 2')
     if options.ours and options.part != 'sample':
-        sys.exit(f'error: --ours is for --part=sample, not {options.part}: '
-                 'there all other arguments go to our train.py')
+        sys.exit(f'error: --ours is only for --part=sample, not {options.part}, where all other arguments '
+                 'are passed to our train.py')
     options.theirs = [f'--{setting}' for setting in options.theirs.split()]
     options.ours = [f'--{setting}' for setting in options.ours.split()]
     nanogpt = None
     if options.part != 'start':
         if not arguments or arguments[0].startswith('--'):
             sys.exit(f'error: --part={options.part} needs a nanoGPT checkout to compare with: '
-                     'give its folder before all keys, python dev/versus.py DIR ...')
+                     'give its folder first, python dev/versus.py DIR ...')
         nanogpt = arguments.pop(0)
     return nanogpt, options, arguments
 

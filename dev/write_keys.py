@@ -1,4 +1,4 @@
-"""Write docs/keys.md from what the scripts say of their keys: python dev/write_keys.py"""
+"""Write docs/keys.md from the --help of train.py and sample.py: python dev/write_keys.py"""
 import pathlib
 import re
 import subprocess
@@ -24,7 +24,7 @@ def help_of(script):
 
 
 def section(script, text):
-    """The tables of a script's keys, one for each group in the text of its --help."""
+    """The section of a script: a table for each group of keys. text: the script's --help."""
     usage, keys = re.split(r'^usage: .*\n', text, flags=re.M)
     lines = ['', f'## {script}']
     in_table = False
@@ -42,7 +42,7 @@ def section(script, text):
 
 
 def page(help_of=help_of):
-    """The whole page. help_of(script): what its --help prints."""
+    """The whole page. help_of(script): returns the script's --help."""
     return TITLE + ''.join(section(script, help_of(script)) for script in ('train.py', 'sample.py'))
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of docs/layouts.md that memory_model.py computes: python dev/write_layouts.py"""
+"""Write the tables of docs/layouts.md that the planner's formulas compute: python dev/write_layouts.py"""
 import pathlib
 import re
 import sys
@@ -8,13 +8,13 @@ sys.path[:0] = [str(ROOT), str(ROOT / 'tests' / 'plan')]
 from kilogpt.configurator import config_of
 from kilogpt.machines import find_machine
 from kilogpt.plan.planner import Planner
-from published import ROWS, judge
+from published import ROWS, predict
 
 PAGE = ROOT / 'docs' / 'layouts.md'
 GPT2, XL, LLAMA, BIG = 'train_gpt2', 'gpt2_xl_fsdp', 'llama_7b_tp_fsdp', 'gpt_70b_3d'
 NAMES = {GPT2: 'GPT-2 (0.12B)', XL: 'GPT-2 XL (1.56B)', LLAMA: 'Llama 7B (6.86B)',
          BIG: 'Llama 2 70B (55.94B)'}
-# (config, GPUs, its layout, micro-batch, micro-steps)
+# (config, number of GPUs, layout, micro-batch, micro-steps)
 EXAMPLES = [
     (GPT2, 8, 'zero_stage=0', 12, 5),
     (GPT2, 64, 'zero_stage=0', 8, 1),
@@ -38,7 +38,7 @@ def header(*columns):
 
 
 def examples():
-    """The table of examples, for H100 GPUs with 400 Gb/s."""
+    """The table of examples on H100 GPUs with 400 Gb/s."""
     lines = header('model', 'GPUs', 'keys', 'B × m × dp', 'tokens', 'state', 'gathered', 'activations',
                    'sum, GB', 'idle', 'MFU')
     for config, gpus, keys, micro_batch, micro_steps in EXAMPLES:
@@ -59,11 +59,11 @@ def examples():
 
 
 def published():
-    """The table of published runs: foretold beside measured."""
-    lines = header('Llama 3.1', 'GPUs', 'tokens a sequence', 'tokens/s/GPU measured', 'foretold',
-                   'GiB measured', 'foretold', '')
+    """The table of published runs: measured and predicted."""
+    lines = header('Llama 3.1', 'GPUs', 'tokens a sequence', 'tokens/s/GPU measured', 'predicted',
+                   'GiB measured', 'predicted', '')
     for row in ROWS:
-        speed, gib = judge(row)
+        speed, gib = predict(row)
         memory = f'{row.gib} | {gib:.0f} ({gib / row.gib - 1:+.0%})' if row.gib else '- | -'
         note = f'fitted: {row.fitted}' if row.fitted else row.misses
         lines.append(f'| {row.name} | {row.gpus} | {row.block_size:,} | {row.tokens_per_sec:,} '
@@ -72,10 +72,10 @@ def published():
 
 
 def page_with_tables(text):
-    """The text of the page, each table of which stands between two comments, as memory_model.py computes it now."""
-    for name, table in dict(examples=examples, published=published).items():
+    """The text of the page with new tables. Two comments in the text enclose each table."""
+    for name, table in dict(examples=examples(), published=published()).items():
         text = re.sub(rf'(<!-- {name}: .*? -->\n).*?(<!-- end -->)',
-                      lambda found: f'{found[1]}\n{table()}\n\n{found[2]}', text, flags=re.S)
+                      lambda found, table=table: f'{found[1]}\n{table}\n\n{found[2]}', text, flags=re.S)
     return text
 
 

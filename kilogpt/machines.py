@@ -1,4 +1,4 @@
-"""What machines can do: a table of GPUs, what training reaches of it, and machines that were measured.
+"""How fast machines are: a table of GPUs, the share of it that training reaches, and measured machines.
 
 `python -m kilogpt.plan --calibrate` measures a machine into a JSON file, which `find_machine` reads.
 """
@@ -6,9 +6,9 @@ import dataclasses
 import json
 from dataclasses import dataclass
 
-# The makers' figures of each GPU: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32 where
-# the GPU has it) and in float8 (0: none); memory in GB, and its GB/s; the GB/s that it sends to others in its
-# node (NVLink: half of the sum of both directions; otherwise PCIe with 16 lanes).
+# The maker's figures for each GPU: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32
+# if the GPU has it) and in float8 (0 = none); memory in GB and its GB/s; GB/s that the GPU sends to others
+# in its node (NVLink: half of the sum of both directions; otherwise PCIe with 16 lanes).
 # Sources: NVIDIA's data sheets (B200, GH200, H200, H100, A100, A10, A40, L4, L40, L40S, V100, T4) and the
 # white papers of the Ampere, Ada and Blackwell architectures (A6000, RTX).
 GPUS = {
@@ -34,42 +34,42 @@ GPUS = {
 }
 NO_BFLOAT16 = ('V100', 'T4')
 
-# What training reaches of these figures, each fitted on one run that torchtitan published (docs/layouts.md)
+# Shares of these figures that training reaches. Each is fitted to a published run (docs/layouts.md).
 PRODUCT_SHARE = 0.52  # of the TFLOP/s, in large matrix products
 ATTENTION_SHARE = 0.25  # of the TFLOP/s, in flash attention, forward and backward
-FLOAT8_SHARE = 0.8  # of what float8 promises over 16 bits, since inputs are scaled and cast
-# Usual in measurements of NCCL and of copies.
+FLOAT8_SHARE = 0.8  # of the float8 TFLOP/s, since inputs are scaled and cast
+# Typical shares in measurements of NCCL and of copies
 LINK_SHARE = 0.75
 BANDWIDTH_SHARE = 0.8
-LATENCY, HOP = 20e-6, 4e-6  # seconds of a collective, and for each further node
+LATENCY, HOP = 20e-6, 4e-6  # seconds of a collective, and of each further node
 
 
 @dataclass
 class Machine:
-    """A kind of process (a GPU, or a core) and its links, in what they reach: FLOP/s, bytes/s, seconds."""
+    """The speeds that a process (one GPU, or one CPU core) and its links reach: FLOP/s, bytes/s, seconds."""
     name: str
     device: str  # 'cuda' or 'cpu'
     memory: float  # bytes
-    dtype: str  # what train.py takes for --dtype=auto
-    peak: float  # FLOP/s in that dtype, of which MFU is a share
-    products: dict  # {dtype: [(the least of a product's three sizes, FLOP/s), ...]}, sizes rising
+    dtype: str  # the dtype that train.py chooses for --dtype=auto
+    peak: float  # FLOP/s in this dtype; MFU is a share of it
+    products: dict  # {dtype: [(smallest of a product's three sizes, FLOP/s), ...]}, in order of size
     attention: dict  # {dtype: FLOP/s}
-    bandwidth: float  # of memory
-    node_link: float  # what one sends to others of its node
-    network: float  # what one sends to other nodes
-    per_node: int = 8
-    latency: float = LATENCY  # of a collective
-    hop: float = HOP  # for each node that a collective passes
-    launch: float = 5e-6  # of an operator in eager mode, on the host
-    dtensor_launch: float = 60e-6  # of an operator on DTensors
-    redistribute: float = 200e-6  # of a DTensor's change of placements, on the host beside its collective
-    overlap: float = 1.0  # the share of computation beside which communication runs
-    cores: int = 0  # processes beyond this number share cores; 0: no limit
-    # node_link, latency and redistribute with two processes on each core, which gloo's threads need too
+    bandwidth: float  # bytes/s of memory
+    node_link: float  # bytes/s that a process sends to others in its node
+    network: float  # bytes/s that a process sends to other nodes
+    per_node: int = 8  # processes in a node
+    latency: float = LATENCY  # seconds of a collective
+    hop: float = HOP  # seconds of each node that a collective passes
+    launch: float = 5e-6  # host seconds of an operator in eager mode
+    dtensor_launch: float = 60e-6  # host seconds of an operator on DTensors
+    redistribute: float = 200e-6  # host seconds of a DTensor's change of placements, without the collective
+    overlap: float = 1.0  # share of computation that communication can overlap with
+    cores: int = 0  # more processes than this share cores; 0 = no limit
+    # node_link, latency and redistribute with two processes on each core: gloo's threads need the cores, too
     shared: dict = dataclasses.field(default_factory=dict)
 
     def rate(self, dtype, size):
-        """FLOP/s of a matrix product whose least size is `size`."""
+        """FLOP/s of a matrix product whose smallest size is `size`, interpolated."""
         points = self.products[dtype]
         if size <= points[0][0]:
             return points[0][1] * size / points[0][0]
@@ -79,26 +79,28 @@ class Machine:
         return points[-1][1]
 
     def with_processes(self, count):
-        """The machine as each of so many processes sees it, where they have to share cores."""
-        sharing = count / self.cores if self.cores else 1
-        if sharing <= 1:
+        """The Machine that each of `count` processes sees. Slower if processes have to share cores."""
+        per_core = count / self.cores if self.cores else 1
+        if per_core <= 1:
             return self
-        links = self.shared or dict(
-            node_link=self.node_link, latency=self.latency, redistribute=self.redistribute)
-        more = sharing / 2 if self.shared else sharing
+        links, slowdown = self.shared, per_core / 2  # links were measured with two processes on each core
+        if not links:
+            links = dict(node_link=self.node_link, latency=self.latency, redistribute=self.redistribute)
+            slowdown = per_core
+        products = {}
+        for dtype, points in self.products.items():
+            products[dtype] = [(size, rate / per_core) for size, rate in points]
         return dataclasses.replace(
-            self, bandwidth=self.bandwidth / sharing, node_link=links['node_link'] / more,
-            latency=links['latency'] * more, redistribute=links['redistribute'] * more,
-            launch=self.launch * sharing, dtensor_launch=self.dtensor_launch * sharing,
-            products={dtype: [(size, rate / sharing) for size, rate in points]
-                      for dtype, points in self.products.items()},
-            attention={dtype: rate / sharing for dtype, rate in self.attention.items()})
+            self, bandwidth=self.bandwidth / per_core, node_link=links['node_link'] / slowdown,
+            latency=links['latency'] * slowdown, redistribute=links['redistribute'] * slowdown,
+            launch=self.launch * per_core, dtensor_launch=self.dtensor_launch * per_core, products=products,
+            attention={dtype: rate / per_core for dtype, rate in self.attention.items()})
 
     def bandwidth_of(self, stride, ranks):
-        """Bytes/s that each of a group's ranks sends, where its ranks are `stride` processes apart.
+        """Bytes/s that each rank of a group sends in a ring. stride: distance between the group's ranks.
 
-        A ring within a node runs over its links. Through several nodes it passes each border once, over the
-        network of all ranks that the group has in a node.
+        A ring within a node uses the node's links. A ring through several nodes leaves each node once, over
+        the network of all ranks that the group has in that node.
         """
         in_node = self.ranks_in_node(stride, ranks)
         if in_node == ranks:
@@ -109,7 +111,7 @@ class Machine:
         return max(1, min(ranks, self.per_node // stride))
 
     def ring(self, byte_count, stride, ranks):
-        """Seconds in which a group gathers, or reduces and scatters, byte_count whole bytes."""
+        """Seconds of an all-gather or a reduce-scatter. byte_count: bytes of the whole tensor."""
         if ranks == 1 or byte_count == 0:
             return 0.0
         nodes = ranks // self.ranks_in_node(stride, ranks)
@@ -117,9 +119,9 @@ class Machine:
         return latency + byte_count * (ranks - 1) / ranks / self.bandwidth_of(stride, ranks)
 
     def all_to_all(self, byte_count, stride, ranks):
-        """Seconds in which each rank of a group sends byte_count bytes, of which every rank gets the same.
+        """Seconds of an all-to-all. byte_count: bytes that each rank sends, in equal shares to every rank.
 
-        Each sends over the network itself what goes to other nodes.
+        Each rank uses its own network for the shares that go to other nodes.
         """
         if ranks == 1 or byte_count == 0:
             return 0.0
@@ -130,9 +132,9 @@ class Machine:
 
 
 def find_machine(name, link=400, per_node=8):
-    """The Machine of a GPU in the table, or of a file that --calibrate has written.
+    """The Machine of a GPU in the table, or of a file written by --calibrate.
 
-    link: Gb/s of the network for each GPU. Raises ValueError for a name that is neither.
+    link: Gb/s of the network for each GPU. ValueError if the name is neither.
     """
     if name.endswith('.json'):
         machine = read_machine(name)
@@ -142,7 +144,7 @@ def find_machine(name, link=400, per_node=8):
     found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
     if found is None:
         raise ValueError(f'--gpu is {name!r}: choose one of {", ".join(GPUS)}, '
-                         'or the file that python -m kilogpt.plan --calibrate has written')
+                         'or a file written by python -m kilogpt.plan --calibrate')
     half, single, float8, memory, bandwidth, node_link = GPUS[found]
     products = {'bfloat16': half, 'float16': half, 'float32': single}
     rates = {dtype: [(256, 1e12 * PRODUCT_SHARE * peak)] for dtype, peak in products.items()}
@@ -156,7 +158,7 @@ def find_machine(name, link=400, per_node=8):
 
 
 def read_machine(path):
-    """The Machine of a file that write_machine has written. ValueError where it is not one."""
+    """The Machine in a file written by write_machine. ValueError if the file is missing or has no Machine."""
     try:
         with open(path, encoding='utf-8') as file:
             return Machine(**json.load(file))
@@ -164,7 +166,7 @@ def read_machine(path):
         raise ValueError(f'--gpu={path}: {error.strerror}; '
                          'python -m kilogpt.plan --calibrate writes such a file') from None
     except (TypeError, ValueError) as error:
-        raise ValueError(f'--gpu={path} is not what python -m kilogpt.plan --calibrate writes: '
+        raise ValueError(f'--gpu={path} is not a file written by python -m kilogpt.plan --calibrate: '
                          f'{error}') from None
 
 

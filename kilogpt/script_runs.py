@@ -1,4 +1,4 @@
-"""Launch the scripts of this repository as a user does, and read what a run of train.py measured."""
+"""Launch this repository's scripts as a user does, and read the measurements of a run of train.py."""
 import json
 import math
 import os
@@ -16,24 +16,24 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Run(NamedTuple):
-    """A finished run of train.py: its folder, what it printed, and its lines in metrics.jsonl."""
+    """A finished run of train.py: its folder, its output, and its lines in metrics.jsonl."""
     out_dir: str
     stdout: str
     config: dict
-    train_lines: list  # one for each iteration
-    stalls_ms: list  # time that training waited, one for each save
+    train_lines: list  # training line of each iteration
+    stalls_ms: list  # milliseconds that training waited for each save
 
     def median(self, key, warmup):
-        """Median over the iterations after `warmup`; None where the run does not know the figure (mfu)."""
+        """Median over the iterations after `warmup`; None if the value is unknown (such as mfu on a CPU)."""
         values = [line[key] for line in self.train_lines[warmup:]]
         return None if None in values else statistics.median(values)
 
 
 def parse_layouts(text, processes=0):
-    """'zero3 dp2; pp2 zbv' -> [(layout, its number of processes, its train.py arguments), ...].
+    """'zero3 dp2; pp2 zbv' -> [(layout, number of processes, train.py arguments), ...].
 
-    processes: of a layout without dpN; 0 = as few as it takes, but at least 2. Exits at a wrong layout, with
-    one sentence.
+    processes: number of processes of a layout without dpN; 0 = the smallest possible number, at least 2.
+    Exits with one sentence if a layout is wrong.
     """
     layouts = [' '.join(layout.split()) for layout in text.split(';')]
     return [(layout, *parse_layout(layout, processes)) for layout in layouts if layout]
@@ -50,7 +50,7 @@ def parse_layout(layout, default_processes):
         if degree:
             name, number = degree.groups()
             degrees[name] = int(number)
-            if name != 'dp':  # data parallel takes what the others leave
+            if name != 'dp':  # dp follows from the number of processes and the other degrees
                 arguments.append(f'--{key_of_degree[name]}={number}')
         elif word in key_of_word:
             arguments.append(f'--{key_of_word[word]}={word}')
@@ -59,8 +59,9 @@ def parse_layout(layout, default_processes):
         elif re.fullmatch(r'\w+=.+', word):
             arguments.append(f'--{word}')
         else:
-            sys.exit(f'error: --layouts has {word!r}: a layout is words of dpN, tpN, cpN, ppN, epN, zeroN, '
-                     f'repN, {", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd and key=value')
+            sys.exit(f'error: --layouts has {word!r}: the words of a layout are dpN, tpN, cpN, ppN, epN, '
+                     f'zeroN, repN, {", ".join(SCHEDULES)}, full, selective, offload, bf16, powersgd '
+                     'and key=value')
     model_parallel = math.prod(degrees.get(name, 1) for name in ('tp', 'cp', 'pp'))
     processes = default_processes
     if 'dp' in degrees:
@@ -69,13 +70,13 @@ def parse_layout(layout, default_processes):
         experts = -(-degrees.get('ep', 1) // max(1, degrees.get('cp', 1)))
         processes = max(2, model_parallel * degrees.get('rep', 1) * experts)
     if processes < 1 or model_parallel < 1 or processes % model_parallel:
-        sys.exit(f'error: layout {layout!r} takes a multiple of tp × cp × pp = {model_parallel} processes, '
+        sys.exit(f'error: layout {layout!r} needs a multiple of tp × cp × pp = {model_parallel} processes, '
                  f'not {processes}: set --nproc_per_node, or add dpN to the layout')
     return processes, arguments
 
 
 def train_command(arguments, out_dir, **keys):
-    """Command line of a run that only trains and logs. keys: settings, which win over the arguments."""
+    """Command line of a run that only trains and logs. keys: settings, which override the arguments."""
     keys = dict(wandb_log=False, log_interval=1, eval_iters=0, keep_checkpoints=0, init_from='scratch') | keys
     return [os.path.join(ROOT, 'train.py'), *arguments, *as_arguments(out_dir=out_dir, **keys)]
 
@@ -85,7 +86,7 @@ def as_arguments(**keys):
 
 
 def train(arguments, out_dir, processes=1, **keys):
-    """Run train.py, under torchrun if processes > 1. RuntimeError with the run's own error if it fails."""
+    """Run train.py, under torchrun if processes > 1. RuntimeError with the run's error if it fails."""
     launcher = [sys.executable]
     if processes > 1:
         launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
@@ -102,19 +103,19 @@ def train(arguments, out_dir, processes=1, **keys):
                stalls_ms=[line['ckpt_stall_ms'] for line in lines if 'ckpt_stall_ms' in line])
 
 
-def foretell(arguments, processes, gpu):
-    """A layout's foretold_gb and foretold_ms, by kilogpt.plan. RuntimeError with its error if it fails."""
+def predict(arguments, processes, gpu):
+    """A layout's predicted_gb and predicted_ms by kilogpt.plan. RuntimeError with its error if it fails."""
     command = [sys.executable, '-m', 'kilogpt.plan', *arguments, f'--gpus={processes}', f'--gpu={gpu}',
                '--as_given', '--json']
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     row, = json.loads(done.stdout)
-    return dict(foretold_gb=row['memory_gb'], foretold_ms=row['ms'])
+    return dict(predicted_gb=row['memory_gb'], predicted_ms=row['ms'])
 
 
 def last_error(stderr):
-    """The most telling line of a failed run. Under torchrun the very last only says that a child failed."""
+    """The most informative line of a failed run. torchrun's last line only says that a child failed."""
     lines = stderr.splitlines() or ['no message']
     sentences = [line for line in lines if line.startswith('error:')]
     exceptions = [line for line in lines if 'Error' in line and 'ChildFailedError' not in line]
@@ -124,7 +125,7 @@ def last_error(stderr):
 def timed(command, cwd=ROOT, until=None, **environment):
     """Time a Python command; returns (milliseconds, its output). RuntimeError with its last line if it fails.
 
-    until: stop the clock at the first line of output that starts with this text, not at the end.
+    until: stop the clock at the first line of output that starts with this text; None = at the end.
     """
     environment = os.environ | environment | dict(PYTHONUNBUFFERED='1')
     start, end = time.perf_counter(), None

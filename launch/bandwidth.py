@@ -1,12 +1,12 @@
-"""Measure all-reduce, the collective that data parallelism waits for, between the GPUs of a job.
+"""Measure the bandwidth of an all-reduce, data parallelism's collective, between the GPUs of a job.
 
     torchrun --standalone --nproc_per_node=8 launch/bandwidth.py      # within a node
     sbatch launch/slurm.sh launch/bandwidth.py                        # between the nodes of a job
     bash launch/ssh.sh hosts.txt launch/bandwidth.py
 
-Prints for each size the time of an all-reduce, the bytes that it reduces in a second, and the bus bandwidth,
-which is 2 (n - 1) / n times as much for n processes: what each link carries, to be compared with the hardware
-(NVIDIA's nccl-tests, doc/PERFORMANCE.md). Without GPUs the same command measures gloo.
+Prints for each size the time of an all-reduce, its bytes per second, and the bus bandwidth: for n processes,
+2 (n - 1) / n times the bytes per second. The bus bandwidth is what each link carries, so compare it with the
+hardware's (NVIDIA's nccl-tests, doc/PERFORMANCE.md). Without GPUs the same command measures gloo.
 """
 import os
 import sys
@@ -23,13 +23,13 @@ from kilogpt.parallel.processes import Processes
 
 device = 'auto'  # 'cpu' or 'cuda'; 'auto' = CUDA if available
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
-max_mb = 1024.0  # size of the largest all-reduce in MB; each smaller one is a quarter of the next
-repeats = 20  # timed repeats of each size, after 5 that are not timed
+max_mb = 1024.0  # MB of the largest all-reduce; the other sizes are a quarter, a sixteenth, ... of it
+repeats = 20  # timed repeats for each size, after 5 that are not timed
 configure(globals())
 
 
 def seconds_of(data, count):
-    """Mean seconds of `count` all-reduces of a tensor, by the slowest process."""
+    """Mean seconds of `count` all-reduces of a tensor, on the slowest process."""
     processes.barrier()
     begin = time.perf_counter()
     for _ in range(count):
@@ -53,7 +53,7 @@ while sizes[-1] > 4e3:
     sizes.append(sizes[-1] / 4)
 for size in reversed(sizes):
     data = torch.zeros(int(size) // 4, device=processes.device)
-    seconds_of(data, 5)  # to connect, and to choose an algorithm
+    seconds_of(data, 5)  # the first calls connect and choose an algorithm
     seconds = seconds_of(data, repeats)
     speed = data.nbytes / seconds / 1e9
     bus_speed = speed * 2 * (n - 1) / n

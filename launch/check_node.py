@@ -1,10 +1,10 @@
-"""Check that a node can take part in a run. launch/slurm.sh and launch/ssh.sh do this before a run starts.
+"""Check that a node can take part in a run. launch/slurm.sh and launch/ssh.sh call this before a run starts.
 
     python launch/check_node.py --node=0 --nodes=2 --endpoint=10.0.0.1:29500 --processes=8 \
         train.py config/train_gpt2.py
 
-runs at the same time on each of the nodes, on the first with --node=0. Over the port that torchrun will use,
-the nodes tell each other what they have. If one of them lacks something, all exit with code 1, and the first
+Run this on all nodes at the same time; the first node is --node=0. The nodes exchange what they have over
+the port that torchrun will use. If a node lacks something, all nodes exit with code 1, and the first node
 prints a sentence that names the node.
 """
 import argparse
@@ -20,47 +20,48 @@ import uuid
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[0] = ROOT
-os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'FATAL')  # without stack traces of connections that fail
+os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'FATAL')  # hides stack traces of failed connections
 import torch
 import torch.distributed as dist
 
 from kilogpt.configurator import config_of, exit_on_error
 
-PATIENCE = 300  # seconds in which all nodes have to start, and to answer
-SHARED_WITHIN = 20  # seconds until a new file is visible on all nodes
+PATIENCE = 300  # seconds until all nodes must have started and answered
+SHARED_WITHIN = 20  # seconds until a new file must be visible on all nodes
 
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--node', type=int, required=True, help='number of this node, from 0')
+    parser.add_argument('--node', type=int, required=True, help='index of this node, from 0')
     parser.add_argument('--nodes', type=int, required=True, help='number of nodes')
     parser.add_argument('--endpoint', required=True, help='HOST:PORT on the first node, as for torchrun')
-    parser.add_argument('--processes', type=int, required=True, help='processes that torchrun starts here')
-    parser.add_argument('--name', default=socket.gethostname(), help='what to call this node')
-    parser.add_argument('program', nargs=argparse.REMAINDER, help='what torchrun will run')
+    parser.add_argument('--processes', type=int, required=True,
+                        help='number of processes that torchrun starts here')
+    parser.add_argument('--name', default=socket.gethostname(), help='name of this node in messages')
+    parser.add_argument('program', nargs=argparse.REMAINDER, help='the program that torchrun will run')
     return parser.parse_args()
 
 
 def check_init_from(config):
-    """Raise ValueError for an init_from to which a job that starts again would return."""
+    """Raise ValueError for an init_from from which each restart of the job would begin again."""
     if config['init_from'] not in ('scratch', 'resume', 'auto'):
         raise ValueError(
-            f'init_from is {config["init_from"]!r}, from which every restart of the job would begin: train '
-            'one iteration by hand (python train.py, these keys and --max_iters=1), then launch with '
-            '--init_from=auto, and the job continues from there')
+            f'init_from is {config["init_from"]!r}, and every restart of the job would begin from there: '
+            'train one iteration by hand (python train.py with these keys and --max_iters=1), then launch '
+            'with --init_from=auto, and the job continues from that checkpoint')
 
 
 def check_gpus(name, processes, device):
-    """Raise ValueError where this node has fewer GPUs than processes that want one."""
+    """Raise ValueError if this node has fewer GPUs than processes that need one."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device in ('auto', 'cuda') and count < processes:
-        raise ValueError(f'{name} has {count} GPUs that PyTorch {torch.__version__} can use, but is to start '
+        raise ValueError(f'{name} has {count} GPUs that PyTorch {torch.__version__} can use, but must start '
                          f'{processes} processes: check nvidia-smi and the driver there, or set --device=cpu')
 
 
 def open_store(arguments):
-    """The store by which the nodes talk, on the first node. ValueError where that is not possible."""
+    """The store on the first node through which the nodes communicate. ValueError if it cannot be opened."""
     host, _, port = arguments.endpoint.rpartition(':')
     is_first = arguments.node == 0
     try:
@@ -69,23 +70,23 @@ def open_store(arguments):
     except RuntimeError as error:  # torch's network errors are among them
         reason = str(error).splitlines()[0]
         if is_first and 'EADDRINUSE' in reason:
-            raise ValueError(f'port {port} of {arguments.name} is taken: set another port') from None
-        raise ValueError(f'{arguments.name} cannot reach {arguments.endpoint} of the first node: check its '
-                         f'name, and whether a firewall closes the port ({reason})') from None
+            raise ValueError(f'port {port} of {arguments.name} is in use: set another port') from None
+        raise ValueError(f'{arguments.name} cannot reach the first node at {arguments.endpoint}: check its '
+                         f'name, and whether a firewall blocks the port ({reason})') from None
 
 
 def read(store, key, sender):
-    """The value that a node has put into the store. ValueError if it does not come in time."""
+    """The value that a node has put into the store. ValueError if it does not arrive in time."""
     try:
         return json.loads(store.get(key))
     except RuntimeError:
-        raise ValueError(f'{sender} (counted from 0) has not answered within {PATIENCE} seconds: look at its '
+        raise ValueError(f'{sender} (counted from 0) has not answered within {PATIENCE} seconds: check its '
                          'log, and whether Python starts there') from None
 
 
 @contextlib.contextmanager
 def token_in(out_dir):
-    """The name of a file in out_dir, which the other nodes have to see; removed at the end of the context."""
+    """A context with the name of a temporary file in out_dir, which the other nodes must see."""
     path = pathlib.Path(out_dir, f'.shared-{uuid.uuid4().hex}')
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
@@ -96,7 +97,7 @@ def token_in(out_dir):
 
 
 def is_visible(path):
-    """Whether a file that another node has just written appears here."""
+    """Whether a file that another node has just written becomes visible here."""
     deadline = time.monotonic() + SHARED_WITHIN
     while not os.path.exists(path):
         if time.monotonic() > deadline:
@@ -106,9 +107,9 @@ def is_visible(path):
 
 
 def problem_of(arguments, config, first):
-    """What keeps this node from the run, as a sentence; None if nothing does.
+    """The problem that keeps this node from the run, as a sentence; None if there is none.
 
-    first: what the first node has, a dict of `name`, `torch` and `token`.
+    first: a dict with `name`, `torch` and `token` of the first node.
     """
     try:
         if torch.__version__ != first['torch']:
@@ -125,7 +126,7 @@ def problem_of(arguments, config, first):
 
 
 def problems_of_all(arguments, config, store, token=None):
-    """[problem or None] of every node, as they tell each other. token: that of the first node."""
+    """[problem or None] of all nodes, which exchange them. token: only on the first node."""
     if arguments.node == 0:
         store.set('first', json.dumps(dict(name=arguments.name, torch=torch.__version__, token=token)))
     first = read(store, 'first', 'the first node')
@@ -149,9 +150,9 @@ def main():
         for problem in filter(None, problems):
             print(f'error: {problem}', file=sys.stderr, flush=True)
         store.set('said', 'null')
-    # Slurm ends the others once a node has failed: none may before the first has said why.
+    # If a node exits with an error, Slurm kills the others. All wait until the first has printed problems.
     read(store, 'said', 'the first node')
-    # The store is in the process of the first node, which waits until the others have read from it.
+    # The store is in the first node's process, which therefore waits until the others have read from it.
     done = store.add('done', 1)
     deadline = time.monotonic() + PATIENCE
     while arguments.node == 0 and done < arguments.nodes and time.monotonic() < deadline:

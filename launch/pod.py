@@ -1,9 +1,9 @@
-"""torchrun as the first process of a container: exits with code 143 where a stop signal ended the run.
+"""Run torchrun as the first process of a container, and exit with code 143 if a stop signal ended the run.
 
     python launch/pod.py train.py config/train_gpt2.py --init_from=auto
 
 torchrun itself exits with code 1 in that case, and Kubernetes would count an eviction as a failure of the
-run. The arguments and the PET_ environment variables are those of torchrun.
+run. Arguments and PET_ environment variables are torchrun's.
 """
 import os
 import signal
@@ -11,14 +11,14 @@ import socket
 import sys
 import threading
 
-STOPPED = 128 + signal.SIGTERM  # 143, which train.py exits with once it has saved
+STOPPED = 128 + signal.SIGTERM  # 143, the exit code of train.py after SIGTERM and a save
 
 
 def exit_at_sigterm():
-    """Exit at SIGTERM until torchrun handles the signal, which it does once it has started train.py.
+    """Make SIGTERM end this process until torchrun handles the signal, that is, until train.py has started.
 
-    The kernel would not deliver SIGTERM to the first process of a container, which has to handle it. While
-    torchrun waits for other pods, Python does not run handlers, hence a thread that waits for the signal.
+    The kernel does not deliver SIGTERM to the first process of a container unless it has a handler. While
+    torchrun waits for other pods, Python cannot run a handler; therefore a thread waits for the signal.
     """
     def handler(*_):
         pass
@@ -47,5 +47,5 @@ except SignalException as stop:  # this pod was told to stop
 except ChildFailedError as error:  # another pod was told to stop, and train.py stopped on all of them
     failures = error.failures.values()
     sys.exit(STOPPED if any(failure.exitcode == STOPPED for failure in failures) else 1)
-except ValueError as error:  # no GPU where PET_NPROC_PER_NODE is `gpu`, for example
+except ValueError as error:  # for example, PET_NPROC_PER_NODE is `gpu` and there is no GPU
     sys.exit(f'error: {error} (pod {socket.gethostname()})')

@@ -1,14 +1,14 @@
-"""Train on a Ray cluster: Ray Train starts train.py in each of its workers, and again after a failure.
+"""Train on a Ray cluster: Ray Train starts train.py in its workers, and restarts it after a failure.
 
     python launch/ray_train.py --num_workers=4 -- config/train_gpt2.py --key=value
     python launch/ray_train.py --num_workers=8:32 -- config/train_gpt2.py --key=value
 
-The second command takes as many workers as the cluster has room for, from 8 to 32, also after a node has
-joined or is lost. A worker runs one process of train.py, with one GPU if the cluster has GPUs, else one CPU.
+The second command uses 8 to 32 workers, as many as the cluster has room for, and adapts when nodes join or
+are lost. A worker runs one process of train.py, with one GPU if the cluster has GPUs, otherwise with one CPU.
 
-Everything after -- goes to train.py. If out_dir has a checkpoint, the run continues from the newest, at the
-first start too. This repository, out_dir and the dataset have the same paths on all nodes. What train.py
-writes to metrics.jsonl also goes to Ray Train's reports and, as kilogpt_loss and so on, to Ray's metrics.
+All arguments after -- are passed to train.py. If out_dir has a checkpoint, the run continues from the newest
+one, at the first start, too. This repository, out_dir and the dataset must have the same paths on all nodes.
+The values in metrics.jsonl are also sent to Ray Train's reports and, as kilogpt_loss etc., to Ray's metrics.
 """
 import argparse
 import contextlib
@@ -35,9 +35,9 @@ from kilogpt.configurator import config_of
 
 
 def run_worker(run):
-    """Run train.py in the place of a Ray Train worker, and report what it logs until it ends.
+    """Run train.py in a Ray Train worker, and report what it logs until it ends.
 
-    run: `root` (this repository), `out_dir` and the `arguments` of train.py.
+    run: a dict with `root` (this repository), `out_dir` and the `arguments` of train.py.
     """
     rank = ray.train.get_context().get_world_rank()
     log = LogReader(pathlib.Path(run['out_dir'], 'metrics.jsonl'))
@@ -57,7 +57,7 @@ def run_worker(run):
                 gauges[key].set(value)
         has_values, is_over = broadcast_from_rank_zero((bool(values), is_over))
         if has_values:
-            ray.train.report(values or {})  # Ray Train takes those of rank 0, once all ranks have reported
+            ray.train.report(values or {})  # Ray Train waits for all ranks, and keeps the report of rank 0
         if is_over:
             train.wait()
         if train.poll():
@@ -77,7 +77,7 @@ def start_training(run, rank):
     if start['resumes']:
         command.append('--init_from=auto')
     if shutil.which('setpriv'):
-        # On Linux, train.py ends with this worker, however that ends. The next worker starts train.py again,
+        # On Linux, train.py then ends when this worker ends, for any reason. The next worker starts train.py
         # with the same out_dir and on the same GPU.
         command = ['setpriv', '--pdeathsig=KILL', *command]
     # Ray Train has set RANK, WORLD_SIZE, MASTER_ADDR and so on, but listens on MASTER_PORT itself.
@@ -85,7 +85,7 @@ def start_training(run, rank):
 
 
 class LogReader:
-    """Reads what is appended to metrics.jsonl from now on."""
+    """Reads the lines that are appended to metrics.jsonl from now on."""
 
     def __init__(self, path):
         self.path = path
@@ -93,12 +93,12 @@ class LogReader:
         self.read_values()
 
     def read_values(self):
-        """The latest number for each key in the lines since the last call; {} if there are no new lines.
+        """{key: latest number} in the lines since the last call.
 
-        Ray Train takes a report every two seconds or so, less than a small model logs.
+        Ray Train accepts a report about every two seconds; a small model logs more often.
         """
         try:
-            if os.path.getsize(self.path) < self.position:  # a new run has moved the earlier run's file away
+            if os.path.getsize(self.path) < self.position:  # a new run has moved the old file away
                 self.position = 0
             with open(self.path, 'rb') as file:
                 file.seek(self.position)
@@ -125,7 +125,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, usage='%(prog)s [options] -- [train.py arguments]',
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--num_workers', type=parse_workers, default=1, help='N, or FROM:TO')
-    parser.add_argument('--max_failures', type=int, default=3, help='how often to start again; -1 = no limit')
+    parser.add_argument('--max_failures', type=int, default=3, help='number of restarts; -1 = no limit')
     parser.add_argument('arguments', nargs='*', help=argparse.SUPPRESS)
     options = parser.parse_args()
     out_dir = os.path.abspath(config_of(str(ROOT / 'train.py'), options.arguments)['out_dir'])
@@ -136,7 +136,7 @@ def main():
         train_loop_config=dict(root=str(ROOT), out_dir=out_dir, arguments=options.arguments),
         scaling_config=ray.train.ScalingConfig(
             num_workers=options.num_workers, use_gpu='GPU' in ray.cluster_resources()),
-        # Ray's own process group, for which CPUs do; train.py makes another
+        # Ray's own process group, which needs no GPUs. train.py creates another one.
         torch_config=TorchConfig(backend='gloo'),
         run_config=ray.train.RunConfig(
             name='ray', storage_path=out_dir,

@@ -3,7 +3,7 @@
 #   sbatch launch/slurm.sh config/train_gpt2.py --learning_rate=3e-4
 #   sbatch --array=1-3 --job-name=gpt2 launch/slurm.sh config/train_gpt2.py  # seeds, in out-gpt2-seed-1 to -3
 #   sbatch launch/slurm.sh launch/bandwidth.py                               # measures the network instead
-# out_dir and the data have to be on storage that all nodes share. docs/launch.md says more.
+# out_dir and the data must be on storage that all nodes share. See docs/launch.md.
 
 # One torchrun on each node. Slurm signals this shell 120 seconds before the time limit.
 #SBATCH --ntasks-per-node=1
@@ -12,46 +12,46 @@
 #SBATCH --open-mode=append
 #SBATCH --output=slurm-%j.log
 
-# --- change these; options of sbatch, as in `sbatch --nodes=4 launch/slurm.sh`, win over them ---
+# --- change these; options of sbatch, as in `sbatch --nodes=4 launch/slurm.sh`, override them ---
 #SBATCH --nodes=2
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --mem=0
 #SBATCH --time=24:00:00
 ##SBATCH --partition=NAME --account=NAME
-# module load cuda; source .venv/bin/activate   # or before sbatch, which hands its environment on
+# module load cuda; source .venv/bin/activate   # or before sbatch, which passes its environment to the job
 # export NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5
-port=$((20000 + SLURM_JOB_ID % 10000)) # for torchrun on the first node, another for each job
+port=$((20000 + SLURM_JOB_ID % 10000)) # for torchrun on the first node; different for each job
 
-# --- from here on nothing has to change ---
+# --- nothing below needs to change ---
 set -u
 job=$SLURM_JOB_ID
 if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
     set -- "$@" --seed="$SLURM_ARRAY_TASK_ID" --out_dir="out-$SLURM_JOB_NAME-seed-$SLURM_ARRAY_TASK_ID"
-    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number alone may stand for the whole array
+    job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID # the number alone may mean the whole array
 fi
 program=(train.py --save_minutes=10 "$@" --init_from=auto)
 case ${1:-} in launch/*) program=("$@") ;; esac
 endpoint=$(hostname):$port # this shell runs on the first node
 processes=$SLURM_GPUS_ON_NODE
-# torchrun kills processes that take longer than this to save.
+# torchrun kills processes that take longer than this many seconds to save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-# Start a command on each node, whose output goes to a log of the node's own, and wait for it.
+# Start a command on each node, with a log for each node, and wait for it.
 on_each_node() {
     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
         --open-mode=append --output=slurm-%j-node%n.log "$@" &
     local status
     wait $!
     status=$?
-    while kill -0 $! 2> /dev/null; do # a signal has ended wait, but not srun
+    while kill -0 $! 2> /dev/null; do # a signal has interrupted wait, but srun still runs
         wait $!
         status=$?
     done
     return $status
 }
 
-# The time is nearly over: send the steps of this job, but not this shell, the signal at which a run saves.
+# When the time is nearly over: send the signal to save to the steps of this job, but not to this shell.
 # shellcheck disable=SC2317  # a trap calls this function
 save_and_requeue() {
     requeue=yes
@@ -59,19 +59,19 @@ save_and_requeue() {
 }
 requeue=no
 trap save_and_requeue USR1
-trap : TERM # scancel and preemption signal the run too: this shell waits until it has saved
+trap : TERM # scancel and preemption signal the run, too: this shell waits until the run has saved
 
-# How many checkpoints the nodes' logs tell of, with the one of a run that was told to stop.
+# Count the checkpoints in the nodes' logs, including the one that a stopped run saves.
 count_saves() {
     cat slurm-"$SLURM_JOB_ID"-node*.log 2> /dev/null | grep -cE '^(checkpoint|stopped by) '
 }
 
 echo "start ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, rendezvous at $endpoint: ${program[*]}"
 saves_before=$(count_saves)
-# Each start has a rendezvous of its own, so that no torchrun of an earlier start, which Slurm may be late in
-# killing, takes the place of one of this start.
+# Each start has its own rendezvous: Slurm may be late in killing a torchrun of an earlier start, which must
+# not join this start.
 rendezvous=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
-# shellcheck disable=SC2016  # $SLURM_... is for the shell on each node
+# shellcheck disable=SC2016  # the shell on each node expands $SLURM_...
 on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
         --nodes="$SLURM_NNODES" "$@"' check --endpoint="$endpoint" --processes="$processes" "${program[@]}" &&
     on_each_node torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts=3 \
@@ -79,14 +79,15 @@ on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME"
 status=$?
 echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")
-# Within the grace period of a preemption Slurm has signalled the run, and leaves it to the job to go.
+# In the grace period of a preemption, Slurm only signals the run, and the job must requeue itself.
 [[ $description = *PreemptTime=None* ]] || requeue=yes
-# What ended a run that has saved since this start need not end the next one. Slurm may also be late in killing
-# an earlier start of this job; but what kills each start, such as too little memory, must not go on for ever.
+# A run that has saved since this start has made progress, so another start is worthwhile. SIGKILL (137) may
+# come from Slurm, late and meant for an earlier start; but if every start is killed, for example for lack of
+# memory, the restarts must end.
 if [[ $(count_saves) -gt $saves_before || $status -eq 137 && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
     requeue=yes
 fi
-# A job that is cancelled, or that Slurm itself puts back into the queue, is not RUNNING any more.
+# A job that was cancelled, or that Slurm itself has requeued, is no longer RUNNING.
 if [[ $status -ne 0 && $requeue = yes && $description = *JobState=RUNNING* ]]; then
     scontrol requeue "$job" # ends this shell, and starts it again
 fi

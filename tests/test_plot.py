@@ -5,7 +5,8 @@ import sys
 import pytest
 from helpers import run_script
 
-from kilogpt.plot import curves
+from kilogpt.plot import __main__ as plot
+from kilogpt.plot import curves, sources
 
 NANOGPT = """\
 tokens per iteration will be: 16,384
@@ -29,7 +30,7 @@ def training(iteration, loss=3.0, **more):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Function that makes a run's folder of lines."""
+    """Function that writes a run's folder with these lines; returns its path."""
     def folder(*lines, name='out-a'):
         (tmp_path / name).mkdir()
         (tmp_path / name / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
@@ -57,38 +58,38 @@ def test_picture_of_folders_and_a_text(folder, tmp_path):
     (['EMPTY'], 'has no line such as "step 250'),
     (['EVALUATED'], 'have no loss to draw'),
 ])
-def test_wrong_sources_are_a_sentence(folder, tmp_path, monkeypatch, arguments, message):
+def test_wrong_sources_are_one_sentence(folder, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
     (tmp_path / 'empty').write_text('')
     paths = dict(LOG=f'{tmp_path}/nanogpt.log', EMPTY=f'{tmp_path}/empty', EVALUATED=folder())
     monkeypatch.setattr(sys, 'argv', ['plot.py', *(paths.get(argument, argument) for argument in arguments)])
     with pytest.raises(SystemExit, match=message):
-        curves.main()
+        plot.main()
 
 
-def test_missing_matplotlib_is_a_sentence(folder, monkeypatch):
+def test_missing_matplotlib_is_one_sentence(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     with pytest.raises(SystemExit, match='pip install matplotlib'):
-        curves.draw([curves.read_run(folder(training(1)))], 'iterations', 'none.png')
+        curves.draw([sources.read_run(folder(training(1)))], 'iterations', 'none.png')
 
 
-def test_curve_is_named_after_its_path_or_before_it(folder):
+def test_curve_is_named_after_its_path_or_by_the_user(folder):
     path = folder(training(1))
-    assert curves.read_run(path).name == curves.read_run(f'{path}/').name == 'out-a'
-    assert curves.read_run(f'quick start={path}').name == 'quick start'
-    assert curves.read_run(folder(training(1), name='lr=1e-3')).name == 'lr=1e-3'
+    assert sources.read_run(path).name == sources.read_run(f'{path}/').name == 'out-a'
+    assert sources.read_run(f'quick start={path}').name == 'quick start'
+    assert sources.read_run(folder(training(1), name='lr=1e-3')).name == 'lr=1e-3'
 
 
-def test_evaluation_has_the_clock_of_the_latest_training_line(folder):
-    run = curves.read_run(folder(evaluation(0, 4.0), training(2, seconds=6.0), evaluation(3, 3.0),
-                               training(4, seconds=9.0), evaluation(4, 2.0)))
+def test_evaluation_gets_the_time_of_the_latest_training_line(folder):
+    run = sources.read_run(folder(evaluation(0, 4.0), training(2, seconds=6.0), evaluation(3, 3.0),
+                                  training(4, seconds=9.0), evaluation(4, 2.0)))
     assert seconds_of(run.evals) == {0: 0, 3: 6, 4: 9}
     assert [line['tokens'] for line in run.evals] == [0, 200, 400]
 
 
 def test_resumed_run_adds_up_the_seconds_of_its_processes(folder):
-    """The second process repeats an iteration, whose last line counts; the third starts with the next."""
-    run = curves.read_run(folder(
+    """The second process repeats an iteration, whose last line counts; the third repeats none."""
+    run = sources.read_run(folder(
         training(1, seconds=5.0), training(2, seconds=6.0), training(3, seconds=7.0),
         training(3, loss=2.9, seconds=9.0), training(4, seconds=10.0),
         training(5, seconds=3.0), training(6, seconds=4.0)))
@@ -97,16 +98,16 @@ def test_resumed_run_adds_up_the_seconds_of_its_processes(folder):
 
 
 def test_older_run_sums_the_times_of_its_iterations(folder):
-    """A new process may follow that knows its seconds."""
-    run = curves.read_run(folder(
+    """The last line is from a newer version, which logs its seconds."""
+    run = sources.read_run(folder(
         training(10), training(20), training(20), training(30), training(40, seconds=8.0)))
     assert seconds_of(run.train) == {10: 5, 20: 15, 30: 20, 40: 28}
 
 
-def test_nanogpts_time_stands_for_the_iterations_between_lines(tmp_path):
-    """An evaluation is a part of one iteration's time, and counts once."""
+def test_iterations_between_nanogpts_lines_take_as_long_as_a_logged_one(tmp_path):
+    """The time of an evaluation is part of one iteration's time and counts only once."""
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
-    run = curves.read_run(f'{tmp_path}/nanogpt.log')
+    run = sources.read_run(f'{tmp_path}/nanogpt.log')
     at_10 = 0.9 + 10 * 0.02
     at_20 = at_10 + 9 * 0.02 + 0.32
     assert seconds_of(run.train) == {1: 0.9, 11: at_10, 21: at_20, 31: at_20 + 10 * 0.03}
@@ -115,7 +116,7 @@ def test_nanogpts_time_stands_for_the_iterations_between_lines(tmp_path):
 
 
 def axes_of(runs, x, tmp_path):
-    """The panels of a picture."""
+    """The panels of a picture of runs."""
     from matplotlib import pyplot
     curves.draw(runs, x, tmp_path / 'curves.png')
     axes = pyplot.gcf().axes
@@ -123,19 +124,19 @@ def axes_of(runs, x, tmp_path):
     return axes
 
 
-def test_throughput_stands_beside_losses_over_iterations_alone(folder, tmp_path):
-    runs = [curves.read_run(folder(training(1), training(2, tokens_per_sec=400.0), evaluation(2, 3.0)))]
+def test_throughput_is_drawn_beside_losses_only_over_iterations(folder, tmp_path):
+    runs = [sources.read_run(folder(training(1), training(2, tokens_per_sec=400.0), evaluation(2, 3.0)))]
     loss, speed = axes_of(runs, 'iterations', tmp_path)
     assert [text.get_text() for text in loss.texts] == ['out-a  3.00']
     assert [text.get_text() for text in speed.texts] == ['out-a  300']
     assert len(axes_of(runs, 'tokens', tmp_path)) == 1
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
-    assert len(axes_of([curves.read_run(f'{tmp_path}/nanogpt.log')], 'iterations', tmp_path)) == 1
+    assert len(axes_of([sources.read_run(f'{tmp_path}/nanogpt.log')], 'iterations', tmp_path)) == 1
 
 
-def test_axis_is_logarithmic_where_runs_end_far_apart(folder, tmp_path):
+def test_axis_is_logarithmic_if_runs_have_very_different_lengths(folder, tmp_path):
     def run_of(n):
-        return curves.read_run(folder(evaluation(0, 4.0), training(n), evaluation(n, 3.0), name=f'{n}'))
+        return sources.read_run(folder(evaluation(0, 4.0), training(n), evaluation(n, 3.0), name=f'{n}'))
     short, middle, long = run_of(10), run_of(90), run_of(100)
     assert axes_of([middle, long], 'tokens', tmp_path)[0].get_xscale() == 'linear'
     axes = axes_of([short, long], 'tokens', tmp_path)[0]
@@ -143,16 +144,16 @@ def test_axis_is_logarithmic_where_runs_end_far_apart(folder, tmp_path):
 
 
 def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
-    run = curves.read_run(folder(evaluation(0, 10.9), training(100), evaluation(100, 4.0), training(200),
-                               evaluation(200, 3.0), training(300, loss=None)))
+    run = sources.read_run(folder(evaluation(0, 10.9), training(100), evaluation(100, 4.0), training(200),
+                                  evaluation(200, 3.0), training(300, loss=None)))
     assert axes_of([run], 'seconds', tmp_path)[0].get_ylim() == pytest.approx((2.95, 4.05))
-    ends_alone = curves.read_run(folder(evaluation(0, 10.9), training(20, loss=6.0), training(100, loss=4.0),
-                                      evaluation(100, 4.0), name='ends'))
+    ends_alone = sources.read_run(folder(evaluation(0, 10.9), training(20, loss=6.0), training(100, loss=4.0),
+                                         evaluation(100, 4.0), name='ends'))
     assert axes_of([ends_alone], 'iterations', tmp_path)[0].get_ylim() == pytest.approx((3.9, 6.1))
 
 
 def test_labels_do_not_overlap(folder, tmp_path):
-    runs = [curves.read_run(folder(evaluation(0, 4.0), evaluation(9, loss), name=name))
+    runs = [sources.read_run(folder(evaluation(0, 4.0), evaluation(9, loss), name=name))
             for name, loss in (('a', 2.0), ('b', 2.001), ('c', 2.002), ('d', 3.0))]
     heights = {text.get_text()[0]: text.xyann[1] for text in axes_of(runs, 'iterations', tmp_path)[0].texts}
     line_height = heights['b'] - heights['a']
@@ -160,7 +161,7 @@ def test_labels_do_not_overlap(folder, tmp_path):
     assert heights['d'] - heights['c'] > 0.5
 
 
-def test_run_without_evaluations_is_drawn_by_its_training_loss(folder, tmp_path):
-    run = curves.read_run(folder(training(1), training(2, loss=2.5)))
+def test_run_without_evaluations_is_drawn_with_its_training_loss(folder, tmp_path):
+    run = sources.read_run(folder(training(1), training(2, loss=2.5)))
     axes, = axes_of([run], 'seconds', tmp_path)
     assert [text.get_text() for text in axes.texts] == ['out-a (training)  2.50']

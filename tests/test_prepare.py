@@ -1,4 +1,4 @@
-"""The datasets' prepare.py as a user runs them. Without network: a connection is refused at once."""
+"""The datasets' prepare.py as a user runs them. There is no network: connections are refused at once."""
 import json
 import os
 import shutil
@@ -52,7 +52,7 @@ def run_prepare(start_prepare):
 
 @pytest.fixture
 def run_failing_prepare(start_prepare, tmp_path):
-    """Function that runs a prepare.py that has to fail, leaving no dataset, and returns its one sentence."""
+    """Function that runs a prepare.py, asserts that it fails without a dataset, and returns its message."""
     def run(dataset, *arguments, **env):
         with start_prepare(dataset, *arguments, **env) as process:
             stdout, stderr = process.communicate()
@@ -64,7 +64,7 @@ def run_failing_prepare(start_prepare, tmp_path):
 
 
 def load(out):
-    """(meta, train ids, val ids) of a dataset, checked against what its meta.json promises."""
+    """(meta, train ids, val ids) of a dataset. Asserts that the files are those of its meta.json."""
     meta = json.loads((out / 'meta.json').read_text())
     dtype = '<u2' if meta['dtype'] == 'uint16' else '<u4'
     files = {path.name: np.fromfile(path, dtype) for path in out.glob('*.bin')}
@@ -83,18 +83,18 @@ def same(a, b):
     return a == b  # pytest takes minutes to explain how two long lists differ
 
 
-# Datasets made of text files
+# --- datasets of text files -------------------------------------------------------------------------------
 
 @settings(max_examples=200, deadline=None)
 @given(text=strategies.text(strategies.sampled_from('ab é\n\n.,\'1_\t日')), size=strategies.integers(1, 20))
-def test_parts_have_the_ids_of_the_whole(gpt2, text, size):
+def test_ids_of_parts_are_those_of_the_whole_text(gpt2, text, size):
     parts = list(prepare.cut_text(text, size))
     assert ''.join(parts) == text
     assert [i for part in parts for i in gpt2.encode(part)] == gpt2.encode(text)
     assert len(list(prepare.cut_text('word\n' * 20, size))) > 1
 
 
-def test_shakespeare_char_takes_the_text_in_its_folder(run_prepare, tmp_path):
+def test_shakespeare_char_uses_the_text_in_its_folder(run_prepare, tmp_path):
     (tmp_path / 'out').mkdir()
     (tmp_path / 'out/input.txt').write_text(WORDS)
     run_prepare('shakespeare_char')
@@ -105,7 +105,7 @@ def test_shakespeare_char_takes_the_text_in_its_folder(run_prepare, tmp_path):
     assert same(tokenizer.decode(train + val), WORDS)
 
 
-def test_shakespeare_is_in_gpt2_tokens(run_prepare, tmp_path, gpt2):
+def test_shakespeare_has_gpt2_tokens(run_prepare, tmp_path, gpt2):
     (tmp_path / 'words.txt').write_text(WORDS)
     assert 'words.txt' in run_prepare('shakespeare', '--input=words.txt')
     border = int(len(WORDS) * 0.9)
@@ -136,14 +136,14 @@ def test_text_has_the_same_tokens_however_it_is_encoded(run_prepare, tmp_path, g
         assert same(read_files(tmp_path / 'out'), files)
         assert load(tmp_path / 'out')[0] == meta
 
-    # another dataset in the same place leaves none of the old files
+    # Another dataset in the same folder leaves none of the old files.
     run_prepare('text', '--input=a.txt', '--tokenizer=char')
     meta, train, val = load(tmp_path / 'out')
     assert sorted(meta['tokens']) == ['train.bin', 'val.bin']
     assert same(get_tokenizer(meta).decode(train + val), WORDS)
 
 
-def test_a_killed_run_is_continued(run_prepare, start_prepare, tmp_path):
+def test_killed_run_is_continued(run_prepare, start_prepare, tmp_path):
     (tmp_path / 'words.txt').write_text(WORDS * 6)
     arguments = ['--input=words.txt', '--tokenizer=bytes', '--shard_tokens=10007', '--num_proc=2']
     progress = tmp_path / 'out/.partial/progress.json'
@@ -164,7 +164,7 @@ def test_a_killed_run_is_continued(run_prepare, start_prepare, tmp_path):
 
 @pytest.mark.parametrize('broken_at, broken_again_at',
                          [(0, 0), (60, 300), (200, 500), (400, 799), (799, 799)])
-def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at, broken_again_at):
+def test_files_of_resumed_runs_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at, broken_again_at):
     documents = [WORDS[i * 20:i * 20 + i % 50] for i in range(800)]  # some are empty
     starts = []
 
@@ -190,7 +190,7 @@ def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at, b
     assert os.listdir(tmp_path / 'broken') == ['.partial']
     shutil.copytree(tmp_path / 'broken', tmp_path / 'other')
     assert same(write('other', source='others'), unbroken)
-    assert starts[-1] == 0  # the files of another source are not used
+    assert starts[-1] == 0  # files of another source are not used
     with pytest.raises(KeyboardInterrupt):
         write('broken', broken_again_at)
     assert (0 < starts[-1] < broken_at) if broken_at > 100 else starts[-1] == 0
@@ -202,14 +202,14 @@ def test_resumed_files_are_those_of_an_unbroken_run(tmp_path, gpt2, broken_at, b
 
 
 def test_documents_keep_their_order():
-    # more batches than are ever pending
+    # There are more batches than can be pending.
     texts = [(f'{i} ' + 'x' * (i * 7919 % 3000), False) for i in range(2000)]
     tokenizer = get_tokenizer({'tokenizer': 'bytes'})
     assert same([ids.tobytes() for ids in prepare.encode_all(tokenizer, iter(texts), 2)],
                 [ids.tobytes() for ids in prepare.encode_all(tokenizer, iter(texts), 1)])
 
 
-def test_a_run_that_fails_leaves_the_former_dataset(tmp_path):
+def test_failed_run_keeps_the_old_dataset(tmp_path):
     def write(train_text):
         splits = {'val': lambda start: iter([('a', False)]),
                   'train': lambda start: iter([(train_text, False)])}
@@ -234,7 +234,7 @@ def test_large_vocabularies_do_not_wrap(tmp_path):
     assert CharTokenizer(map(chr, range(65536))).meta()['dtype'] == 'uint16'
 
 
-# Datasets of documents
+# --- datasets of documents --------------------------------------------------------------------------------
 
 def documents_and_ids(gpt2):
     documents = [f'document {i} <|endoftext|> {"x" * i}\n' for i in range(40)]
@@ -267,7 +267,7 @@ def test_fineweb_from_files(run_prepare, tmp_path, gpt2):
         shutil.rmtree(tmp_path / 'out')
 
 
-# Errors: one sentence, nothing written
+# --- errors: one sentence, no files -----------------------------------------------------------------------
 
 def test_errors_of_text(run_failing_prepare, tmp_path):
     (tmp_path / 'a.txt').write_text('abc')
@@ -304,7 +304,7 @@ def test_errors_offline(run_failing_prepare, tmp_path):
 def test_errors_of_documents(run_failing_prepare, tmp_path):
     (tmp_path / 'a.jsonl').write_text('{"content": "no text"}\n')
     (tmp_path / 'a.csv').write_text('text\n')
-    assert "'text' field (but content)" in run_failing_prepare('fineweb', '--input=a.jsonl')
+    assert "has no 'text' field, only content" in run_failing_prepare('fineweb', '--input=a.jsonl')
     assert '.parquet' in run_failing_prepare('fineweb', '--input=a.csv')
     assert 'Skylion007/openwebtext cannot be loaded' in run_failing_prepare('openwebtext')
     (tmp_path / 'path').mkdir()

@@ -20,7 +20,7 @@ def sample(out_dir, *arguments, runner=run_forked, **options):
 
 
 def texts_of(done):
-    """The samples that a finished sample.py has printed."""
+    """The samples in the output of sample.py."""
     *texts, rest = done.stdout.split('\n---------------\n')
     assert rest == ''
     return texts
@@ -30,25 +30,25 @@ def texts_of(done):
 def test_samples_continue_the_prompt_and_repeat_with_the_seed(trained):
     first = sample(trained, '--start=AB', '--num_samples=3')
     texts = texts_of(first)
-    assert [len(text) for text in texts] == [42, 42, 42]  # a token is a character; past block_size 32
+    assert [len(text) for text in texts] == [42, 42, 42]  # a character for each token; block_size is 32
     assert all(text.startswith('AB') for text in texts) and len(set(texts)) == 3
     assert sample(trained, '--start=AB', '--num_samples=3').stdout == first.stdout
     assert sample(trained, '--start=AB', '--num_samples=3', '--seed=1').stdout != first.stdout
 
 
-def test_prompt_comes_from_a_file_or_standard_input_too(trained, tmp_path):
+def test_prompt_can_come_from_a_file_or_from_standard_input(trained, tmp_path):
     expected = sample(trained, '--start=AB').stdout
     (tmp_path / 'prompt.txt').write_text('AB')
     assert sample(trained, f'--start=FILE:{tmp_path}/prompt.txt').stdout == expected
     assert sample(trained, '--start=-', stdin='AB', runner=run_script).stdout == expected
 
 
-def test_bfloat16_samples_are_others_of_the_same_length(trained):
+def test_bfloat16_gives_different_samples_of_the_same_length(trained):
     exact, half = (sample(trained, '--num_samples=3', f'--dtype={dtype}') for dtype in ('float32', 'bfloat16'))
     assert half.stdout != exact.stdout and [len(text) for text in texts_of(half)] == [41] * 3
 
 
-def test_samples_in_8_bits_are_as_long_and_repeat(trained):
+def test_int8_samples_have_the_same_length_and_repeat_with_the_seed(trained):
     first = sample(trained, '--num_samples=3', '--quantize=int8')
     assert [len(text) for text in texts_of(first)] == [41] * 3
     assert sample(trained, '--num_samples=3', '--quantize=int8').stdout == first.stdout
@@ -56,7 +56,7 @@ def test_samples_in_8_bits_are_as_long_and_repeat(trained):
 
 @pytest.mark.quick
 def test_best_checkpoint_is_sampled_unless_the_latest_is_asked_for(train):
-    # a learning rate that rises until the loss does
+    # The learning rate rises until the loss rises, too, so that the best checkpoint is not the latest.
     run = train('--learning_rate=0.6', '--warmup_iters=12', '--eval_interval=1', '--max_iters=8',
                 '--keep_checkpoints=1')
     best, latest = saved_iterations(run.out_dir)

@@ -1,4 +1,4 @@
-"""Tokenizers: ids and back, and that importing them is cheap."""
+"""Tokenizers convert to ids and back, and importing them is cheap."""
 import subprocess
 import sys
 
@@ -79,7 +79,7 @@ def test_gigatoken_encodes_a_dataset_of_gpt2(gpt2, gigatoken):
     assert not gigatoken.gains_from_processes and gpt2.gains_from_processes
 
 
-def test_what_gigatoken_remembers_is_bounded(gigatoken, monkeypatch):
+def test_cache_of_gigatoken_is_bounded(gigatoken, monkeypatch):
     monkeypatch.setattr(data.tokenizer, 'GIGATOKEN_BYTES', gigatoken.encoded_bytes + 5)
     for text, replaced in [('hélas', False), ('one', True), ('two', False)]:  # 6, 3 and 3 bytes
         former = gigatoken.gigatoken

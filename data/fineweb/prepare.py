@@ -1,7 +1,7 @@
-"""FineWeb, 10 billion tokens of it by default, in GPT-2's tokens: 2 bytes each, 20 GB.
+"""Prepare FineWeb in GPT-2's tokens: by default 10 billion tokens of 2 bytes, 20 GB.
 
-The subset 'default' is everything: 15 trillion tokens (30 TB, and 44 TB to download) of fineweb, or 1.3
-trillion (2.6 TB, and about 4 TB) of fineweb-edu.
+The subset 'default' is the whole dataset: 15 trillion tokens of fineweb (30 TB, and 44 TB to download) or 1.3
+trillion tokens of fineweb-edu (2.6 TB, and about 4 TB to download).
 """
 import os
 import sys
@@ -11,15 +11,15 @@ from kilogpt.configurator import configure, exit_on_error
 from data.prepare import fingerprint, load_rows, row_split, write_dataset
 from data.tokenizer import get_tokenizer
 
-input = ''  # .jsonl, .parquet or .txt files to take instead of the hub's: globs, separated by commas
+input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's: globs, separated by commas
 out = 'fineweb'  # output folder, in data/ or absolute
 repository = 'HuggingFaceFW/fineweb'  # on the hub; or 'HuggingFaceFW/fineweb-edu', with the same subsets
-subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ... or 'default', which is all
-streaming = True  # tokenise while downloading, keeping no text; False = download all first (30 GB)
-val_documents = 10_000  # the first documents are for val
-tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
-shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
-num_proc = os.cpu_count() or 1  # processes that tokenise
+subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ... or 'default' (all)
+streaming = True  # tokenise during the download and keep no text; False = download first (30 GB)
+val_documents = 10_000  # number of documents for val, taken from the beginning
+tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
+num_proc = os.cpu_count() or 1  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':

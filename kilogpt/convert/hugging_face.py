@@ -1,6 +1,6 @@
-"""The forms of GPT-2, Llama, Qwen3 and mixtures of experts in `transformers`, and nanoGPT's names of tensors.
+"""Convert configs and tensors: GPT-2, Llama, Qwen3 and mixtures of experts of `transformers`, and nanoGPT.
 
-Plain functions of config.json's entries and of {name: tensor}. weights.py reads and writes the files.
+The functions take config.json's entries or {name: tensor}. weights.py reads and writes the files.
 """
 import re
 
@@ -8,7 +8,7 @@ import torch
 
 KINDS = ('gpt2', 'llama', 'qwen3', 'mixtral', 'qwen3_moe', 'glm4_moe')
 MIXTURES = ('mixtral', 'qwen3_moe', 'glm4_moe')
-# Parts of names in our model and in Llama, to be replaced in this order.
+# (part of a name in our model, the same part in Llama), in the order of replacement
 LLAMA_NAMES = (
     ('transformer.h.', 'model.layers.'), ('transformer.wte.', 'model.embed_tokens.'),
     ('transformer.ln_f.', 'model.norm.'), ('.ln_1.', '.input_layernorm.'),
@@ -16,7 +16,7 @@ LLAMA_NAMES = (
     ('.mlp.c_proj.', '.mlp.down_proj.'), ('.attn.', '.self_attn.'), ('_attn.c_proj.', '_attn.o_proj.'),
     ('.c_q.', '.q_proj.'), ('.c_k.', '.k_proj.'), ('.c_v.', '.v_proj.'))
 
-# The same for the MLPs of blocks with experts, before the others. {j} is the expert.
+# The same for the MLPs of blocks with experts, replaced before LLAMA_NAMES. {j} is the number of the expert.
 EXPERT_NAMES = dict(
     mixtral=(('.mlp.routed.router.weight', '.block_sparse_moe.gate.weight'),
              ('.mlp.routed.experts.c_fc', '.block_sparse_moe.experts.{j}.w3.weight'),
@@ -36,7 +36,7 @@ EXPERT_NAMES['glm4_moe'] = EXPERT_NAMES['qwen3_moe'] + (
 # --- from config.json ---------------------------------------------------------------------------------------
 
 def arguments_from_hugging_face(theirs, folder):
-    """The GPTConfig arguments that a config.json stands for. ValueError if our model lacks a part of it."""
+    """The GPTConfig arguments for a config.json. ValueError if our model lacks one of its parts."""
     kind = theirs.get('model_type')
     known = dict(model_type=KINDS, quantization_config=[None])
     if kind == 'gpt2':
@@ -54,7 +54,7 @@ def arguments_from_hugging_face(theirs, folder):
                           topk_group=[1], routed_scaling_factor=[1, None])
     unknown = {key: theirs[key] for key in known if key in theirs and theirs[key] not in known[key]}
     rope = {}
-    for key in ('rope_scaling', 'rope_parameters'):  # before and since version 5 of transformers
+    for key in ('rope_scaling', 'rope_parameters'):  # the second key is new in version 5 of transformers
         rope |= theirs.get(key) or {}
         rope_type = rope.get('rope_type', rope.get('type', 'default'))
         if rope.get('partial_rotary_factor', 1.0) != 1.0 or rope_type != 'default' or (
@@ -94,7 +94,7 @@ def arguments_from_llama(theirs, rope_theta):
 
 
 def mixture_from_hugging_face(theirs):
-    """The GPTConfig arguments of a mixture. ValueError where our model has no such order of blocks."""
+    """The GPTConfig arguments of a mixture. ValueError if our model cannot have its order of blocks."""
     kind, n_layer = theirs['model_type'], theirs['num_hidden_layers']
     arguments = dict(mlp='moe', expert_mlp='swiglu', n_active_experts=theirs['num_experts_per_tok'])
     if kind == 'glm4_moe':
@@ -115,7 +115,7 @@ def mixture_from_hugging_face(theirs):
     if len(blocks) < n_layer - first:
         every = blocks[1] - first if len(blocks) > 1 else n_layer
     if blocks != list(range(first, n_layer, every)):
-        raise ValueError(f'the blocks with experts are {blocks}, but our model has them in every n-th block')
+        raise ValueError(f'the blocks with experts are {blocks}, but in our model every n-th block has them')
     n_experts = theirs['num_experts'] if 'num_experts' in theirs else theirs['num_local_experts']
     return arguments | dict(n_experts=n_experts, expert_hidden=theirs['moe_intermediate_size'],
                             moe_first_layer=first, moe_every=every)
@@ -140,7 +140,7 @@ def keys_without_standard_form(config, to_nanogpt):
 
 
 def keys_of_mixtures(config):
-    """{key: values that the form of this mixture of experts has}."""
+    """{key: values that the form of this mixture of experts can represent}."""
     known = dict(expert_mlp=['swiglu'])
     if config.router == 'sigmoid':
         return known | dict(moe_every=[1])
@@ -151,14 +151,14 @@ def keys_of_mixtures(config):
 
 
 def kind_of_mixture(config):
-    """'glm4_moe', 'qwen3_moe' or 'mixtral': the form that has a GPTConfig's router and norms in attention."""
+    """The form with a GPTConfig's router and attention norms: 'glm4_moe', 'qwen3_moe' or 'mixtral'."""
     if config.router == 'sigmoid':
         return 'glm4_moe'
     return 'qwen3_moe' if config.qk_norm else 'mixtral'
 
 
 def gpt2_config(config):
-    """The entries of config.json that are GPT-2's."""
+    """The entries of config.json for GPT-2."""
     return dict(
         architectures=['GPT2LMHeadModel'], model_type='gpt2',
         n_positions=config.block_size, n_ctx=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
@@ -168,7 +168,7 @@ def gpt2_config(config):
 
 
 def llama_config(config):
-    """The entries of config.json that are Llama's, Qwen3's or a mixture's."""
+    """The entries of config.json for Llama, Qwen3 or a mixture."""
     if config.mlp == 'moe':
         kind = mixture_config(config)
     elif config.qk_norm:
@@ -183,7 +183,7 @@ def llama_config(config):
 
 
 def mixture_config(config):
-    """The entries of config.json that are a mixture's."""
+    """The entries of config.json that are specific to a mixture."""
     kind = kind_of_mixture(config)
     weight_of_loss = config.router_balance_rate if config.router_balance == 'loss' else 0.0
     common = dict(model_type=kind, num_experts_per_tok=config.n_active_experts,
@@ -200,14 +200,14 @@ def mixture_config(config):
         architectures=['Glm4MoeForCausalLM'], n_routed_experts=config.n_experts, n_group=1, topk_group=1,
         n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
         routed_scaling_factor=1.0, use_qk_norm=config.qk_norm, partial_rotary_factor=1.0,
-        # transformers reads it here in version 5
+        # Version 5 of transformers reads rope_theta here.
         rope_parameters=dict(rope_type='default', rope_theta=config.rope_theta, partial_rotary_factor=1.0))
 
 
 # --- our tensors and theirs ---------------------------------------------------------------------------------
 
 def split_qkv(tensors):
-    """Split each c_attn, rows of queries, keys and values, into c_q, c_k and c_v; leave out causal masks."""
+    """Split each c_attn (rows of queries, keys, values) into c_q, c_k and c_v, and drop causal masks."""
     split = {}
     for name, tensor in tensors.items():
         if '.attn.c_attn.' in name:
@@ -231,13 +231,14 @@ def pack_qkv(tensors):
 
 
 def transpose_matrices(tensors):
-    """Transpose the blocks' matrices: GPT-2 of Hugging Face has them (in, out), nanoGPT and we (out, in)."""
+    """Transpose the blocks' matrices: (in, out) in Hugging Face's GPT-2, (out, in) in nanoGPT and here."""
     return {name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor
             for name, tensor in tensors.items()}
 
 
 def tensors_from_gpt2(tensors):
-    prefixed = {}  # older files leave out the prefix of the names
+    """{our name: tensor} from tensors of Hugging Face's GPT-2."""
+    prefixed = {}  # names in older files have no prefix
     for name, tensor in tensors.items():
         has_prefix = name.startswith(('transformer.', 'lm_head.'))
         prefixed[name if has_prefix else f'transformer.{name}'] = tensor
@@ -245,6 +246,7 @@ def tensors_from_gpt2(tensors):
 
 
 def tensors_to_gpt2(tensors):
+    """{name in Hugging Face's GPT-2: tensor} from ours. Biases that we do not have become zeros."""
     with_biases = dict(tensors)
     for name, tensor in tensors.items():
         if '.h.' in name or '.ln_f.' in name:
@@ -253,19 +255,19 @@ def tensors_to_gpt2(tensors):
 
 
 def tensors_from_llama(tensors, kind, balance):
-    """Ours of {their name: tensor}. kind: the model_type. balance: ours, the router_balance of a mixture."""
+    """{our name: tensor} from theirs. kind: their model_type. balance: router_balance of our config."""
     if kind in MIXTURES:
         names = [(theirs, ours) for ours, theirs in _names_of_mixture(kind)]
         tensors = _rename(_stack_experts(tensors), names)
     tensors = _rename(tensors, [(theirs, ours) for ours, theirs in reversed(LLAMA_NAMES)])
-    if balance == 'loss':  # the shares of the last batch, of which the first update knows nothing
+    if balance == 'loss':  # our model also keeps the experts' shares of the last batch, unknown here
         routers = [name for name in tensors if name.endswith('.router.weight')]
         tensors |= {name.replace('weight', 'load'): torch.zeros(len(tensors[name])) for name in routers}
     return tensors
 
 
 def tensors_to_llama(tensors, config):
-    """Theirs of {our name: tensor}."""
+    """{their name: tensor} from ours."""
     if config.mlp == 'moe':
         kind = kind_of_mixture(config)
         tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith('.router.load')}
@@ -276,14 +278,14 @@ def tensors_to_llama(tensors, config):
 
 
 def _rename(tensors, parts):
-    """Tensors with parts of their names replaced. parts: [(old, new)]."""
+    """Replace parts of the names of tensors. parts: [(old, new)]."""
     for old, new in parts:
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
     return tensors
 
 
 def _names_of_mixture(kind):
-    """EXPERT_NAMES with the experts' matrices as one stack, whose number is '*'."""
+    """[(our name, their name)] with '*' for the number of the expert, for matrices in one stack."""
     return [(ours, theirs.replace('{j}', '*')) for ours, theirs in EXPERT_NAMES[kind]]
 
 
@@ -297,7 +299,7 @@ def _unstack_experts(tensors):
 
 
 def _stack_experts(tensors):
-    """The inverse of _unstack_experts. ValueError where an expert is missing."""
+    """The inverse of _unstack_experts. ValueError if an expert is missing."""
     found, stacks = {}, {}
     for name, tensor in tensors.items():
         match = re.fullmatch(r'(.*\.experts\.)(\d+)(\..*)', name)
@@ -308,13 +310,13 @@ def _stack_experts(tensors):
             found[name] = tensor
     for name, matrices in stacks.items():
         if sorted(matrices) != list(range(len(matrices))):
-            raise ValueError(f'{name} lacks some of its experts: there are {sorted(matrices)}')
+            raise ValueError(f'{name} lacks some experts: it has only {sorted(matrices)}')
         found[name] = torch.stack([matrices[number] for number in range(len(matrices))])
     return found
 
 
 def _with_bias_and_shared_expert(tensors):
-    """Tensors with what GLM's form always has: zeros change nothing in what the model computes."""
+    """Tensors with the router bias and shared expert that GLM always has. Zeros do not change the result."""
     found = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith('.router.weight'):

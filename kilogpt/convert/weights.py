@@ -1,6 +1,6 @@
-"""Weights of other software: nanoGPT's ckpt.pt, and Hugging Face folders of GPT-2, Llama and Qwen3.
+"""Read and write weights of other software: nanoGPT's ckpt.pt, Hugging Face folders of GPT-2, Llama, Qwen3.
 
-Nothing in a file that is read can run code: tensors, plain values and JSON are all that is accepted.
+Reading a file never runs code from it: only tensors, plain values and JSON are accepted.
 """
 import dataclasses
 import json
@@ -12,19 +12,19 @@ import torch
 from data.datasets import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
-from kilogpt.convert.hugging_face import (arguments_from_hugging_face, gpt2_config, keys_without_standard_form,
-                                  llama_config, pack_qkv, split_qkv, tensors_from_gpt2, tensors_from_llama,
-                                  tensors_to_gpt2, tensors_to_llama)
+from kilogpt.convert.hugging_face import (
+    arguments_from_hugging_face, gpt2_config, keys_without_standard_form, llama_config, pack_qkv, split_qkv,
+    tensors_from_gpt2, tensors_from_llama, tensors_to_gpt2, tensors_to_llama)
 from kilogpt.optim import build_adamw
 from kilogpt.checkpoint_files import write_json
 from model import GPT, GPTConfig
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub
 GPT2_META = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
-GPT2_VOCAB_SIZES = (50257, 50304)  # the second is nanoGPT's, padded
+GPT2_VOCAB_SIZES = (50257, 50304)  # nanoGPT pads to the second
 NANOGPT_KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
-MOMENTS = ('exp_avg', 'exp_avg_sq')  # AdamW's
-# Tables with a row for each token: our model pads them to more rows than the vocabulary has.
+MOMENTS = ('exp_avg', 'exp_avg_sq')  # in AdamW's state
+# Tables with a row for each token. Our model pads them to more rows than the vocabulary has.
 TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')
 
 
@@ -33,10 +33,10 @@ TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')
 def read_weights(source):
     """Read weights that were trained elsewhere.
 
-    source: a Hugging Face folder of GPT-2, Llama or Qwen3 form (config.json, safetensors), a ckpt.pt of
+    source: a Hugging Face folder of GPT-2, Llama or Qwen3 (config.json and safetensors), a ckpt.pt of
     nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
-    Returns the GPTConfig arguments, {our name: tensor} in the file's dtype (mapped into memory, not read
-    yet), and the meta of the tokenizer, or None if the tokenizer is not known to be one of ours.
+    Returns (GPTConfig arguments, {our name: tensor}, meta of the tokenizer). Tensors have the file's dtype
+    and are mapped into memory, not read yet. The meta is None if the tokenizer is not one of ours.
     OSError if the weights are not available, ValueError if our model cannot represent them.
     """
     if not os.path.exists(source) and source not in GPT2_NAMES:
@@ -47,7 +47,7 @@ def read_weights(source):
         arguments, weights, meta = read(source)
         config = GPTConfig(**arguments)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'the config of {source} lacks or garbles an entry '
+        raise ValueError(f'the config of {source} has a missing or wrong entry '
                          f'({type(error).__name__}: {error})') from None
     with torch.device('meta'):
         expected = {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
@@ -57,17 +57,17 @@ def read_weights(source):
     for name in expected.keys() | weights.keys():
         shape = tuple(weights[name].shape) if name in weights else None
         if shape != expected.get(name):
-            raise ValueError(f'{source} has {name} of shape {shape} where its config asks for '
+            raise ValueError(f'{source} has {name} with shape {shape}, but its config requires '
                              f'{expected.get(name)}')
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
 def find_start(init_from, keys, find_checkpoint, processes, out_dir):
-    """What a run starts from: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
+    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
 
-    What does not apply is None, or {} for the state. ValueError if it does not exist.
-    keys: those of train.py, with the vocab_size of the data, which decide what a new model is. find_checkpoint():
-    (path, state) of the checkpoint to resume, or (None, {}).
+    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist.
+    keys: the values of train.py's keys, with the vocab_size of the data; they define a new model.
+    find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
     """
     new_model = {field.name: keys[field.name] for field in dataclasses.fields(GPTConfig) if field.name in keys}
     block_size = new_model['block_size']
@@ -82,15 +82,15 @@ def find_start(init_from, keys, find_checkpoint, processes, out_dir):
                          'set --out_dir, or --init_from=scratch')
     if block_size > arguments['block_size']:
         raise ValueError(
-            f'block_size is {block_size}, but the model of {source or init_from} was made for '
+            f'block_size is {block_size}, but the model of {source or init_from} has only '
             f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
     return source, tensors, saved, arguments
 
 
 def initial_values(tensors, model, seed):
-    """The function for parallel.dtensor.fill that gives weights from elsewhere, or those of a new model.
+    """The function for parallel.dtensor.fill that returns loaded weights, or the values of a new model.
 
-    tensors: those of `find_start`, or None.
+    tensors: as returned by `find_start`.
     """
     if tensors:
         return lambda name, shape, rows: pad_rows(tensors[name], shape, rows)
@@ -100,21 +100,20 @@ def initial_values(tensors, model, seed):
 def find_initial(init_from, processes):
     """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments).
 
-    init_from: a run's folder, which gives its best checkpoint, or what read_weights takes, which gives
-    tensors. The other of the two is None. Raises what read_weights raises, and ValueError if the checkpoint
-    is damaged.
+    init_from: a run's folder, for its best checkpoint (tensors are None), or a source of read_weights, for
+    tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a damaged checkpoint.
     """
     path = processes.share(checkpoint.find_best(init_from) if processes.is_main else None)
     if not path:
         arguments, tensors, _ = read_weights(init_from)
         return None, tensors, arguments
     if problem := checkpoint.damage_on_any(path, processes):
-        raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best is taken')
+        raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best one is used')
     return path, None, checkpoint.read_state(path)['model']
 
 
 def pad_rows(tensor, shape, rows=slice(None)):
-    """A float32 copy of rows of a tensor of read_weights, extended by rows of zeros to the model's shape."""
+    """A float32 copy of a tensor's rows, with rows of zeros up to the model's shape."""
     start, stop, _ = rows.indices(shape[0])
     padded = torch.zeros(stop - start, *shape[1:])
     stored = tensor[start:stop]
@@ -123,7 +122,7 @@ def pad_rows(tensor, shape, rows=slice(None)):
 
 
 def read_hugging_face(source):
-    """GPTConfig arguments, {our name: tensor} and tokenizer meta of a folder, or of one of GPT2_NAMES."""
+    """(GPTConfig arguments, {our name: tensor}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
     folder = source if os.path.isdir(source) else download_gpt2(source)
     tensor_files = find_safetensors(folder)
     theirs = read_json(os.path.join(folder, 'config.json'))
@@ -153,14 +152,14 @@ def download_gpt2(name):
     try:
         return huggingface_hub.snapshot_download(f'openai-community/{name}',
                                                  allow_patterns=['config.json', 'model.safetensors'])
-    except Exception as error:  # the hub's client raises errors of many kinds without a network
+    except Exception as error:  # without a network, the hub's client raises many kinds of errors
         raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be '
                       f'downloaded ({type(error).__name__}): go online or give a folder with its config.json '
                       'and model.safetensors as init_from') from None
 
 
 def find_safetensors(folder):
-    """Names of a Hugging Face folder's safetensors files, one or several. OSError if a file is missing."""
+    """[name] of a Hugging Face folder's safetensors files. OSError if a file is missing."""
     names = ['model.safetensors']
     index = os.path.join(folder, 'model.safetensors.index.json')
     if os.path.exists(index):
@@ -192,9 +191,10 @@ def read_json(path):
 
 
 def load_nanogpt(path):
-    """The content of a ckpt.pt, its tensors mapped into memory.
+    """The content of a ckpt.pt, with tensors mapped into memory.
 
-    The names in `model` lose torch.compile's prefix; the causal masks of old versions are left out.
+    torch.compile's prefix is removed from the names in `model`, and the causal masks of old versions are
+    dropped.
     """
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
@@ -203,14 +203,14 @@ def load_nanogpt(path):
         saved['model_args'].items()
     except OSError:
         raise
-    except Exception as error:  # torch.load raises errors of many kinds for files of another format
-        raise ValueError(f'{path} is not a ckpt.pt of nanoGPT, or holds more than tensors and plain values, '
+    except Exception as error:  # for files of another format, torch.load raises many kinds of errors
+        raise ValueError(f'{path} is not a ckpt.pt of nanoGPT, or has more than tensors and plain values, '
                          f'which might run code: it was not loaded ({type(error).__name__})') from None
     return saved
 
 
 def read_nanogpt(path):
-    """GPTConfig arguments, {our name: tensor} and tokenizer meta of a ckpt.pt."""
+    """(GPTConfig arguments, {our name: tensor}, tokenizer meta) of a ckpt.pt."""
     saved = load_nanogpt(path)
     arguments = {key: value for key, value in saved['model_args'].items() if key in NANOGPT_KEYS}
     weights = {name: tensor for name, tensor in saved['model'].items() if name != 'lm_head.weight'}  # tied
@@ -223,23 +223,23 @@ def read_nanogpt(path):
 def export_weights(source, target, which='best', dtype='float32'):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
 
-    source, which: as in checkpoint.choose. dtype: of the weights, 'float32', 'bfloat16' or 'float16'.
-    target: a new file that ends in .pt, for nanoGPT, or a new folder, for Hugging Face.
+    source, which: as in checkpoint.choose. dtype: 'float32', 'bfloat16' or 'float16'.
+    target: a new file that ends with .pt for nanoGPT, or a new folder for Hugging Face.
     """
     path = checkpoint.choose(source, which)
     if not path:
         raise ValueError(f'there is no checkpoint to export in {source}')
     if os.path.exists(target):
-        raise ValueError(f'{target} exists already: name another')
+        raise ValueError(f'{target} already exists: choose another target')
     if problem := checkpoint.damage(path):
-        raise ValueError(f'{path} is damaged ({problem}): export another')
+        raise ValueError(f'{path} is damaged ({problem}): export another checkpoint')
     state = checkpoint.read_state(path)
     config = GPTConfig(**state['model'])
     to_nanogpt = target.endswith('.pt')
     if unknown := keys_without_standard_form(config, to_nanogpt):
         lack = 'nanoGPT does not have' if to_nanogpt else 'no standard form has'
         raise ValueError(f'{path} has {", ".join(unknown)}, which {lack}: '
-                         'it stays with our own sample.py and train.py')
+                         'use the checkpoint with our own sample.py and train.py')
     write = write_nanogpt if to_nanogpt else write_hugging_face
     write(target, path, config, state, getattr(torch, dtype))
     print(f'wrote {target} from {path}')
@@ -269,7 +269,7 @@ def write_nanogpt(target, path, config, state, dtype):
               dict(params=[tensor for tensor in packed.values() if tensor.dim() < 2], weight_decay=0.0)]
     adamw = torch.optim.AdamW(groups, lr=run.get('learning_rate', 6e-4),
                               betas=(run.get('beta1', 0.9), run.get('beta2', 0.95)))
-    if all('exp_avg' in their_state for their_state in states.values()):  # Muon's matrices have none
+    if all('exp_avg' in their_state for their_state in states.values()):  # Muon's matrices have no exp_avg
         step = states['transformer.wte.weight']['step']
         for kind in MOMENTS:
             for name, moment in pack_qkv({name: states[name][kind] for name in weights}).items():
@@ -286,7 +286,7 @@ def write_nanogpt(target, path, config, state, dtype):
 
 
 def write_hugging_face(target, path, config, state, dtype):
-    """Write a checkpoint as a folder for transformers: GPT-2, Llama, or Qwen3 (Llama with QK-norm)."""
+    """Write a checkpoint as a folder for transformers: GPT-2, Llama, Qwen3, or a mixture of experts."""
     from safetensors.torch import save_file
     weights, _ = load_unpadded(path, config, with_optimizer=False)
     tokenizer = get_tokenizer(state['tokenizer']) if state['tokenizer'] else None
@@ -312,26 +312,26 @@ def write_hugging_face(target, path, config, state, dtype):
     tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
     save_file(tensors, tensor_file, metadata=dict(format='pt'))
     write_json(config_file, theirs)
-    shutil.copymode(config_file, tensor_file)  # safetensors lets no one but the owner read the file
+    shutil.copymode(config_file, tensor_file)  # safetensors makes a file that only its owner can read
 
 
 # --- to a run -----------------------------------------------------------------------------------------------
 
 def import_weights(source, out_dir, dataset=None):
-    """Make out_dir a run's folder whose checkpoint holds the weights of other software.
+    """Make a run's folder out_dir with a checkpoint of weights of other software.
 
-    source: as in read_weights; a ckpt.pt gives its iteration, losses and AdamW's moments too.
-    dataset: its meta.json names the tokenizer, if the source does not. ValueError if out_dir has checkpoints.
+    source: as in read_weights. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
+    dataset: its meta.json names the tokenizer if the source does not. ValueError if out_dir has checkpoints.
     """
     if checkpoint.find(out_dir):
-        raise ValueError(f'{out_dir} has checkpoints already: name another folder')
+        raise ValueError(f'{out_dir} already has checkpoints: choose another folder')
     arguments, weights, meta = read_weights(source)
     if dataset:
         meta = read_meta(os.path.join(DATA, dataset))
     if meta and meta['vocab_size'] > arguments['vocab_size']:
-        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, the weights have '
-                         f'{arguments["vocab_size"]}: name the dataset they were trained with, '
-                         'once it is prepared')
+        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, but the weights have '
+                         f'{arguments["vocab_size"]}: prepare and name the dataset that they were '
+                         'trained with')
     parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
     for name, parameter in parameters:
         parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
@@ -340,7 +340,7 @@ def import_weights(source, out_dir, dataset=None):
     iteration = saved.get('iter_num', 0)
     sequences = iteration * run.get('gradient_accumulation_steps', 0) * run.get('batch_size', 0)
     loss = saved.get('best_val_loss')
-    loss = None if loss is None or loss >= 1e9 else float(loss)  # nanoGPT has 1e9 until it has evaluated
+    loss = None if loss is None or loss >= 1e9 else float(loss)  # nanoGPT has 1e9 before an evaluation
     state = dict(
         iteration=iteration, tokens=sequences * run.get('block_size', 0), val_loss=loss, best_val_loss=loss,
         skipped=[0, 0], wandb_id=None, scaler=torch.amp.GradScaler('cpu').state_dict(),
@@ -354,13 +354,13 @@ def import_weights(source, out_dir, dataset=None):
 
 
 def nanogpt_optimizer(saved, parameters):
-    """AdamW of our parameters with the moments in a ckpt.pt's content; None if the content has none."""
+    """AdamW for our parameters, with the moments in a ckpt.pt's content; None if it has no moments."""
     moments = saved.get('optimizer', {}).get('state')
     if not moments:
         return None
     optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
     names = [name for name in saved['model'] if name != 'lm_head.weight']
-    names.sort(key=lambda name: saved['model'][name].dim() < 2)  # nanoGPT's optimizer takes matrices first
+    names.sort(key=lambda name: saved['model'][name].dim() < 2)  # in nanoGPT's optimizer, matrices come first
     step = torch.as_tensor(moments[0]['step']).float()
     for kind in MOMENTS:
         values = split_qkv({name: moments[i][kind] for i, name in enumerate(names)})

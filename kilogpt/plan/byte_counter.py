@@ -1,7 +1,8 @@
-"""What one process allocates and sends: bytes of tensors alive, by part, and collectives by kind and group.
+"""Count what one process allocates and sends: bytes of live tensors by part, collectives by kind and group.
 
-Works on real and on fake tensors: `dry_run.py` records what a process of a cluster would do.
+Works on real and on fake tensors: with fake ones, `dry_run.py` counts what a process of a cluster would do.
 """
+import itertools
 import weakref
 
 import torch
@@ -10,30 +11,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kilogpt.profiler import COLLECTIVES
 
-# In the order in which a table prints them. 'gradients' are shards and those that are still whole, 'gathered'
-# the whole parameters of FSDP2 and what collectives send and receive, 'buffers' where a pipeline receives.
+# In the order of the printed table. 'gradients' are sharded gradients and gradients that are still whole.
+# 'gathered' are the whole parameters of FSDP2 and the tensors that collectives exchange. 'buffers' are the
+# tensors into which a pipeline receives.
 PARTS = ('parameters', 'gradients', 'moments', 'gathered', 'buffers', 'activations', 'logits', 'other')
-DEVICE_OF = torch.ops.prim.device.default  # what tensor.device calls where the tensor is fake
+DEVICE_OF = torch.ops.prim.device.default  # the operator behind `tensor.device` of a fake tensor
 
 
 class Segment:
-    """A piece of memory: its bytes, its part, and the clock of the Recorder when it came and went."""
+    """A piece of memory: its bytes, its part, and the ByteCounter's clock at allocation and release."""
     __slots__ = ('bytes', 'part', 'born', 'died')
 
     def __init__(self, bytes, part, born):
         self.bytes, self.part, self.born, self.died = bytes, part, born, float('inf')
 
 
-class Recorder(TorchDispatchMode):
-    """Within this context, every new piece of a tensor's memory and every collective is noted.
+class ByteCounter(TorchDispatchMode):
+    """A context that records every allocation of tensor memory and every collective.
 
-    fake_mode: that of the tensors to record; None records real ones.
+    fake_mode: the FakeTensorMode of the tensors to count; None counts real tensors.
     phase: the part to which new memory belongs, unless `label`, a collective or the shape says otherwise.
-    logits_width: elements in the last dimension of the tensors that count as logits; 0 for none.
-    group_names: {name of a process group: what `collectives` calls it}.
-    repeats: how often each collective counts from now on.
-    Memory that an operator takes and returns within itself is not seen, nor what libraries keep for
-    themselves (NCCL, cuBLAS, the allocator).
+    logits_width: size of the last dimension of the tensors that count as logits; 0 = none.
+    group_names: {name of a process group: its name in `collectives`}.
+    repeats: how many times each collective counts from now on.
+    Two kinds of memory are not counted: what an operator allocates and frees within its own call, and what
+    libraries (NCCL, cuBLAS, the allocator) keep for themselves.
     """
 
     def __init__(self, fake_mode=None):
@@ -41,22 +43,23 @@ class Recorder(TorchDispatchMode):
         self.fake_mode = fake_mode
         self.phase, self.logits_width, self.group_names, self.repeats = 'other', 0, {}, 1
         self._clock = 0
-        self._alive, self._references = {}, {}  # {id of a storage: Segment, or weak reference}
-        self._segments = []  # those that have died since the last `start`
+        self._alive = {}  # {id of a storage: Segment}
+        self._references = {}  # {id of a storage: weak reference, whose callback ends the Segment}
+        self._segments = []  # Segments that have been freed since the last `start`
         self._collectives = {}
 
     def start(self):
-        """Forget the peak and the collectives before now."""
+        """Start counting: the peak and the collectives up to now are discarded."""
         self._segments.clear()
         self._collectives.clear()
 
     def __enter__(self):
         # FSDP2 frees and allocates whole parameters by resizing their memory, which is not an operator.
-        recorder, resize = self, torch.UntypedStorage.resize_
+        counter, resize = self, torch.UntypedStorage.resize_
 
         def noted_resize(storage, size):
             resize(storage, size)
-            recorder._note_storage(storage, recorder.phase)
+            counter._note_storage(storage, counter.phase)
 
         self._resize = resize
         torch.UntypedStorage.resize_ = noted_resize
@@ -68,15 +71,15 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         if any(hasattr(kind, '__tensor_flatten__') for kind in types):
-            return NotImplemented  # a DTensor, whose operations on local tensors come here in their turn
-        if operator is DEVICE_OF and self.fake_mode:  # half of all calls
+            return NotImplemented  # a DTensor: its operations on local tensors are dispatched here later
+        if operator is DEVICE_OF and self.fake_mode:  # a shortcut, since these are half of all calls
             return args[0].fake_device
         result = operator(*args, **(kwargs or {}))
         for tensor in _tensors_in(result):
             if getattr(tensor, 'fake_mode', None) is not self.fake_mode:
-                continue  # DTensor works out the shape of a result
+                continue  # DTensor is computing the shape of a result in another fake mode
             if self.fake_mode is None and (tensor.is_meta or hasattr(tensor, '__tensor_flatten__')):
-                continue  # no memory of its own: what a collective returns wraps another tensor
+                continue  # no memory of its own: the result of a collective wraps another tensor
             is_logits = tensor.dim() > 1 and tensor.size(-1) == self.logits_width
             self._note_storage(tensor.untyped_storage(), 'logits' if is_logits else self.phase)
         namespace = operator.namespace
@@ -89,7 +92,7 @@ class Recorder(TorchDispatchMode):
     # --- memory ---------------------------------------------------------------------------------------------
 
     def _note_storage(self, storage, part):
-        """Note memory that is new, as a part, or that has another size."""
+        """Record a storage that is new, or whose size has changed."""
         key, size = storage._cdata, storage.nbytes()
         segment = self._alive.get(key)
         if segment is None:
@@ -113,7 +116,7 @@ class Recorder(TorchDispatchMode):
             self._segments.append(segment)
 
     def label(self, tensors, part):
-        """Count the memory of these tensors as a part from its beginning, DTensors by what is local."""
+        """Assign the memory of tensors (of a DTensor, its local part) to a part, from the allocation on."""
         for tensor in tensors:
             local = tensor.to_local() if hasattr(tensor, 'to_local') else tensor
             storage = local.untyped_storage()
@@ -121,13 +124,13 @@ class Recorder(TorchDispatchMode):
             self._alive[storage._cdata].part = part
 
     def bytes_alive(self):
-        """{part: bytes} now."""
+        """{part: bytes} of the memory that is allocated now."""
         return _sum_by_part(self._alive.values())
 
     def peak(self, left_out=()):
-        """{part: bytes} at the moment since `start` at which their sum was highest.
+        """{part: bytes} at the moment since `start` when their sum was largest.
 
-        left_out: parts that do not count, such as those in host memory.
+        left_out: parts to ignore, such as parts in host memory.
         """
         segments = [s for s in (*self._segments, *self._alive.values()) if s.part not in left_out]
         changes = [(segment.born, segment.bytes) for segment in segments]
@@ -144,11 +147,12 @@ class Recorder(TorchDispatchMode):
     def _note_collective(self, operator, args, result):
         name = operator.name().partition('::')[2].replace('_', '')
         kind = next((ours for key, ours in COLLECTIVES.items() if key.replace('_', '') in name), None)
-        if kind is None:  # wait_tensor, barrier
+        if kind is None:  # an operator that sends no tensor: wait_tensor, barrier
             return
         tensors = [found for found in map(_tensors_in, [*args, result]) if found]
-        if operator.namespace == 'c10d' and kind != 'send':  # DTensor's collectives return activations
-            if kind == 'reduce_scatter':  # into what becomes a gradient, or is added to one
+        # DTensor's collectives return activations, and have other namespaces.
+        if operator.namespace == 'c10d' and kind != 'send':
+            if kind == 'reduce_scatter':  # the output becomes a gradient, or is added to one
                 self._label_new(tensors[:1], 'gradients')
             self._label_new(tensors, 'buffers' if kind == 'recv' else 'gathered')
         group = _group_of(operator, args)
@@ -158,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self._collectives[key] = calls + self.repeats, total + self.repeats * size
 
     def _label_new(self, tensors, part):
-        """Count the memory of a collective as a part, unless it is known to be another one."""
+        """Assign a collective's memory to a part, unless it was already assigned to another part."""
         for found in tensors:
             for tensor in found:
                 segment = self._alive.get(tensor.untyped_storage()._cdata)
@@ -166,10 +170,10 @@ class Recorder(TorchDispatchMode):
                     segment.part = part
 
     def _note_fsdp(self, operator, args, kwargs):
-        """Name the memory of FSDP2's own operators, which copy between buffers and whole parameters."""
-        if 'chunk_cat' in operator.name():  # whole gradients, into the buffer of a reduce-scatter
+        """Label the memory of FSDP2's own operators, which copy between buffers and whole parameters."""
+        if 'chunk_cat' in operator.name():  # copies whole gradients into the buffer of a reduce-scatter
             self.label(_tensors_in(args[0]), 'gradients')
-        elif 'split_with_sizes_copy' in operator.name():  # from the buffer of an all-gather
+        elif 'split_with_sizes_copy' in operator.name():  # copies from the buffer of an all-gather
             self.label(_tensors_in(kwargs['out']), 'gathered')
 
     def collectives(self):
@@ -195,9 +199,9 @@ def _group_of(operator, args):
 
 
 def _tensors_in(value):
-    """The tensors in a tensor, or in a list of tensors or of such lists."""
+    """[tensor] of a tensor, or of a nested list of tensors."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors_in(item)]
+        return list(itertools.chain.from_iterable(map(_tensors_in, value)))
     return []

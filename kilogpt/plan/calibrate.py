@@ -1,8 +1,8 @@
-"""Measures this machine for the planner: matrix products by size, attention, memory, operators and links.
+"""Measure this machine for the planner: matrix products by size, attention, memory, operators and links.
 
-`python -m kilogpt.plan --calibrate` starts one process for each GPU, or without GPUs for each core, under
-torchrun, and all measure at the same time, as they compute in training. Without GPUs it then measures links
-again, with two processes on each core.
+`python -m kilogpt.plan --calibrate` starts one process for each GPU (without GPUs: for each core) under
+torchrun. All processes measure at the same time, because they compute at the same time in training. Without
+GPUs, the links are measured again with two processes on each core.
 """
 import json
 import os
@@ -21,30 +21,32 @@ from kilogpt.machines import Machine, read_machine, write_machine
 from kilogpt.parallel.whole_matrices import all_gather
 from kilogpt.parallel.processes import Processes, resolve_dtype
 
-ROUNDS = 5  # of which the fastest counts
-SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # of products, of which a GPU also takes the next two
+ROUNDS = 5  # the fastest round counts
+SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of matrix products
+LARGE_SIZES = (4096, 8192)  # further sizes, on a GPU only
 
 
 def measure_into(path):
-    """Measure this machine into a JSON file that find_machine reads, and print what was found."""
-    devices = torch.cuda.device_count() or len(os.sched_getaffinity(0))
-    print(f'measuring {devices} process(es), about half a minute ...', flush=True)
-    _run(devices, path)
+    """Measure this machine, write a JSON file for find_machine, and print the results."""
+    n_processes = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    print(f'measuring {n_processes} process(es), about half a minute ...', flush=True)
+    _run(n_processes, path)
     if not torch.cuda.is_available():
-        print(f'measuring links between {2 * devices} processes ...', flush=True)
-        _run(2 * devices, path, '--shared')
+        print(f'measuring links between {2 * n_processes} processes ...', flush=True)
+        _run(2 * n_processes, path, '--shared')
     with open(path, encoding='utf-8') as file:
-        found = json.load(file)
-    for dtype, points in found['products'].items():
-        print(f'{dtype:<9} products, TFLOP/s by least size: '
-              + ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in points))
-    print(f'memory {found["bandwidth"] / 1e9:.1f} GB/s, links {found["node_link"] / 1e9:.2f} GB/s and '
-          f'{found["latency"] * 1e6:.0f} µs\nwritten to {path}: give it as --gpu={path}')
+        machine = json.load(file)
+    for dtype in ('float32', 'bfloat16'):  # the rates of other dtypes are copies
+        rates = ', '.join(f'{size}: {rate / 1e12:.3g}' for size, rate in machine['products'][dtype])
+        print(f'{dtype:<9} products, TFLOP/s by smallest size: {rates}')
+    print(f'memory {machine["bandwidth"] / 1e9:.1f} GB/s, links {machine["node_link"] / 1e9:.2f} GB/s and '
+          f'{machine["latency"] * 1e6:.0f} µs\nwrote {path}: use it with --gpu={path}')
 
 
 def _run(n_processes, path, *options):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
-               f'--nproc_per_node={n_processes}', '-m', 'kilogpt.plan.calibrate', os.path.abspath(path), *options]
+               f'--nproc_per_node={n_processes}', '-m', 'kilogpt.plan.calibrate', os.path.abspath(path),
+               *options]
     done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True,
                           text=True)
     if done.returncode:
@@ -52,7 +54,7 @@ def _run(n_processes, path, *options):
 
 
 def seconds_of(function, device, budget=0.1):
-    """Seconds of the fastest of as many calls as fit into the budget: other programs make calls slower."""
+    """Seconds of the fastest call within a budget of seconds: other programs only make calls slower."""
     function()
     metrics.synchronize(device)
     times = []
@@ -65,7 +67,7 @@ def seconds_of(function, device, budget=0.1):
 
 
 def median_seconds(function, device, calls=20):
-    """Seconds that a call with collectives usually takes: each waits for the slowest process."""
+    """Median seconds of a call with collectives, which always waits for the slowest process."""
     times = []
     for _ in range(calls):
         start = time.perf_counter()
@@ -76,8 +78,8 @@ def median_seconds(function, device, calls=20):
 
 
 def product_rates(device, dtype):
-    """{size: FLOP/s} of forward and backward products of which the least size is `size`."""
-    sizes = SIZES if device.type == 'cpu' else (*SIZES, 4096, 8192)
+    """{size: FLOP/s} of forward and backward matrix products whose smallest size is `size`."""
+    sizes = SIZES if device.type == 'cpu' else (*SIZES, *LARGE_SIZES)
     rates = {}
     for size in sizes:
         x = torch.randn(max(512, size), size, device=device, dtype=dtype, requires_grad=True)
@@ -85,13 +87,13 @@ def product_rates(device, dtype):
         gradient = torch.randn(len(x), 2 * size, device=device, dtype=dtype)
         seconds = seconds_of(lambda: torch.nn.functional.linear(x, weight).backward(gradient), device)
         rates[size] = 6 * len(x) * size * 2 * size / seconds
-        if seconds > 0.2:  # larger ones are no faster
+        if seconds > 0.2:  # larger products do not reach a higher rate
             break
     return rates
 
 
 def attention_rate(device, dtype, length=512, heads=4, width=64):
-    """FLOP/s of causal attention forward and backward, counted as memory_model.py does."""
+    """FLOP/s of causal attention, forward and backward; operations are counted as in time_model.py."""
     q, k, v = (torch.randn(2, heads, length, width, device=device, dtype=dtype, requires_grad=True)
                for _ in range(3))
     gradient = torch.randn_like(q)
@@ -103,14 +105,14 @@ def attention_rate(device, dtype, length=512, heads=4, width=64):
 
 
 def memory_rate(device):
-    """Bytes/s that a copy reads and writes."""
+    """Bytes/s of a copy: the bytes it reads plus the bytes it writes."""
     source = torch.zeros(2 ** 25, device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), device)
 
 
 def operator_seconds(device):
-    """Host seconds of an operator on a small tensor with a gradient."""
+    """Host seconds of an operator on a small tensor that requires a gradient."""
     x = torch.zeros(8, device=device, requires_grad=True)
 
     def run():
@@ -122,18 +124,18 @@ def operator_seconds(device):
 
 
 def link(device, world_size):
-    """(latency in seconds, bytes/s that each process sends), the means of a gather and a reduce-scatter."""
+    """(latency in seconds, bytes/s that each process sends): means of an all-gather and a reduce-scatter."""
     if world_size == 1:
         return 0.0, memory_rate(device)
     reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
     seconds = []
-    for size in (2 ** 8, 2 ** 20):  # float32 numbers
-        own = torch.zeros(size, device=device)
+    for size in (2 ** 8, 2 ** 20):  # float32 elements of each process
+        shard = torch.zeros(size, device=device)
         whole = torch.zeros(world_size * size, device=device)
 
-        def exchange(own=own, whole=whole):
-            all_gather(whole, own)
-            reduce_scatter(own, whole)
+        def exchange(shard=shard, whole=whole):
+            all_gather(whole, shard)
+            reduce_scatter(shard, whole)
 
         seconds.append(median_seconds(exchange, device) / 2)
     sent = 4 * 2 ** 20 * (world_size - 1)
@@ -141,9 +143,9 @@ def link(device, world_size):
 
 
 def dtensor_seconds(mesh, latency):
-    """Host seconds of (an operator on DTensors, which work out their layout first, a change of placements).
+    """Host seconds of (an operator on DTensors, a change of a DTensor's placements).
 
-    latency: seconds of a collective, which a change of placements takes besides.
+    latency: seconds of a collective, which is subtracted from the time of a change of placements.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     x = DTensor.from_local(torch.zeros(8, 8, device=mesh.device_type), mesh, [Shard(0)]).requires_grad_()
@@ -155,7 +157,7 @@ def dtensor_seconds(mesh, latency):
 
     def redistribute():
         y = x
-        for _ in range(20):  # each a gather, and a slice without communication
+        for _ in range(20):  # a gather, then a slice, which does not communicate
             y = y.redistribute(placements=[Replicate()]).redistribute(placements=[Shard(0)])
 
     device = torch.device(mesh.device_type)
@@ -164,6 +166,7 @@ def dtensor_seconds(mesh, latency):
 
 
 def main():
+    """Measure in one process of a torchrun; the main process writes the file."""
     processes = Processes()
     processes.join(Layout(processes.world_size, zero_stage=2))
     device = processes.device

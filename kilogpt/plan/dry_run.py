@@ -1,14 +1,14 @@
-"""What the ranks of a cluster would allocate and send, from one iteration of the real code on fake tensors.
+"""Report what ranks of a cluster would allocate and send: one iteration of the real code on fake tensors.
 
-    python -m kilogpt.dry_run 511 1024 config/gpt_70b_3d.py
+    python -m kilogpt.plan.dry_run 511 1024 config/gpt_70b_3d.py
 
-prints the report of rank 511 of 1,024 as JSON: this process joins a process group that does nothing, lays the
-model out on fake tensors, which have shapes but no memory, and runs one iteration. What would raise on the
-cluster raises here. `dry_run` starts such a process for each of several ranks.
+prints the report of rank 511 of 1,024 as JSON. The process joins a process group that does nothing, lays the
+model out on fake tensors, which have shapes but no memory, and runs one iteration. An error that would end
+the run on the cluster ends it here, too. `dry_run` starts such a process for each of several ranks.
 
-Tensors are on a fake CPU, also for a run on GPUs, since a PyTorch without CUDA has no other fake device;
-`substitutes_for_gpus` puts in place what GPUs do otherwise. Nothing is compiled: a compiled model holds fewer
-activations, and fp8 is emulated. The experts of a mixture get equally many tokens.
+The tensors are on a fake CPU even if the run is for GPUs, since PyTorch without CUDA has no other fake
+device; `substitutes_for_gpus` replaces the parts that differ on GPUs. Nothing is compiled (a compiled model
+holds fewer activations), fp8 is emulated, and every expert of a mixture gets the same number of tokens.
 """
 import contextlib
 import dataclasses
@@ -38,25 +38,25 @@ from kilogpt.parallel.layout import Layout
 from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
 from kilogpt.parallel.processes import Processes, resolve_dtype
-from kilogpt.plan.byte_counter import PARTS, Recorder
+from kilogpt.plan.byte_counter import PARTS, ByteCounter
 from kilogpt.settings import check_settings
 from model import GPT, DotProductAttention, GPTConfig
 
-HOPPER = (9, 0)  # the compute capability that is assumed for GPUs
+HOPPER = (9, 0)  # the compute capability assumed for GPUs
 
 
 # --- several ranks, each in a process of its own ------------------------------------------------------------
 
 def dry_run(arguments, world_size, ranks=()):
-    """The reports of several ranks of a run of train.py, made three at a time, in the order of ranks.
+    """[report] of several ranks of a run of train.py, in the order of ranks. Three are computed at a time.
 
-    arguments: config files and keys of train.py. ranks: none of them means the first, a middle and the last.
-    Raises ValueError with the sentence of the first rank that would not start.
+    arguments: config files and keys of train.py. ranks: empty = the first, a middle and the last rank.
+    ValueError with the message of the first rank that would not start.
     """
     ranks = sorted(set(ranks or (0, (world_size - 1) // 2, world_size - 1)))
     if not 0 <= ranks[0] <= ranks[-1] < world_size:
-        raise ValueError(f'ranks is {ranks}, but {world_size} process(es) have the ranks 0 to '
-                         f'{world_size - 1}: set --ranks to some of those')
+        raise ValueError(f'ranks is {ranks}, but the ranks of {world_size} process(es) are 0 to '
+                         f'{world_size - 1}: choose --ranks from these')
     with ThreadPoolExecutor(3) as pool:
         return list(pool.map(lambda rank: _launch(arguments, world_size, rank), ranks))
 
@@ -66,19 +66,19 @@ def _launch(arguments, world_size, rank):
     environment = dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     if run.returncode:
-        sentence = last_error(run.stderr).removeprefix('error: ')
-        raise ValueError(f'rank {rank}: {sentence}')
+        message = last_error(run.stderr).removeprefix('error: ')
+        raise ValueError(f'rank {rank}: {message}')
     return json.loads(run.stdout.splitlines()[-1])
 
 
-def table(results, foretold=None):
-    """Lines of a table of the memory at the peak in GB, a column a rank, and of the collectives of each.
+def table(results, predicted=None):
+    """Lines of two tables: each rank's memory at the peak in GB, and each rank's collectives.
 
-    foretold: {part of PARTS: bytes} by the planner's formulas for the fullest rank, a column of its own.
+    predicted: {part of PARTS: bytes} of the fullest rank by the planner's formulas, shown in another column.
     """
-    columns = [f'rank {result["rank"]}' for result in results] + ['formula'] * bool(foretold)
+    columns = [f'rank {result["rank"]}' for result in results] + ['formula'] * bool(predicted)
     lines = [f'{"GB at the peak":<18}' + ''.join(f'{column:>12}' for column in columns)]
-    memories = [result['peak_parts'] for result in results] + [foretold] * bool(foretold)
+    memories = [result['peak_parts'] for result in results] + [predicted] * bool(predicted)
     memories = [memory | dict(all=sum(memory.values())) for memory in memories]
     for part in (*PARTS, 'all'):
         figures = [memory.get(part, 0) for memory in memories]
@@ -95,10 +95,10 @@ def table(results, foretold=None):
 # --- one rank, in this process ------------------------------------------------------------------------------
 
 def run_rank(config):
-    """The report of the rank of this process (RANK, WORLD_SIZE) with a config of train.py, a dict.
+    """The report, a dict, of this process's rank (RANK, WORLD_SIZE). config: the values of train.py's keys.
 
-    Raises ValueError where train.py would. `peak_parts` are the bytes of each part at the moment of an
-    iteration at which their sum, `peak_bytes`, is highest. `held` are those at the optimizer's step.
+    `peak_parts` has the bytes of each part at the moment of the iteration when their sum, `peak_bytes`, is
+    largest; `held` has the bytes at the optimizer's step. ValueError if train.py would raise it.
     """
     began = time.perf_counter()
     check_settings(config)
@@ -116,8 +116,8 @@ def run_rank(config):
     with torch.device('meta'):
         model = FakeGPT(model_config(config), memory)
     n_parameters = model.num_params()
-    memory.recorder.logits_width = model.config.padded_vocab_size // layout.tp
-    memory.recorder.group_names = names_of_groups(processes)
+    memory.counter.logits_width = model.config.padded_vocab_size // layout.tp
+    memory.counter.group_names = names_of_groups(processes)
     with contextlib.ExitStack() as substitutes:
         n_rows = micro_batch * block_size // layout.cp * config['n_active_experts']
         for substitute in (substitutes_for_experts(n_rows) + substitutes_for_communication(memory)
@@ -139,56 +139,56 @@ def run_rank(config):
             rows = micro_batch * (micro_steps if layout.pp > 1 else 1)
             x, y = torch.zeros(2, rows, block_size // layout.cp, dtype=torch.int64)
             steps = 1 if layout.pp > 1 else micro_steps
-            held = run_iterations(laid_out, optimizer, x, y, steps, config['grad_clip'], memory.recorder)
+            held = run_iterations(laid_out, optimizer, x, y, steps, config['grad_clip'], memory.counter)
     in_host_memory = ('parameters', 'gradients', 'moments') if config['cpu_offload'] and on_gpu else ()
-    peak_parts = memory.recorder.peak(left_out=in_host_memory)
+    peak_parts = memory.counter.peak(left_out=in_host_memory)
     return dict(
         rank=processes.rank, world_size=processes.world_size, layout=layout.describe(),
         coordinates=dict(zip(('pp', 'dp', 'cp', 'tp'), layout.coordinates(processes.rank))),
         notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes
         + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile']
-        + ['each expert gets equally many tokens here'] * (config['mlp'] == 'moe'),
+        + ['each expert gets the same number of tokens here'] * (config['mlp'] == 'moe'),
         parameters=n_parameters, micro_batch=micro_batch, micro_steps=micro_steps, dtype=dtype,
         held=held, peak_bytes=sum(peak_parts.values()), peak_parts=peak_parts,
-        collectives=memory.recorder.collectives(), lay_out_seconds=lay_out_seconds,
+        collectives=memory.counter.collectives(), lay_out_seconds=lay_out_seconds,
         seconds=time.perf_counter() - began)
 
 
 def model_config(config):
-    """The GPTConfig of a config of train.py; the vocabulary is GPT-2's where the dataset is not here."""
+    """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary is GPT-2's."""
     keys = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
     vocab_size = read_meta(os.path.join(DATA, config['dataset']))['vocab_size']
     return GPTConfig(vocab_size=vocab_size, **{key: config[key] for key in keys})
 
 
-def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
-    """Make the optimizer's state, then one whole iteration as train.py does; returns {part: bytes} held.
+def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, counter):
+    """Create the optimizer's state, then run one iteration as train.py does; returns {part: bytes} held.
 
-    The recorder's peak and collectives are of that iteration.
+    Only this iteration counts for the counter's peak and collectives.
     """
     parameters = [parameter for _, parameter in laid_out.optimizer_parameters()]
-    recorder.label((parameter for _, parameter in laid_out.named_parameters()), 'parameters')
+    counter.label((parameter for _, parameter in laid_out.named_parameters()), 'parameters')
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     for parameter in parameters:
         parameter.grad = None
     for state in optimizer.state.values():
-        recorder.label(state.values(), 'moments')
-    recorder.phase = 'activations'
+        counter.label(state.values(), 'moments')
+    counter.phase = 'activations'
     if laid_out.processes.world_size > 1 and not laid_out.layout.uses_fsdp:
-        laid_out.warm_up(lambda: (x, y))  # DDP's buckets; FSDP2's passes are all alike
+        laid_out.warm_up(lambda: (x, y))  # builds DDP's buckets; with FSDP2 the first pass is like the others
 
-    recorder.start()
+    counter.start()
     for step in sorted({0, min(1, steps - 1), steps - 1}):
-        # Between the first micro-step and the last, all are like the second.
-        recorder.repeats = steps - 2 if 0 < step < steps - 1 else 1
+        # The micro-steps between the first and the last are alike, so the second counts for all of them.
+        counter.repeats = steps - 2 if 0 < step < steps - 1 else 1
         laid_out.forward_backward(x, y, last=step == steps - 1)
-    recorder.phase = 'other'
+    counter.phase = 'other'
     grad_norm = laid_out.clip_gradients(grad_clip)
-    recorder.label((p.grad for p in parameters if p.grad is not None), 'gradients')
+    counter.label((p.grad for p in parameters if p.grad is not None), 'gradients')
     optimizer.found_inf = (~grad_norm.isfinite()).float()
-    held = recorder.bytes_alive()
+    held = counter.bytes_alive()
     optimizer.step()
     laid_out.balance.update(grad_norm.isfinite().float())
     laid_out.zero_grad()
@@ -196,7 +196,7 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, recorder):
 
 
 class FakeProcesses(Processes):
-    """The processes of a run, of which this one alone exists."""
+    """The processes of a run, of which only this one exists."""
 
     def join(self, layout):
         from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -206,23 +206,23 @@ class FakeProcesses(Processes):
 
 
 class FakeMemory:
-    """A context in which tensors are fake, and a Recorder sees them."""
+    """A context in which tensors are fake and a ByteCounter counts them."""
 
     def __init__(self):
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
-        self.recorder = Recorder(self.mode)
+        self.counter = ByteCounter(self.mode)
 
     def __enter__(self):
         self.mode.__enter__()
-        self.recorder.__enter__()
+        self.counter.__enter__()
 
     def __exit__(self, *error):
-        self.recorder.__exit__(*error)
+        self.counter.__exit__(*error)
         self.mode.__exit__(*error)
 
 
 class FakeGPT(GPT):
-    """A GPT that is laid out on the meta device and then gets fake memory."""
+    """A GPT that is built on the meta device and gets fake memory when it is laid out."""
 
     def __init__(self, config, memory):
         super().__init__(config, seed=None)
@@ -243,7 +243,7 @@ class FakeGPT(GPT):
 
 
 def names_of_groups(processes):
-    """{name of a process group: the dimension of the mesh that it is}."""
+    """{name of a process group: name of its dimension of the mesh}."""
     names = {}
     if dist.is_initialized():
         names[dist.group.WORLD.group_name] = 'all'
@@ -253,27 +253,27 @@ def names_of_groups(processes):
     return names
 
 
-# --- what takes the place of what fake tensors or a fake process group do not have --------------------------
+# --- substitutes for what fake tensors and a fake process group cannot do -----------------------------------
 
 def substitutes_for_communication(memory):
-    """Contexts in which DDP and pipelines get what they would receive from other processes."""
+    """Contexts in which DDP and pipelines run without the messages of other processes."""
     from torch.distributed.pipelining import schedules
     from torch.distributed.tensor import _sharding_prop
     reducer_buckets = dist._compute_bucket_assignment_by_size
 
     def final_buckets(parameters, limits, *options):
-        # DDP begins with one bucket, and exchanges the indices of the final ones after its first pass.
+        # DDP begins with one bucket, and exchanges the indices of the final buckets after its first pass.
         return reducer_buckets(parameters, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2 ** 20], *options)
 
     replicate = apply.replicate
 
-    def replicate_in_fake_memory(model, device, zero1, grad_compress):
+    def replicate_in_fake_memory(model, device, zero_mesh, grad_compress):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
         with memory:
-            network = replicate(model, device, zero1, grad_compress)
-        if not zero1 and grad_compress == 'none':  # what DDP does by itself, in Python
+            network, zero1, powersgd = replicate(model, device, zero_mesh, grad_compress)
+        if not zero1 and grad_compress == 'none':  # DDP's own reduction, but in Python, where it is counted
             network.register_comm_hook(None, allreduce_hook)
-        return network
+        return network, zero1, powersgd
 
     all_reduce = dist.all_reduce
 
@@ -288,7 +288,7 @@ def substitutes_for_communication(memory):
         return [FinishedWork(operation.tensor) for operation in operations]
 
     def agree_on_shapes(schedule, stages, *options):
-        # Every stage is told its shapes. The stages vote on whether that is so, with votes from other ranks.
+        # The stages vote on whether each was given its shapes. Here each was, but no other rank votes.
         for stage in stages:
             stage._inference_mode = schedules.InferenceMode.STATIC
 
@@ -299,7 +299,7 @@ def substitutes_for_communication(memory):
         mock.patch.object(schedules, '_batch_p2p', send_and_receive_at_once),
         mock.patch.object(apply, 'replicate', replicate_in_fake_memory)]
     if hasattr(_sharding_prop, 'detect_fake_mode'):
-        # DTensor works out shapes on whole tensors, in a fake mode of its own if it does not find one.
+        # DTensor computes shapes on whole tensors. Without an active fake mode it creates its own.
         contexts.append(mock.patch.object(_sharding_prop, 'detect_fake_mode', lambda *inputs: None))
     if hasattr(schedules._PipelineSchedule, '_warmup_p2p'):  # since torch 2.13
         contexts.append(mock.patch.object(schedules._PipelineSchedule, '_warmup_p2p', agree_on_shapes))
@@ -307,9 +307,9 @@ def substitutes_for_communication(memory):
 
 
 class FinishedWork(dist.Work):
-    """The handle of an operation that, unlike that of a fake process group, keeps the tensor alive.
+    """The handle of a finished operation. Unlike a fake process group's handle, it keeps the tensor alive.
 
-    A pipeline's schedule keeps such handles, and so what it has sent, to the end of the iteration.
+    A pipeline's schedule keeps its handles, and with them the tensors it sent, until the iteration ends.
     """
 
     def __init__(self, tensor):
@@ -326,10 +326,10 @@ class FinishedWork(dist.Work):
 
 
 def substitutes_for_experts(n_rows):
-    """Contexts in which experts, and the processes that have them, are equally busy.
+    """Contexts in which all experts, and all processes that have experts, get the same number of rows.
 
-    What the model reads of values is numbers of rows alone: of each expert, or to and from each process. Fake
-    tensors have no values. n_rows: all rows of a micro-batch, which each such list divides.
+    The only values that the model reads are numbers of rows: for each expert, and to and from each process.
+    Fake tensors have no values. n_rows: rows of a micro-batch, the sum of each such list.
     """
     from torch import _meta_registrations
 
@@ -341,13 +341,13 @@ def substitutes_for_experts(n_rows):
         return _meta_registrations._create_grouped_mm_output_tensor(rows, matrices, offs, out_dtype)
 
     contexts = [mock.patch.object(FakeTensor, 'tolist', even_numbers)]
-    if hasattr(_meta_registrations, '_create_grouped_mm_output_tensor'):  # knows bfloat16 alone
+    if hasattr(_meta_registrations, '_create_grouped_mm_output_tensor'):  # otherwise accepts only bfloat16
         contexts.append(mock.patch.object(_meta_registrations, '_meta_grouped_mm_common', shape_in_any_dtype))
     return contexts
 
 
 def substitutes_for_gpus(dtype):
-    """Contexts in which the model's parts on a CPU are those on a GPU."""
+    """Contexts in which a model on a CPU has the parts that it would have on a GPU."""
     from torch.distributed.tensor import placement_types
 
     def use_parts_of_gpus(model, use_kernels):
@@ -363,10 +363,10 @@ def substitutes_for_gpus(dtype):
     def fused_rms_norm(norm, x):
         if x.dtype != norm.weight.dtype:  # not fused on GPUs either
             return composite(norm, x)
-        # CPUs do not have a fused RMSNorm. Their LayerNorm keeps the same, and a mean per row.
+        # CPUs have no fused RMSNorm. Their LayerNorm keeps the same tensors, plus a mean for each row.
         return F.layer_norm(x, norm.normalized_shape, norm.weight, None, norm.eps)
 
-    def all_to_all(x, gather_dim, shard_dim, mesh, mesh_dim):  # gloo has none, and gathers instead
+    def all_to_all(x, gather_dim, shard_dim, mesh, mesh_dim):  # DTensor gathers instead on a CPU, for gloo
         group = mesh.get_group(mesh_dim).group_name
         return torch.ops._dtensor.shard_dim_alltoall(x, gather_dim, shard_dim, group)
 
@@ -376,7 +376,7 @@ def substitutes_for_gpus(dtype):
 
 
 class FlashAttention(DotProductAttention):
-    """The fused attention that PyTorch takes on GPUs, which keeps no scores."""
+    """The fused attention that PyTorch uses on GPUs. It does not keep the scores."""
 
     def forward(self, q, k, v, mask=None):
         dropout = self.dropout if self.training else 0.0

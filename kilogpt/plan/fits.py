@@ -1,34 +1,34 @@
-"""Whether a run fits into the memory of its GPUs, by the formulas of memory_model.py, before its first iteration."""
+"""Predict before the first iteration whether a run fits into the memory of its device (memory_model.py)."""
 import dataclasses
 
-from kilogpt.plan import memory_model
 from kilogpt.parallel.layout import check_layout
+from kilogpt.plan import memory_model
+from kilogpt.plan.shape import Shape
 
 
 def describe_memory(model, layout, config, available, device):
-    """Lines that say how much memory a run will take, and warn if that is more than there is.
+    """[line] to print: how much memory a run will need, and a warning if that is more than is available.
 
-    available: bytes on this process, of which `device` is the device. The other arguments are `forecast`'s.
+    available: bytes on the device of this process. The other arguments are those of `predict_memory`.
     """
     global_batch = config['batch_size'] * config['gradient_accumulation_steps'] // config['islands']
     of_an_island = config | dict(gradient_accumulation_steps=-(-global_batch // config['batch_size']))
-    predicted, warning = forecast(model, layout, of_an_island, device.type, available)
+    predicted, warning = predict_memory(model, layout, of_an_island, device.type, available)
     lines = [f'memory      {predicted / 1e9:,.3f} GB predicted of {available / 1e9:,.1f} GB']
     return lines + [f'warning     {warning}'] if warning else lines
 
 
-def forecast(model, layout, config, device_type, available):
-    """(bytes foretold on the fullest process, a warning or None) for a run that is about to start.
+def predict_memory(model, layout, config, device_type, available):
+    """(bytes predicted on the fullest process, a warning or None) for a run that is about to start.
 
     config: the values of train.py's keys, dtype resolved. device_type: 'cuda' or 'cpu'. available: bytes of
-    memory of a device. The warning says by how much the run does not fit, and names a change of keys with
-    which it would.
+    memory on a device. The warning names a change of keys with which the run would fit.
     """
-    shape = memory_model.Shape(model)
-    foretold = _bytes_of(shape, layout, config, device_type)
-    if foretold <= available:
-        return foretold, None
-    advice = 'no change of its keys would do: use more GPUs'
+    shape = Shape(model)
+    predicted = _bytes_of(shape, layout, config, device_type)
+    if predicted <= available:
+        return predicted, None
+    advice = 'no change of keys makes it fit: use more GPUs'
     for change in _changes(layout, config):
         changed = config | change
         try:
@@ -40,10 +40,10 @@ def forecast(model, layout, config, device_type, available):
             continue
         if _bytes_of(shape, other, changed, device_type) <= available:
             keys = ' '.join(f'--{key}={value}' for key, value in change.items() if config[key] != value)
-            advice = f'it would with {keys}'
+            advice = f'it would fit with {keys}'
             break
-    return foretold, (f'the run will hardly fit: {foretold / 1e9:,.1f} GB are foretold on a process, and '
-                      f'{available / 1e9:,.1f} GB are free; {advice}')
+    return predicted, (f'the run will probably not fit: a process is predicted to need '
+                       f'{predicted / 1e9:,.1f} GB, but only {available / 1e9:,.1f} GB are free; {advice}')
 
 
 def _bytes_of(shape, layout, config, device_type):
@@ -53,7 +53,7 @@ def _bytes_of(shape, layout, config, device_type):
 
 
 def _changes(layout, config):
-    """Changes of keys that save memory, those that cost the least time first."""
+    """Yield changes of keys that save memory, in order of the time they cost."""
     batches = [{}]
     global_batch = config['batch_size'] * config['gradient_accumulation_steps']
     batch_size = config['batch_size']

@@ -1,22 +1,24 @@
-"""How long an iteration takes under a layout: seconds by part, from formulas.
+"""Predict the time of an iteration under a layout: seconds by part, from formulas.
 
-What `memory_model.py` is for memory; `machines.py` has the speeds. Sources: pipelines Huang et al. 2019, Narayanan
-et al. 2021 and Qi et al. 2024.
+`machines.py` has the speeds. Sources of the pipelines' idle time: Huang et al. 2019, Narayanan et al. 2021
+and Qi et al. 2024.
 """
 import math
 
 from kilogpt.parallel.layout import SPLIT_BACKWARD
-from kilogpt.plan.memory_model import FLOAT32, Stage, block_activations, state, tokens_of
+from kilogpt.plan.memory_model import FLOAT32, block_activations, state, tokens_of
+from kilogpt.plan.shape import Stage
 
 
 def bubble(pp, micro_steps, pp_schedule, splits_backward=True):
     """Idle share of a pipeline of pp ranks with equal stages.
 
-    Backward takes twice as long as forward, and sending nothing. Each rank waits while p - 1 others compute a
-    micro-batch (Huang et al. 2019), with two stages on each rank half as long (Narayanan et al. 2021, 2.2).
-    Schedules that split the backward pass wait for p - 1 forward passes of half a rank's blocks (Qi et al.
-    2024). Where they may not split it, interleavedzb waits as interleaved1f1b does, and the V-shaped ones
-    wait for up to 3/4 of p - 1 micro-batches, with backward three times as long as forward ('full').
+    The formula assumes that a backward pass takes twice as long as a forward pass, and sending no time. Each
+    rank waits while p - 1 others compute a micro-batch (Huang et al. 2019); with two stages on each rank, it
+    waits half as long (Narayanan et al. 2021, 2.2). Schedules that split the backward pass wait for p - 1
+    forward passes of half a rank's blocks (Qi et al. 2024). If they must not split the backward pass,
+    interleavedzb waits as long as interleaved1f1b, and the V-shaped schedules wait for up to 3/4 of p - 1
+    micro-batches, whose backward passes take three times as long as their forward passes ('full').
     """
     if pp == 1:
         return 0.0
@@ -31,14 +33,15 @@ def bubble(pp, micro_steps, pp_schedule, splits_backward=True):
 def seconds(shape, layout, work, machine):
     """{part: seconds} of an iteration: compute, tp, cp, ep, dp, pp, bubble, optimizer.
 
-    The communication is what does not run beside computation: that of tensor, context and expert parallelism
-    in full (async_tp: half), gathers and reductions of data parallelism where they take longer.
+    Only communication that does not overlap with computation counts: tensor, context and expert parallelism
+    in full (with async_tp, half of tensor parallelism), and the gathers and reductions of data parallelism as
+    far as they take longer than the computation that they overlap with.
     """
     m = work.micro_steps
     machine = machine.with_processes(layout.world_size)
-    # Ranks in the middle of a pipeline have stages of one of two lengths.
-    ranks = {Stage(*map(sum, zip(*stages))) for stages in shape.stages(layout, work.block_size)}
-    steps = [_step_seconds(shape, layout, work, machine, stage) for stage in ranks]
+    # The set is small: ranks in the middle of a pipeline have at most two different lengths.
+    rank_stages = {Stage.sum(stages) for stages in shape.stages(layout, work.block_size)}
+    steps = [_step_seconds(shape, layout, work, machine, stage) for stage in rank_stages]
     slowest = max(steps, key=lambda step: step['total'])
     parts = dict(compute=m * (slowest['forward'] + slowest['backward']), tp=m * slowest['tp'],
                  cp=m * slowest['cp'], ep=m * slowest['ep'])
@@ -56,48 +59,50 @@ def seconds(shape, layout, work, machine):
     return parts
 
 
-# How often the activations of a block pass through memory, forward and backward, and how many operators it
-# has: {compiled: ...}
+# {compiled: (forward, backward)}: how often a block's activations pass through memory, and how many operators
+# a block has.
 TRAFFIC = {False: (3, 5), True: (2, 3)}
 OPERATORS = {False: (35, 55), True: (8, 12)}
-REDISTRIBUTIONS = 4  # of a block's DTensors, forward and again backward, by tp and by cp each
-ROUTED_OPERATORS = (40, 50)  # more of them where a block has experts, whose products are grouped
-FSDP_OPERATORS = 150  # on the host, for each gather and reduction of FSDP2: as long as that many operators
-HOST_LINK, HOST_UPDATE = 25e9, 15e9  # bytes/s of a GPU's PCIe, and of AdamW in host memory, for each process
+ROUTED_OPERATORS = (40, 50)  # additional operators of a block with experts, whose products are grouped
+REDISTRIBUTIONS = 4  # changes of a DTensor's placements in a block, for each pass, and for each of tp and cp
+FSDP_OPERATORS = 150  # host time of a gather or reduction of FSDP2, in operators
+HOST_LINK, HOST_UPDATE = 25e9, 15e9  # for each process: bytes/s of PCIe, and of AdamW in host memory
 
 
 def _step_seconds(shape, layout, work, machine, stage):
-    """{part: seconds} of a micro-batch on the process with a Stage: forward, backward, tp, cp, ep, total."""
+    """{part: seconds} of a micro-batch on a rank with this Stage: forward, backward, tp, cp, ep, total."""
     config, s, tp = shape.config, tokens_of(layout, work), layout.tp
     forward = backward = 0.0
     for has_experts, count in enumerate((stage.n_dense, stage.n_sparse)):
         if count:
-            once = _block_seconds(shape, layout, work, machine, bool(has_experts))
-            forward, backward = forward + count * once[0], backward + count * once[1]
+            of_block = _block_seconds(shape, layout, work, machine, bool(has_experts))
+            forward += count * of_block[0]
+            backward += count * of_block[1]
     if stage.has_head:
         vocabulary = config.padded_vocab_size / tp
         rate = machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
         head = 2 * s * config.n_embd * vocabulary / rate
         forward += head + 8 * s * vocabulary / machine.bandwidth
         backward += 2 * head + 12 * s * vocabulary / machine.bandwidth
-    again = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives for 8
+    repeats = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives instead of 8
     stream = s * config.n_embd * work.width
-    tp_seconds = stage.n_blocks * 8 * again * machine.ring(stream, 1, tp)
+    tp_seconds = stage.n_blocks * 8 * repeats * machine.ring(stream, 1, tp)
     if work.async_tp:
         tp_seconds /= 2
     heads, kv_heads = config.n_head * config.head_width, config.n_kv_head * config.head_width
     exchanged = s * work.width * (2 * heads + 2 * kv_heads) / tp  # q, k, v, and the result
-    if machine.device == 'cpu':  # gloo gathers, and takes its own
+    if machine.device == 'cpu':  # gloo has no all-to-all: each rank gathers everything and keeps its share
         exchanged *= layout.cp
-    again = 1.5 if work.activation_checkpoint == 'full' else 1
-    cp_seconds = 2 * again * stage.n_blocks * machine.all_to_all(exchanged, tp, layout.cp)
+    repeats = 1.5 if work.activation_checkpoint == 'full' else 1
+    cp_seconds = 2 * repeats * stage.n_blocks * machine.all_to_all(exchanged, tp, layout.cp)
     if layout.cp > 1:
-        cp_seconds += 6 * again * stage.n_blocks * machine.latency  # the other six of eight exchanges
+        cp_seconds += 6 * repeats * stage.n_blocks * machine.latency  # the other six of eight exchanges
     ep_seconds = 0.0
-    if layout.ep > 1:  # rows there and back, and their gradients; the host waits for the numbers of rows
+    if layout.ep > 1:
+        # Rows go to the experts and back, and so do their gradients. The host waits for the numbers of rows.
         rows = stream * config.n_active_experts * work.load_imbalance
-        once = 4 * again * machine.all_to_all(rows, tp, layout.ep) + 3 * (2 * again - 1) * machine.latency
-        ep_seconds = stage.n_sparse * once
+        waits = 3 * (2 * repeats - 1) * machine.latency
+        ep_seconds = stage.n_sparse * (4 * repeats * machine.all_to_all(rows, tp, layout.ep) + waits)
     return dict(forward=forward, backward=backward, tp=tp_seconds, cp=cp_seconds, ep=ep_seconds,
                 total=forward + backward + tp_seconds + cp_seconds + ep_seconds)
 
@@ -107,19 +112,19 @@ def _block_seconds(shape, layout, work, machine, has_experts):
     config, s, tp = shape.config, tokens_of(layout, work), layout.tp
     dtype = 'float8' if work.fp8 else work.dtype
     products = 0.0
-    for _, sizes, cut in shape.parts['sparse' if has_experts else 'dense']:
+    for _, sizes, tp_dimension in shape.parts['sparse' if has_experts else 'dense']:
         if len(sizes) > 1:
-            sizes = [size / tp if dimension == cut else size for dimension, size in enumerate(sizes)]
+            sizes = _divided(sizes, tp_dimension, tp)
             products += 2 * s * math.prod(sizes) / machine.rate(dtype, min(s, *sizes))
     operators = OPERATORS[work.compile]
     if has_experts:
-        n_experts = config.n_experts / layout.ep  # of this process, each a product with its rows
+        n_experts = config.n_experts / layout.ep  # experts of this process: a product for each one's rows
         n_rows = s * config.n_active_experts * (work.load_imbalance if layout.ep > 1 else 1)
-        for _, (_, *sizes), cut in shape.parts['experts']:
-            sizes = [size / tp if dimension == cut else size for dimension, size in enumerate(sizes, start=1)]
+        for _, sizes, tp_dimension in shape.parts['experts']:
+            _, *sizes = _divided(sizes, tp_dimension, tp)
             rate = machine.rate(work.dtype, min(n_rows / n_experts, *sizes))
             products += 2 * n_rows * math.prod(sizes) / rate
-        operators = [count + more for count, more in zip(operators, ROUTED_OPERATORS)]
+        operators = [count + routed for count, routed in zip(operators, ROUTED_OPERATORS)]
     heads = config.n_head * config.head_width
     attention = 2 * s * work.block_size * heads / tp / machine.attention[work.dtype]
     whole = block_activations(config, layout, work, has_experts).whole
@@ -135,61 +140,74 @@ def _block_seconds(shape, layout, work, machine, has_experts):
     if not work.compile:
         redistributions = REDISTRIBUTIONS * ((tp > 1) + (layout.cp > 1))
         host = [seconds + redistributions * machine.redistribute for seconds in host]
-    if machine.device == 'cpu':  # computes itself
+    if machine.device == 'cpu':  # the host computes, too: its times add up
         return forward + host[0], backward + host[1]
     return max(forward, host[0]), max(backward, host[1])
 
 
+def _divided(sizes, tp_dimension, tp):
+    """The sizes of a parameter's part on a rank of tensor parallelism. tp_dimension: None = not divided."""
+    sizes = list(sizes)
+    if tp_dimension is not None:
+        sizes[tp_dimension] /= tp
+    return sizes
+
+
 def _data_parallel_seconds(shape, layout, work, machine, step):
-    """Seconds in which gathers and reductions of data parallelism keep the slowest process waiting."""
+    """Seconds that the slowest process waits for the gathers and reductions of data parallelism.
+
+    step: the result of _step_seconds for the slowest rank.
+    """
     m, world = work.micro_steps, layout.world_size
     forward, backward = machine.overlap * step['forward'], machine.overlap * step['backward']
-    stages = max(shape.stages(layout, work.block_size),
-                 key=lambda stages: sum(stage.n_blocks for stage in stages))
-    stage = Stage(*map(sum, zip(*stages)))
+    stages = max(shape.stages(layout, work.block_size), key=lambda stages: Stage.sum(stages).n_blocks)
+    stage = Stage.sum(stages)
     n_blocks = stage.n_blocks
-    shards, stride = layout.dp_shard * layout.cp, layout.tp
+    n_shards, stride = layout.dp_shard * layout.cp, layout.tp
     if not layout.uses_fsdp:
-        numbers = sum(count * shape.numbers(part, layout).split for part, count in stage.parts.items())
-        sent = numbers * {'none': 4, 'bf16': 2, 'powersgd': 0.2}[work.grad_compress]
+        elements = sum(count * shape.counts(part, layout).split for part, count in stage.parts.items())
+        sent = elements * {'none': 4, 'bf16': 2, 'powersgd': 0.2}[work.grad_compress]
         last_bucket = min(1.0, 25 * 2 ** 20 / sent)
         reduced = machine.ring(sent, 1, world)
         if layout.zero_stage == 0:
             reduced *= 2
         exposed = min(reduced, max(0.0, reduced - backward) + last_bucket * reduced)
-        if layout.zero_stage == 1:  # both ways through other buffers
-            buckets = math.ceil(FLOAT32 * numbers / (25 * 2 ** 20))
-            exposed += machine.ring(FLOAT32 * numbers, 1, world) + 4 * FLOAT32 * numbers / machine.bandwidth
+        if layout.zero_stage == 1:  # gathers the updated parameters; both collectives copy through buffers
+            buckets = math.ceil(FLOAT32 * elements / (25 * 2 ** 20))
+            exposed += machine.ring(FLOAT32 * elements, 1, world)
+            exposed += 4 * FLOAT32 * elements / machine.bandwidth
             exposed += 2 * buckets * FSDP_OPERATORS * machine.launch
         return exposed
 
-    def sharing(byte_count, apart=1):
-        """Seconds of a gather, which is copied out of its buffer, or of a reduction, which is copied in.
+    def collective_seconds(byte_count, spacing=1):
+        """Seconds of a gather or of a reduction, with the copies from or into its buffer.
 
-        apart: how many ranks that have other parameters lie between two that share these.
+        spacing: 1 if neighbouring shards of data parallelism share these bytes, n if every n-th does.
         """
         host = FSDP_OPERATORS * machine.launch * (machine.device == 'cpu')
         copies = 2 * byte_count / machine.bandwidth
-        return machine.ring(byte_count, stride * apart, shards // apart) + copies + host
+        return machine.ring(byte_count, stride * spacing, n_shards // spacing) + copies + host
 
-    of_part = {part: shape.numbers(part, layout).gathered for part in shape.parts}
+    gathered = {part: shape.counts(part, layout).gathered for part in shape.parts}
 
     def of_blocks(width):
-        once = dict(dense=sharing(width * of_part['dense']), sparse=sharing(width * of_part['sparse']),
-                    experts=sharing(width * of_part['experts'], layout.ep))
-        return sum(stage.parts[part] * value for part, value in once.items())
+        """Seconds of the collectives of all blocks. width: bytes of an element."""
+        of_part = dict(dense=collective_seconds(width * gathered['dense']),
+                       sparse=collective_seconds(width * gathered['sparse']),
+                       experts=collective_seconds(width * gathered['experts'], spacing=layout.ep))
+        return sum(stage.parts[part] * seconds for part, seconds in of_part.items())
 
-    ends = sum(stage.parts[part] * of_part[part] for part in ('before', 'after'))
+    ends = sum(stage.parts[part] * gathered[part] for part in ('before', 'after'))
     gather, reduce = of_blocks(work.width), of_blocks(FLOAT32)
-    gather_ends, reduce_ends = sharing(work.width * ends), sharing(FLOAT32 * ends)
-    shard_bytes = FLOAT32 * shape.held(stages, layout)[0]
-    replicas = 2 * machine.ring(shard_bytes, stride * shards, layout.dp_replicate)
+    gather_ends, reduce_ends = collective_seconds(work.width * ends), collective_seconds(FLOAT32 * ends)
+    shard_bytes = FLOAT32 * shape.sharded(stages, layout)[0]
+    replicas = 2 * machine.ring(shard_bytes, stride * n_shards, layout.dp_replicate)
 
     def exposed(communication, computation):
-        """What does not fit beside computation, and the first or last block, beside which there is none."""
+        """Seconds that do not overlap; the first or last block's communication never overlaps."""
         return max(communication / max(1, n_blocks), communication - computation)
 
-    if layout.pp > 1:  # gathered with the first micro-batch, reduced after the last one
+    if layout.pp > 1:  # gathers with the first micro-batch, reduces after the last
         gathers = m if layout.zero_stage == 3 else 1
         waits = gathers * exposed(gather, forward) + gather_ends
         if layout.zero_stage == 3:
@@ -206,24 +224,24 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
 
 
 def _optimizer_seconds(shape, layout, work, machine):
-    """Seconds of clipping, which passes 12 bytes a number through memory, and of the update, for AdamW 28."""
+    """Seconds of clipping and the update: for AdamW, 12 + 28 bytes of memory traffic for each parameter."""
     moments = max(state(shape, layout, work, rank)['moments'] for rank in {0, layout.pp // 2, layout.pp - 1})
     updated = moments / FLOAT32 / (2 if work.optimizer == 'adamw' else 1)
     total = 40 * updated / machine.bandwidth + 4 * machine.latency * (layout.world_size > 1)
     if work.cpu_offload and machine.device != 'cpu':
         total = 8 * updated / HOST_LINK + 40 * updated / HOST_UPDATE
-    if work.optimizer == 'muon':  # 5 steps of Newton and Schulz on each matrix, on one of all processes
+    if work.optimizer == 'muon':  # five Newton-Schulz steps on each matrix, which one process computes
         flops = matrix_bytes = 0
-        whole = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), False)
-        for part, count in whole.parts.items():
+        all_blocks = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), False)
+        for part, count in all_blocks.parts.items():
             for _, sizes, _ in shape.parts[part]:
                 if count and len(sizes) > 1:
                     short, long = sorted(sizes[-2:])
                     n_matrices = count / layout.pp * math.prod(sizes[:-2])
                     flops += n_matrices * 5 * (4 * short ** 2 * long + 2 * short ** 3)
                     matrix_bytes += n_matrices * work.width * short * long
-        sharing = layout.world_size / layout.pp
-        total += flops / sharing / machine.rate(work.dtype, shape.config.n_embd)
-        if not layout.uses_fsdp:  # each process computes some of the updates, and all gather them
+        n_processes = layout.world_size / layout.pp
+        total += flops / n_processes / machine.rate(work.dtype, shape.config.n_embd)
+        if not layout.uses_fsdp:  # each process computes some updates, then all processes gather them
             total += machine.ring(matrix_bytes, 1, layout.world_size)
     return total

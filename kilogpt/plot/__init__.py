@@ -1,4 +1,4 @@
-"""Pictures of runs: `python -m kilogpt.plot`.
+"""Draws pictures of runs: `python -m kilogpt.plot`.
 
-curves.py reads the lines of a run, or of a nanoGPT log, and draws them. It is the only file to read.
+sources.py reads the log of a run or of nanoGPT, and curves.py draws it. Read curves.py first.
 """

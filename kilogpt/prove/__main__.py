@@ -1,25 +1,25 @@
-r"""Prove that a model trains the same in every layout: run after an edit of model.py, on any machine.
+r"""Prove that a model trains the same in every layout. Run this after you edit model.py, on any machine.
 
     python -m kilogpt.prove config/train_gpt2.py
     python -m kilogpt.prove config/train_gpt2.py --quick
     python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" --float64
 
-The model and the config, shrunk, run on one process, and then in each layout on CPU processes of this machine
-with the same data. Compared with one process are the starting weights, and for three iterations the loss, the
-gradient's norm, and each parameter's gradient and update on each process; then the evaluation and the weights
-that were saved, and last two iterations that continue from those of the layout before. A failure names the
-first iteration and the parameters that differ, and says what is often the reason. The exit code is then 1.
+A small version of the model trains on one process, and then in each layout on CPU processes of this machine,
+with the same data. Each layout is compared with the one process: the starting weights; for three iterations,
+the loss, the gradient norm, and every parameter's gradient and update on every process; then the evaluation
+and the saved weights; and at last two iterations that resume from the previous layout's checkpoint. A failure
+names the first iteration and the parameters that differ, with the likely cause. The exit code is then 1.
 
-Config files and keys are those of train.py. Shrunk are: n_layer to 3, n_head to 4 (groups stay groups),
-n_embd to 8 a head, block_size to 32, n_experts to 4 of width 16, the vocabulary to 61 random tokens, and the
-batch to 4 micro-batches of 2 sequences; more where a layout needs more. Dropout is off, and no projection
-starts at zero. The other keys of the model and of the optimizer stay, but for a warm-up of one iteration.
-Experts are compared in float64, since rounding may send a token to another expert.
+Config files and keys are those of train.py. These keys are shrunk: n_layer to 3, n_head to 4 (grouped heads
+stay grouped), n_embd to 8 for each head, block_size to 32, n_experts to 4 of width 16, the vocabulary to 61
+random tokens, and the batch to 4 micro-batches of 2 sequences; to more if a layout needs more. Dropout is
+off, no projection starts at zero, and the warm-up takes one iteration. All other keys of the model and of the
+optimizer keep their values. Experts are compared in float64, since rounding may send a token to another one.
 
-A layout is words, as for bench.py: dpN, tpN, cpN, ppN, epN (processes of each kind), zeroN (zero_stage), repN
-(dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload, and key=value for any other
-key: compile=True compares a compiled layout with one process that is not compiled. Without --layouts there
-are about fifteen, among them the config's own with its degrees at most 2.
+A layout is a list of words, as for bench.py: dpN, tpN, cpN, ppN, epN (number of processes of each kind),
+zeroN (zero_stage), repN (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload,
+and key=value for any other key. With compile=True, a compiled layout is compared with one process that is not
+compiled. Without --layouts, about fifteen layouts run, among them the config's own with degrees of at most 2.
 """
 import argparse
 import dataclasses
@@ -37,21 +37,21 @@ from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.script_runs import ROOT, parse_layouts
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.settings import check_settings
-from kilogpt.prove.runs import Trials
+from kilogpt.prove.runs import LayoutRuns
 from model import GPT, GPTConfig
 
-ITERATIONS = 3  # that are compared, before the save
-VOCABULARY = 61  # the embedding has 64 rows, of which three are padding
-MICRO_BATCH, MICRO_STEPS = 2, 4  # of one process
-SHOWN = 4  # lines that a report has of a layout's differences
+ITERATIONS = 3  # iterations compared before the save
+VOCABULARY = 61  # three of the embedding's 64 rows are padding
+MICRO_BATCH, MICRO_STEPS = 2, 4  # on one process
+MAX_LINES = 4  # differences printed for a layout
 
-# layouts that each prove something of their own
+# Each of these layouts covers something that the others do not.
 ONE_MICRO_STEP = f'dp1 batch_size={MICRO_BATCH * MICRO_STEPS} gradient_accumulation_steps=1 eval_iters=1'
 QUICK = [ONE_MICRO_STEP, 'dp2', 'dp2 zero3 full', 'tp2', 'cp2', 'pp2']
 FULL = [*QUICK, 'dp2 zero1', 'dp3 zero2 selective', 'pp2 zbv', 'tp2 dp2 zero3', 'tp2 cp2', 'tp2 pp2 zbv',
         'dp4 rep2 zero2', 'tp2 cp2 pp2']
 EXPERTS_QUICK, EXPERTS_FULL = ['ep2'], ['ep2', 'ep2 tp2', 'ep2 dp4 zero3']
-# keys of train.py that a layout sets, with what one process has
+# {key of train.py that a layout sets: its value on one process}
 LAYOUT_KEYS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', ep=1,
                    activation_checkpoint='none', cpu_offload=False)
 SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'n_experts',
@@ -59,11 +59,12 @@ SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size'
           'batch_size', 'gradient_accumulation_steps')
 
 
-# --- what runs ----------------------------------------------------------------------------------------------
+# --- layouts and the shrunk config --------------------------------------------------------------------------
 
-def own_layout(config):
+def layout_of(config):
     """The layout of a config in words, with degrees of at most 2; '' if it is one process."""
     words = [f'{key}2' for key in ('tp', 'cp', 'pp', 'ep') if config[key] > 1]
+    # With tp, pp or ep, train.py shards the state at zero_stage 2 or below in any case.
     is_sharded_anyway = config['tp'] * config['pp'] * config['ep'] > 1 and config['zero_stage'] <= 2
     if config['dp_replicate'] > 1:
         words.append('rep2')
@@ -77,18 +78,20 @@ def own_layout(config):
 
 
 def choose_layouts(config, options):
-    """[(layout, processes, arguments)] to prove."""
+    """[(layout, number of processes, train.py arguments)] of the layouts to prove."""
     if options.layouts:
         return parse_layouts(options.layouts)
     texts = list(QUICK if options.quick else FULL)
     if config['mlp'] == 'moe':
         texts += EXPERTS_QUICK if options.quick else EXPERTS_FULL
-    own = own_layout(config)
-    if own and own not in texts:
-        texts.append(own)
-    layouts = [layout for layout in parse_layouts(';'.join(texts)) if layout[1] <= options.nproc]
-    names = {ONE_MICRO_STEP: 'one micro-step'}
-    return [(names.get(name, name), processes, arguments) for name, processes, arguments in layouts]
+    of_config = layout_of(config)
+    if of_config and of_config not in texts:
+        texts.append(of_config)
+    layouts = []
+    for name, processes, arguments in parse_layouts(';'.join(texts)):
+        if processes <= options.nproc:
+            layouts.append(('one micro-step' if name == ONE_MICRO_STEP else name, processes, arguments))
+    return layouts
 
 
 def keys_of(arguments):
@@ -97,7 +100,7 @@ def keys_of(arguments):
 
 
 def shrink(config, layouts, keep):
-    """The config of the runs: small, on one process, in float32. keep: keys that are not shrunk."""
+    """The config of the runs: small, on one process, in float32. keep: keys that keep their values."""
     most = dict(tp=1, split=1, stages=1, ep=1)
     for _, processes, arguments in layouts:
         keys = {key: int(text) for key, text in keys_of(arguments).items() if key in ('tp', 'cp', 'pp', 'ep')}
@@ -142,15 +145,15 @@ def shrink(config, layouts, keep):
 
 
 def build(config):
-    """The model of a config, of shapes alone."""
+    """The model of a config, on the meta device."""
     fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
               if field.name in config}
     with torch.device('meta'):
         return GPT(GPTConfig(vocab_size=VOCABULARY, **fields), seed=None)
 
 
-def obstacle(model, config, processes, arguments):
-    """Why a model cannot have a layout, or ''."""
+def why_impossible(model, config, processes, arguments):
+    """Why a layout cannot divide a model, or ''."""
     keys = keys_of(arguments)
     degrees = {key: type(LAYOUT_KEYS[key])(text) for key, text in keys.items()
                if key in ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')}
@@ -163,14 +166,14 @@ def obstacle(model, config, processes, arguments):
     return ''
 
 
-# --- what is printed ----------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------
 
 class Report:
-    """Prints a line for each layout, as text or JSON, and remembers whether any has failed."""
+    """Prints a line for each layout, as text or JSON, and remembers whether one has failed."""
 
     def __init__(self, as_json, total):
         self.as_json, self.has_failures = as_json, False
-        tqdm.monitor_interval = 0  # no thread, which a fork would not survive
+        tqdm.monitor_interval = 0  # tqdm's thread would not survive a fork
         self.bar = tqdm(total=total, unit='layout', leave=False, disable=True if as_json else None)
 
     def say(self, text):
@@ -179,7 +182,7 @@ class Report:
             sys.stdout.flush()
 
     def row(self, layout, processes, seconds, verdict, lines=(), advice=(), **figures):
-        """Print a layout's line, what differs and advice.
+        """Print a layout's line, the lines of its differences, and advice.
 
         verdict: 'same', 'wrong', 'failed', 'left out' or 'reference'. figures: the largest relative errors.
         """
@@ -190,21 +193,21 @@ class Report:
                        differences=list(lines), advice=list(advice), **figures)
             print(json.dumps(row), flush=True)
             return
-        text = dict(wrong='WRONG', failed='FAILED', reference='the others are compared with it').get(verdict)
+        text = dict(wrong='WRONG', failed='FAILED', reference='reference for the others').get(verdict)
         if verdict == 'same':
             text = f'same: gradients within {figures["gradient"]:.0e}, updates within {figures["update"]:.0e}'
         unit = 'process  ' if processes == 1 else 'processes'
         self.say(f'{layout:<26} {processes:>2} {unit} {seconds:>6.1f}s  {text or verdict}')
-        for line in lines[:SHOWN]:
+        for line in lines[:MAX_LINES]:
             self.say(f'    {line}')
-        if len(lines) > SHOWN:
-            self.say(f'    ... and {len(lines) - SHOWN} more')
+        if len(lines) > MAX_LINES:
+            self.say(f'    ... and {len(lines) - MAX_LINES} more')
         for sentence in advice:
             self.say(f'    -> {sentence}')
 
 
 class Prover:
-    """Runs one process and each layout, and reports."""
+    """Trains on one process and in each layout, compares, and reports."""
 
     def __init__(self, config, layouts, options, folder):
         self.options = options
@@ -215,58 +218,58 @@ class Prover:
         self.small, self.facts = small, diagnosis.inspect(self.model)
         self.n_blocks = len(self.model.get_submodule(self.model.split_plan['blocks']))
         in_float64 = options.float64 or config['mlp'] == 'moe'
-        self.trials = Trials(folder, small, VOCABULARY, ITERATIONS, in_float64)
+        self.runs = LayoutRuns(folder, small, VOCABULARY, ITERATIONS, in_float64)
         self.report = Report(options.json, total=1 + len(layouts))
         shrunk = [f'{key} {config[key]} -> {small[key]}' for key in SHRUNK if config[key] != small[key]]
         self.report.say(f'{self.model.num_params():,} parameters, {"float64" if in_float64 else "float32"}; '
                         f'shrunk: {", ".join(shrunk) or "nothing"}')
 
     def run_reference(self):
-        """Run one process; returns whether other layouts can be compared with it."""
+        """Train on one process; returns whether layouts can be compared with this run."""
         began = time.perf_counter()
-        one = self.source = self.trials.train_reference()
+        reference = self.source = self.runs.train_reference()
         problems, lines, verdict = diagnosis.problems(self.model, self.facts), [], 'reference'
         self.unused = []
-        if one.error:
-            lines, verdict = [one.error], 'failed'
-            problems += diagnosis.advise_on_error(one.error, self.facts)
+        if reference.error:
+            lines, verdict = [reference.error], 'failed'
+            problems += diagnosis.advise_on_error(reference.error, self.facts)
         else:
-            self.unused = self.trials.unused_parameters(self.model)
+            self.unused = self.runs.unused_parameters(self.model)
             if self.unused:
-                problems.append(diagnosis.on_unused(self.unused))
+                problems.append(diagnosis.advise_on_unused(self.unused))
             if problems:
                 verdict = 'wrong'
         self.report.row('one process', 1, time.perf_counter() - began, verdict, lines, problems)
-        return not one.error
+        return not reference.error
 
     def run_layout(self, layout, processes, arguments):
         began = time.perf_counter()
         reason = ''
-        if not self.options.layouts:  # a layout that was asked for says itself why it cannot run
-            reason = obstacle(self.model, self.small, processes, arguments)
+        if not self.options.layouts:  # the run of a layout given by the user reports why it cannot start
+            reason = why_impossible(self.model, self.small, processes, arguments)
         result = dict(verdict='left out', lines=[reason])
         if not reason:
             result = self.compare(processes, arguments)
         self.report.row(layout, processes, time.perf_counter() - began, **result)
 
     def compare(self, processes, arguments):
-        """Run a layout; returns {argument of Report.row: value}."""
-        keys, trials = keys_of(arguments), self.trials
-        run = trials.train(processes, arguments)
+        """Train in a layout and compare; returns {argument of Report.row: value}."""
+        keys, runs = keys_of(arguments), self.runs
+        run = runs.train(processes, arguments)
         if run.error:
             return dict(verdict='failed', lines=[run.error],
                         advice=diagnosis.advise_on_error(run.error, self.facts, self.unused))
         if run.uncompiled:
             return dict(verdict='left out', lines=[run.uncompiled])
-        differences, figures = trials.compare(run)
+        differences, figures = runs.compare(run)
         if differences:
             lines = diagnosis.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'
             advice = diagnosis.advise(keys, self.facts, differences, run.first_wrong,
-                                   random=trials.testimonies[0].random)
+                                   random=runs.observations[0].random)
             return dict(verdict='wrong', lines=lines, advice=advice, **figures)
         if not self.options.quick:
-            lines = trials.continue_from(self.source, processes, arguments)
+            lines = runs.continue_from(self.source, processes, arguments)
             self.source = run
             if lines:
                 return dict(verdict='wrong', lines=lines, **figures)
@@ -274,30 +277,30 @@ class Prover:
 
 
 def parse_arguments():
-    """(options of prove, arguments for train.py)"""
+    """(options of this command, arguments for train.py)."""
     parser = argparse.ArgumentParser(prog='python -m kilogpt.prove', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('--layouts', default='', metavar='"LAYOUT; ..."', help='these layouts rather than the usual ones')
-    add('--nproc', type=int, default=8, help='leave out layouts of more processes (8)')
-    add('--quick', action='store_true', help='the main layouts alone, and no run continues from another')
+    add('--layouts', default='', metavar='"LAYOUT; ..."', help='prove these layouts, not the usual ones')
+    add('--nproc', type=int, default=8, help='leave out layouts with more processes than this (8)')
+    add('--quick', action='store_true', help='only the main layouts, and no run resumes from another')
     add('--float64', action='store_true', help='compute in float64, with a hundredth of the tolerances')
     add('--keep', default='', metavar='KEY,KEY...', help='keys that are not shrunk, such as n_head,n_embd')
-    add('--json', action='store_true', help='print JSON, one object a layout')
+    add('--json', action='store_true', help='print one JSON object for each layout')
     options, arguments = parser.parse_known_args()
     if options.nproc < 1:
         sys.exit(f'error: --nproc is {options.nproc}: it must be at least 1')
     options.keep = list(filter(None, options.keep.split(',')))
     for key in options.keep:
         if key not in SHRUNK:
-            sys.exit(f'error: --keep has {key!r}: name keys that are shrunk, of {", ".join(SHRUNK)}')
+            sys.exit(f'error: --keep has {key!r}: choose from the shrunk keys, {", ".join(SHRUNK)}')
     return options, arguments
 
 
 def main():
     options, arguments = parse_arguments()
     if not hasattr(os, 'fork'):
-        sys.exit('error: kilogpt.prove forks its processes, which this system cannot: run it on Linux or WSL')
+        sys.exit('error: kilogpt.prove needs os.fork, which this system does not have: use Linux or WSL')
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
     layouts = choose_layouts(config, options)
     forked.prepare()

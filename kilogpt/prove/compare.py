@@ -1,31 +1,34 @@
-"""Whether two runs computed the same: loss curves, gradients and weights, and how they differ, in words.
+"""Compare what two runs computed: loss curves, gradients and weights.
 
-The tests of layouts and kilogpt.prove compare by the same functions.
+kilogpt.prove and the tests of layouts use these functions.
 """
 from typing import NamedTuple
 
 import torch
 
-# float32 sums in another order differ by about 1e-7 in a loss of 4; AdamW's normalised updates raise that
-# over the iterations. These bounds are far above, and far below what a wrong factor or a lost token would do.
+# float32 sums in another order change a loss of 4 by about 1e-7, and AdamW's normalised updates amplify this
+# over the iterations. The bounds are far above that, and far below the effect of a wrong factor or a lost
+# token.
 LOSS, GRAD_NORM = 1e-4, 1e-3
-# Largest relative errors: of gradients in the first iteration and in later ones, and of all updates together.
+# Largest relative errors of gradients (in the first and in later iterations) and of all updates together
 IN_FLOAT32 = {'starting weight': [1e-6], 'gradient': [1e-3, 1e-2], 'update': 1e-2}
 IN_FLOAT64 = {'starting weight': [1e-6], 'gradient': [1e-5, 1e-4], 'update': 1e-4}
-NEGLIGIBLE = 1e-4  # of the norm of all gradients: one that is zero but for rounding, as that of a key's bias
+# A gradient smaller than this share of the norm of all gradients is zero except for rounding, such as the
+# gradient of a key's bias.
+NEGLIGIBLE = 1e-4
 
 
 class Difference(NamedTuple):
-    """Something that two runs do not have in common."""
+    """A difference between two runs: of two numbers, or of two tensors whose norms are found and expected."""
     iteration: int
-    what: str  # 'loss', 'gradient norm', 'evaluation', ...; or 'gradient', 'starting weight', 'weight'
-    name: str  # the parameter's, or ''
+    what: str  # 'loss', 'gradient norm', 'evaluation', ...; or 'gradient', 'starting weight', 'update', ...
+    name: str  # name of the parameter, or ''
     found: float | None
     expected: float | None
-    cosine: float | None = None  # of the angle between two tensors, of which found and expected are the norms
-    error: float | None = None  # the norm of the difference of two tensors, relative to that of `expected`
-    largest: float | None = None  # the largest difference of two elements
-    ranks: tuple = ()  # those that found it, where not all did
+    cosine: float | None = None  # of the angle between the two tensors
+    error: float | None = None  # norm of the difference, relative to `expected`
+    largest: float | None = None  # largest difference of two elements
+    ranks: tuple = ()  # ranks with this difference; () = all ranks that have the tensor
 
     @property
     def ratio(self):
@@ -33,9 +36,9 @@ class Difference(NamedTuple):
 
 
 def compare_curves(run, other, loss=LOSS, grad_norm=GRAD_NORM):
-    """[Difference] of two runs' logs: losses differ by more than `loss`, norms by `grad_norm` of their size.
+    """[Difference] of two runs' logs. loss: absolute tolerance. grad_norm: relative tolerance.
 
-    run, other: have `lines` and `evals`, {iteration: line of metrics.jsonl}.
+    run, other: objects with `lines` and `evals`, {iteration: line of metrics.jsonl}.
     """
     differences = []
     for kind, lines, expected_lines in (('training', run.lines, other.lines),
@@ -49,13 +52,13 @@ def compare_curves(run, other, loss=LOSS, grad_norm=GRAD_NORM):
             keys = ('loss', 'grad_norm') if kind == 'training' else ('train_loss', 'val_loss')
             for key in keys:
                 bound = bounds.get(key, grad_norm * abs(expected[key]))
-                if not abs(line[key] - expected[key]) <= bound:  # a NaN differs too
+                if not abs(line[key] - expected[key]) <= bound:  # true for NaN, too
                     differences.append(Difference(i, key, '', line[key], expected[key]))
     return differences
 
 
 def relative_error(found, expected, floor=1e-30):
-    """The norm of the difference of two tensors, relative to that of `expected`, or to `floor` if larger."""
+    """The norm of found - expected over the norm of `expected`, or over `floor` if that is larger."""
     return ((found - expected).norm() / expected.norm().clamp(min=floor)).item()
 
 
@@ -64,9 +67,9 @@ def norm_of_all(tensors):
 
 
 def compare_tensors(iteration, what, found, expected, tolerance, floor):
-    """([Difference], the largest relative error) of one process's tensors.
+    """([Difference], largest relative error) of one process's tensors.
 
-    found: [(name, tensor)], expected: {name: tensor}. Errors are relative to a tensor's norm, or to `floor`.
+    found: [(name, tensor)]. expected: {name: tensor}. Errors are those of relative_error.
     """
     differences, worst = [], 0.0
     for name, tensor in found:
@@ -84,18 +87,19 @@ def compare_tensors(iteration, what, found, expected, tolerance, floor):
     return differences, worst
 
 
-def unite_ranks(by_rank, held):
-    """The differences that each rank found, those of several ranks in one tensor as one [Difference].
+def merge_ranks(by_rank, names_by_rank):
+    """[Difference] of all ranks, with one Difference for each tensor.
 
-    by_rank: a list of Differences for each rank. held: the names of the tensors that each rank has.
+    by_rank: [Difference] of each rank. names_by_rank: the set of names of the tensors that each rank has.
     """
     first, ranks_of = {}, {}
     for rank, differences in enumerate(by_rank):
         for difference in differences:
             first.setdefault(difference.name, difference)
             ranks_of.setdefault(difference.name, []).append(rank)
-    united = []
+    merged = []
     for name, difference in first.items():
-        is_everywhere = set(ranks_of[name]) == {rank for rank, names in enumerate(held) if name in names}
-        united.append(difference._replace(ranks=() if is_everywhere else tuple(sorted(set(ranks_of[name])))))
-    return united
+        ranks = set(ranks_of[name])
+        owners = {rank for rank, names in enumerate(names_by_rank) if name in names}
+        merged.append(difference._replace(ranks=() if ranks == owners else tuple(sorted(ranks))))
+    return merged

@@ -1,8 +1,8 @@
-"""Run scripts in processes forked from one that has imported torch, which takes longer than a tiny run.
+"""Run scripts in forked processes. The fork saves the import of torch, which takes longer than a tiny run.
 
-`run_forked` forks from the process that calls it. As a program, this file is a server for other processes,
-such as the tests: each line of standard input is a run, the JSON of the arguments of `run_forked`; the answer
-on standard output is a line with the exit codes of the run's processes.
+`run_forked` forks the process that calls it. As a program, this file is a server for other processes, such
+as the tests: each line of standard input requests a run, as JSON of the arguments of `run_forked`, and the
+answer is a line on standard output with the exit codes of the run's processes.
 """
 import contextlib
 import gc
@@ -15,11 +15,11 @@ import signal
 import socket
 import sys
 
-GRACE = 10  # seconds that the processes of a run have to end once one of them has failed
+GRACE = 10  # seconds until the other processes of a run are killed once one of them has failed
 
 
 def prepare():
-    """Import what the runs need, and make this process safe to fork from."""
+    """Import the modules that runs need, and make it safe to fork this process."""
     import torch
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
@@ -27,21 +27,21 @@ def prepare():
     import torch.distributed.tensor.experimental
     import torch.distributed.tensor.parallel
 
-    sys.dont_write_bytecode = False  # wherever it is set: each run would compile these modules again
-    torch.set_num_threads(1)  # before the fork, which a pool of threads would not survive
-    gc.disable()  # a tiny run leaves too little garbage to look for
+    sys.dont_write_bytecode = False  # otherwise each run would compile this repository's modules again
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    gc.disable()  # a tiny run leaves too little garbage to collect
 
 
 def run_forked(nproc, ends_together=False, **request):
     """Run a script in nproc processes; returns their exit codes.
 
-    ends_together: end all processes some seconds after one has failed, as torchrun does.
-    request: the other arguments of `be_process`.
+    ends_together: kill all processes some seconds after one has failed, as torchrun does.
+    request: the other arguments of `run_process`.
     """
     forking = multiprocessing.get_context('fork')
     processes = []
     for rank in range(nproc):
-        processes.append(forking.Process(target=be_process, args=(rank, nproc), kwargs=request))
+        processes.append(forking.Process(target=run_process, args=(rank, nproc), kwargs=request))
         processes[-1].start()
     running = {process.sentinel: process for process in processes}
     timeout = None
@@ -59,11 +59,11 @@ def run_forked(nproc, ends_together=False, **request):
     return [process.exitcode for process in processes]
 
 
-def be_process(rank, nproc, script, arguments, env, cwd, timeout, folder, faults=(), before=lambda: None):
-    """Be process `rank` of nproc that run a script; the folder has its stdin, stdout.RANK and stderr.RANK.
+def run_process(rank, nproc, script, arguments, env, cwd, timeout, folder, faults=(), before=lambda: None):
+    """Run a script as process `rank` of nproc. Its files stdin, stdout.RANK and stderr.RANK are in `folder`.
 
-    script: a file, or the name of a module. timeout: seconds until the process is ended.
-    faults: Python files to execute first. before: a function to call then.
+    script: a file, or the name of a module. timeout: seconds after which the process is killed.
+    faults: Python files to execute first. before: a function to call after them, just before the script.
     """
     for descriptor, name in enumerate(('stdin', f'stdout.{rank}', f'stderr.{rank}')):
         os.dup2(os.open(os.path.join(folder, name), os.O_RDWR | os.O_CREAT), descriptor)
@@ -88,7 +88,7 @@ def be_process(rank, nproc, script, arguments, env, cwd, timeout, folder, faults
 
 
 def free_ports(first, count=5_000):
-    """Ports of this machine that nothing listens on. Those from 32,768 up are taken by gloo's connections."""
+    """Yield ports that nothing listens on. gloo's connections take ports from 32,768 up."""
     for port in range(first + os.getpid() % count, first + count + 1_000):
         with contextlib.suppress(OSError):
             socket.create_server(('127.0.0.1', port)).close()
@@ -96,12 +96,13 @@ def free_ports(first, count=5_000):
 
 
 def serve():
-    requests = os.fdopen(os.dup(0))  # descriptor 0 becomes the stdin of a run
+    """Answer requests on standard input until it ends."""
+    requests = os.fdopen(os.dup(0))  # a copy, since descriptor 0 becomes the stdin of a run
     for line in requests:
         print(json.dumps(run_forked(**json.loads(line))), flush=True)
 
 
 if __name__ == '__main__':
-    sys.path[0] = ''  # this folder has modules of the names of Python's; each run puts its own folder here
+    sys.path[0] = ''  # modules in this folder would hide Python's own; each run sets its own folder here
     prepare()
     serve()

@@ -1,6 +1,6 @@
-"""What a run of train.py computes, written down on every process: for kilogpt.prove and the tests.
+"""Record what every process of a run of train.py computes, for kilogpt.prove and the tests.
 
-`install` is called in a process before train.py starts there. A run has no key for this.
+There is no key of train.py for this: call `install` in a process before train.py starts there.
 """
 import os
 from typing import NamedTuple
@@ -11,12 +11,12 @@ from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
 
 
-class Testimony(NamedTuple):
-    """What one process saw in one iteration."""
-    gradients: list  # [(parameter's name, whole gradient before clipping)]; a tied pair may be there twice
-    weights: list  # [(parameter's name, whole parameter before the update)]
+class Observation(NamedTuple):
+    """What one process computed in one iteration."""
+    gradients: list  # [(name of a parameter, whole gradient before clipping)]; may have a tied pair twice
+    weights: list  # [(name of a parameter, whole parameter before the update)]
     activations: dict  # {'the input/output of MODULE': (sum of squares, number of elements)}, in order
-    random: list  # names of the innermost modules that drew random numbers in this iteration
+    random: list  # names of the innermost modules that drew random numbers
 
 
 def path_of(folder, iteration, rank):
@@ -24,35 +24,35 @@ def path_of(folder, iteration, rank):
 
 
 def read(folder, iteration, processes):
-    """[Testimony] of each process for an iteration, the first of which is 1."""
-    testimonies = []
+    """[Observation] of each process in an iteration. The first iteration is 1."""
+    observations = []
     for rank in range(processes):
-        testimonies.append(Testimony(**torch.load(path_of(folder, iteration, rank))))
-    return testimonies
+        observations.append(Observation(**torch.load(path_of(folder, iteration, rank))))
+    return observations
 
 
 def install(folder, in_float64=False):
-    """Make the train.py that will run in this process write a Testimony for each iteration into a folder.
+    """Make train.py, when it runs in this process, write an Observation of each iteration into a folder.
 
-    in_float64: compute in float64, where no rounding is large enough to send a token to another expert.
+    in_float64: compute in float64, where rounding is too small to send a token to another expert.
     """
     if in_float64:
         torch.set_default_dtype(torch.float64)
     lay_out, warm_up, clip_gradients = Parallel.lay_out, Parallel.warm_up, Parallel.clip_gradients
-    observer = Observer()
+    hooks = ModuleHooks()
     iteration = 0
 
     def observed_lay_out(self, model, **options):
         lay_out(self, model, **options)
-        if not self.compiles:  # hooks would be compiled too
+        if not self.compiles:  # otherwise the hooks would be compiled, too
             for stage in self.stages.values():
-                observer.watch(stage)
+                hooks.register(stage)
 
-    def forgotten_warm_up(self, read_batch):
+    def unobserved_warm_up(self, read_batch):
         warm_up(self, read_batch)
-        observer.forget()
+        hooks.reset()
 
-    def written_gradients(self, max_norm, limit):
+    def observed_clip_gradients(self, max_norm, limit):
         nonlocal iteration
         iteration += 1
         gradients = []
@@ -60,34 +60,35 @@ def install(folder, in_float64=False):
             if parameter.grad is not None:
                 gradients.append((name, whole(parameter.grad)))
         weights = [(name, whole(parameter)) for name, parameter in self.named_parameters()]
-        testimony = Testimony(gradients, weights, observer.activations, sorted(observer.random))
-        torch.save(testimony._asdict(), path_of(folder, iteration, self.processes.rank))
-        observer.forget()
+        observation = Observation(gradients, weights, hooks.activations, sorted(hooks.random))
+        torch.save(observation._asdict(), path_of(folder, iteration, self.processes.rank))
+        hooks.reset()
         return clip_gradients(self, max_norm, limit)
 
-    Parallel.lay_out, Parallel.warm_up = observed_lay_out, forgotten_warm_up
-    Parallel.clip_gradients = written_gradients
+    Parallel.lay_out, Parallel.warm_up = observed_lay_out, unobserved_warm_up
+    Parallel.clip_gradients = observed_clip_gradients
 
 
 def whole(tensor):
-    """A copy of a parameter or gradient, gathered where it is sharded; a collective."""
+    """A copy of a parameter or gradient on the CPU. Gathers it if it is sharded: a collective."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor).cpu().clone()
 
 
-class Observer:
-    """Hooks that add up squares of what each module returns, and notice who draws random numbers."""
+class ModuleHooks:
+    """Hooks that sum the squares of each module's input and output, and detect draws of random numbers."""
 
     def __init__(self):
-        self.forget()
+        self.reset()
 
-    def forget(self):
+    def reset(self):
         self.activations, self.random, self._states = {}, set(), []
 
-    def watch(self, model):
+    def register(self, model):
         experts = f'.{model.split_plan["experts"]}.'
         for name, module in model.named_modules():
-            # Within a part that cpu.py replaces; and with tp, an expert's output here is a part of a sum.
+            # Some modules cannot be compared: the inside of a part that cpu.py replaces, and experts, whose
+            # output is only one term of a sum with tp.
             is_hidden = name.endswith('.fused') or experts in name
             if name and not is_hidden and module is not getattr(model, 'loss', None):
                 module.register_forward_pre_hook(
@@ -106,7 +107,7 @@ class Observer:
         before = self._states.pop()
         if before and before != random_state():
             self.random.add(name)
-            self._states = [None] * len(self._states)  # the modules around this one need not be named
+            self._states = [None] * len(self._states)  # names only this module, not the modules around it
         self._add(f'the output of {name}', module, output)
 
     @torch.no_grad()
@@ -119,7 +120,7 @@ class Observer:
 
 
 def is_second_pass():
-    """Whether this is a forward pass within the backward pass, for a checkpoint of activations."""
+    """Whether this forward pass is a recomputation for activation checkpointing, in the backward pass."""
     return torch._C._current_graph_task_id() >= 0
 
 

@@ -1,6 +1,6 @@
-"""Runs of train.py on processes of this machine whose results are compared with those of one process.
+"""Run train.py in layouts on processes of this machine, and compare each run with one process.
 
-For kilogpt.prove, which says what runs and prints what was found.
+kilogpt.prove chooses the layouts and prints the results.
 """
 import contextlib
 import functools
@@ -21,22 +21,22 @@ from kilogpt.script_runs import ROOT, as_arguments, last_error
 from kilogpt.metrics import read_metrics
 from kilogpt.checkpoint_files import safe_reader
 
-LIMIT = 600  # seconds that a run may take
-CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes
+LIMIT = 600  # seconds after which a run is killed
+CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes of processes that crashed
 FIRST_PORT = 15_000
 
 
-class Trials:
-    """Runs of one config in forked processes, each in a folder of its own within `folder`.
+class LayoutRuns:
+    """Runs of one config in several layouts. Each run has its own folder in `folder`.
 
-    config: train.py's, of one process. iterations: those that are compared, after which each run saves.
+    config: train.py's config for one process. iterations: number of iterations to compare; then a run saves.
     """
 
     def __init__(self, folder, config, vocab_size, iterations, in_float64):
         self.folder, self.iterations, self.in_float64 = folder, iterations, in_float64
         self.ports = forked.free_ports(FIRST_PORT)
         self.tolerances = compare.IN_FLOAT64 if in_float64 else compare.IN_FLOAT32
-        self.number = 0  # of runs so far
+        self.number = 0  # runs started so far
         data = os.path.join(folder, 'data')
         os.mkdir(data)
         write_random_tokens(data, vocab_size, count=2 ** 14)
@@ -45,12 +45,13 @@ class Trials:
             json.dump(config | dict(dataset=data), file)
 
     def train(self, processes, arguments, **keys):
-        """Run train.py; returns the run, whose `error` is '' where it has succeeded.
+        """Run train.py; returns the run, an object with these attributes:
 
-        arguments, keys: train.py's, on top of the config. The run has its `out_dir`, and `lines` and `evals`,
-        {iteration: line of metrics.jsonl}; `uncompiled` is why it was not compiled as it should be, or None.
+        out_dir; error: '' if the run succeeded; lines and evals: {iteration: line of metrics.jsonl};
+        uncompiled: why the run was not compiled although it should be, or None.
+        arguments, keys: settings of train.py, which override the config.
 
-        A run in which a process crashes is repeated: one in thousands has done so in PyTorch or gloo (LOG.md).
+        If a process crashes, the run is repeated once: in rare cases PyTorch or gloo crashes (LOG.md).
         """
         run = self._train_once(processes, arguments, keys)
         if CRASHES.intersection(run.codes):
@@ -67,7 +68,7 @@ class Trials:
         keys = dict(out_dir=os.path.join(folder, 'out')) | keys
         environment = os.environ | dict(OMP_NUM_THREADS='1', MASTER_ADDR='127.0.0.1',
                                         MASTER_PORT=next(self.ports))
-        sys.stdout.flush()  # before the fork, or each process would print it
+        sys.stdout.flush()  # otherwise each forked process would print the buffered text again
         codes = forked.run_forked(
             processes, ends_together=True, script=os.path.join(ROOT, 'train.py'),
             arguments=[self.config_file, *arguments, *as_arguments(**keys)], env=environment, cwd=ROOT,
@@ -84,22 +85,23 @@ class Trials:
                                evals=evals)
 
     def train_reference(self):
-        """Run one process two iterations longer than the others, and keep what it saw and saved."""
-        self.one = self.train(1, [], max_iters=self.iterations + 2)
-        if not self.one.error:
-            self.testimonies = [observer.read(self.one.folder, i + 1, 1)[0] for i in range(self.iterations)]
-            self.saved = saved_weights(self.one.out_dir, self.iterations)
-        return self.one
+        """Train on one process for two iterations more than in layouts; keep its observations and weights."""
+        self.reference = self.train(1, [], max_iters=self.iterations + 2)
+        if not self.reference.error:
+            folder = self.reference.folder
+            self.observations = [observer.read(folder, i + 1, 1)[0] for i in range(self.iterations)]
+            self.saved = saved_weights(self.reference.out_dir, self.iterations)
+        return self.reference
 
     def unused_parameters(self, model):
-        """Names of the model's parameters that should be trained, but got no gradient on one process."""
-        trained = {name for name, _ in self.testimonies[0].gradients}
+        """Names of parameters that require a gradient but had none on one process."""
+        trained = {name for name, _ in self.observations[0].gradients}
         return [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]
 
     def continue_from(self, source, processes, arguments):
-        """Continue a run under another layout; returns what is wrong, a list of sentences.
+        """Resume a run in another layout; returns [sentence] for what is wrong.
 
-        It takes two iterations, since moments that were not read show in the loss after the first update.
+        The resumed run makes two iterations: wrong moments change the loss only after the first update.
         """
         folder = os.path.join(self.folder, f'from-{self.number}')
         path = os.path.join('ckpt', f'iter_{self.iterations:08d}')
@@ -107,42 +109,41 @@ class Trials:
         run = self.train(processes, arguments, out_dir=folder, init_from='resume', eval_iters=0,
                          keep_checkpoints=0, max_iters=self.iterations + 2)
         if run.error:
-            return [f'cannot continue from what {source.layout} has saved: {run.error}']
-        later = {i: line for i, line in self.one.lines.items() if i > self.iterations}
-        expected = SimpleNamespace(lines=later, evals={})
-        differences = compare.compare_curves(run, expected)
-        return [f'continued from what {source.layout} has saved, iteration {each.iteration} has {each.what} '
+            return [f'cannot resume from the checkpoint of {source.layout}: {run.error}']
+        later = {i: line for i, line in self.reference.lines.items() if i > self.iterations}
+        differences = compare.compare_curves(run, SimpleNamespace(lines=later, evals={}))
+        return [f'resumed from the checkpoint of {source.layout}, iteration {each.iteration} has {each.what} '
                 f'{each.found:.6g}, on one process {each.expected:.6g}' for each in differences]
 
     def compare(self, run):
         """([Difference], {what: largest relative error}) of a run and the reference.
 
-        The differences are those of the first iteration that has any.
+        The differences are those of the first iteration that has differences.
         """
         errors = {}
-        for iteration, reference in enumerate(self.testimonies, start=1):
+        for iteration, reference in enumerate(self.observations, start=1):
             differences = []
-            testimonies = observer.read(run.folder, iteration, run.processes)
+            observations = observer.read(run.folder, iteration, run.processes)
             if iteration == 1:
                 differences += self._compare_tensors(iteration, 'starting weight', reference.weights,
-                                                     [each.weights for each in testimonies], errors)
+                                                     [each.weights for each in observations], errors)
             else:
-                of_ranks = [self._compare_updates(iteration - 1, each.weights, reference.weights, errors)
-                            for each in testimonies]
-                held = [{name for name, _ in each.weights} for each in testimonies]
-                differences += compare.unite_ranks(of_ranks, held)
+                by_rank = [self._compare_updates(iteration - 1, each.weights, reference.weights, errors)
+                           for each in observations]
+                names_by_rank = [set(dict(each.weights)) for each in observations]
+                differences += compare.merge_ranks(by_rank, names_by_rank)
             if not differences:
                 differences += self._compare_tensors(iteration, 'gradient', reference.gradients,
-                                                     [each.gradients for each in testimonies], errors)
-            differences += [each for each in compare.compare_curves(run, self.one)
+                                                     [each.gradients for each in observations], errors)
+            differences += [each for each in compare.compare_curves(run, self.reference)
                             if each.iteration == iteration]
             if iteration == 1:
-                run.first_wrong = first_wrong_value([each.activations for each in testimonies],
+                run.first_wrong = first_wrong_value([each.activations for each in observations],
                                                     reference.activations)
             if differences:
                 return differences, errors
         last = self.iterations
-        differences = [each for each in compare.compare_curves(run, self.one) if each.iteration <= last]
+        differences = [each for each in compare.compare_curves(run, self.reference) if each.iteration <= last]
         found = saved_weights(run.out_dir, last)
         for name in sorted(found.keys() ^ self.saved.keys()):
             differences.append(compare.Difference(last, 'saved weight', name, None, None))
@@ -158,18 +159,18 @@ class Trials:
             of_rank, error = compare.compare_tensors(iteration, what, found, expected, tolerance, floor)
             differences.append(of_rank)
             errors[what] = max(errors.get(what, 0.0), error)
-        held = [{name for name, _ in found} for found in found_by_rank]
-        missing = expected.keys() - set().union(*held)
+        names_by_rank = [set(dict(found)) for found in found_by_rank]
+        missing = expected.keys() - set().union(*names_by_rank)
         absent = [compare.Difference(iteration, what, name, None, expected[name].norm().item())
                   for name in missing]
-        return absent + compare.unite_ranks(differences, held)
+        return absent + compare.merge_ranks(differences, names_by_rank)
 
     def _compare_updates(self, iteration, found, expected, errors):
-        """[Difference] of the changes that the updates up to an iteration have made to the weights.
+        """[Difference] of the total change of the weights by all updates up to an iteration.
 
-        found, expected: [(name, parameter)]; errors: takes the largest error.
+        found, expected: [(name, parameter)]. errors: {what: largest relative error}, which is updated here.
         """
-        start, expected, differences = dict(self.testimonies[0].weights), dict(expected), []
+        start, expected, differences = dict(self.observations[0].weights), dict(expected), []
         for name, weight in found:
             is_clear = self._has_clear_gradient(name)
             update, right_update = weight - start[name], expected[name] - start[name]
@@ -182,13 +183,13 @@ class Trials:
         return differences
 
     def _has_clear_gradient(self, name):
-        """Which elements of a parameter have a gradient that is more than rounding, in each iteration.
+        """A mask of a parameter's elements whose gradient is more than rounding in every iteration.
 
-        AdamW makes a whole step of the others too, in any direction.
+        AdamW makes a full step for the other elements as well, but in an arbitrary direction.
         """
         is_clear = torch.ones_like(self.saved[name], dtype=torch.bool)
-        for testimony in self.testimonies:
-            gradients = dict(testimony.gradients)
+        for observation in self.observations:
+            gradients = dict(observation.gradients)
             if name in gradients:
                 floor = compare.NEGLIGIBLE * compare.norm_of_all(gradients.values())
                 size = max(gradients[name].norm().item(), floor) / gradients[name].numel() ** 0.5
@@ -197,10 +198,10 @@ class Trials:
 
 
 def first_wrong_value(activations, expected):
-    """The first input or output of a module that has another mean square than expected, or ''.
+    """The first input or output of a module whose mean square is wrong, or ''.
 
-    activations: `Testimony.activations` of each process; expected: those of one process. Where the processes
-    compute padding too, nothing is known.
+    activations: `Observation.activations` of each process; expected: the same of one process. Returns '' if
+    the processes compute padding, too, since the means then have other elements.
     """
     squares, counts = {}, {}
     for of_rank in activations:
@@ -211,7 +212,7 @@ def first_wrong_value(activations, expected):
     if counts.get(first, count) % count:
         return ''
     for what, (square, count) in expected.items():
-        # A value that several processes have counts as often, which leaves its mean.
+        # A value that several processes have is counted several times, which does not change the mean.
         right = square / max(1, count)
         if what in counts and not abs(squares[what] / max(1, counts[what]) - right) <= 1e-3 * right:
             return what
@@ -219,7 +220,7 @@ def first_wrong_value(activations, expected):
 
 
 def saved_weights(out_dir, iteration):
-    """{name: parameter} of a checkpoint."""
+    """{name: parameter} in a run's checkpoint."""
     import torch.distributed.checkpoint as dcp
     path = os.path.join(out_dir, 'ckpt', f'iter_{iteration:08d}')
     stored = checkpoint.stored_tensors(path)
@@ -230,7 +231,7 @@ def saved_weights(out_dir, iteration):
 
 
 def first_error(folder, codes):
-    """What a failed run says: the error of the first rank that has one, not that of a lost connection."""
+    """The error of a failed run: of the first rank with an error other than a lost connection."""
     errors = []
     for rank, code in enumerate(codes):
         with open(os.path.join(folder, f'stderr.{rank}'), encoding='utf-8') as file:

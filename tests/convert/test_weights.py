@@ -1,7 +1,7 @@
-"""Weights in and out, against transformers, its tokenizers, and nanoGPT's format written out.
+"""Export and import of weights, compared with transformers, its tokenizers, and nanoGPT's format.
 
-All weights are random with a standard deviation of 0.2, norms and biases too, so that exchanged tensors show
-far above the tolerance of 1e-4.
+All weights, norms and biases included, are random with a standard deviation of 0.2, so that swapped tensors
+cause errors far above the tolerance of 1e-4.
 """
 import dataclasses
 import json
@@ -50,7 +50,7 @@ def randomize(model, seed=0):
 
 
 def make_run(folder, options=(), meta=CHARS, moments=False):
-    """Make a run's folder with a checkpoint at iteration 3: (its path, the model, the optimizer)."""
+    """Make a run's folder with a checkpoint at iteration 3; returns (path, model, optimizer)."""
     model = randomize(GPT(GPTConfig(**TINY | dict(options))))
     named = list(model.named_parameters())
     optimizer = build_adamw(named, 1e-3, 0.1, (0.9, 0.95)) if moments else None
@@ -69,7 +69,7 @@ def save_run(folder, model, named, optimizer=None, meta=CHARS):
 
 
 def weights_of(model):
-    """Parameters without the padding rows of the vocabulary."""
+    """{name: parameter} without the padding rows of the vocabulary."""
     return {name: p[:model.config.vocab_size] if name in ('transformer.wte.weight', 'lm_head.weight') else p
             for name, p in model.named_parameters()}
 
@@ -90,7 +90,7 @@ def change_json(path, changes):
 
 @torch.no_grad()
 def assert_same_predictions(ours, theirs):
-    """Logits within 1e-4, and 50 greedy tokens the same."""
+    """Assert that logits agree within 1e-4, and that 50 greedy tokens are the same."""
     theirs.eval()
     logits = ours(PROMPT)
     assert logits.std() > 0.3
@@ -113,7 +113,7 @@ def slow_but(chosen, forms):
 
 
 @pytest.mark.parametrize('form', slow_but([*FORMS][:6] + ['qwen3moe'], FORMS))
-def test_export_is_what_transformers_runs_and_comes_back_the_same(form, tmp_path):
+def test_export_runs_in_transformers_and_is_imported_unchanged(form, tmp_path):
     from transformers import AutoModelForCausalLM
     out_dir, model, _ = make_run(tmp_path / 'run', FORMS[form])
     first, second = str(tmp_path / 'first'), str(tmp_path / 'second')
@@ -133,7 +133,7 @@ def test_export_is_what_transformers_runs_and_comes_back_the_same(form, tmp_path
 
 
 def transformers_model(kind):
-    """A model of widths, epsilon and theta other than ours."""
+    """A model of transformers with other widths, epsilon and theta than our defaults."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
     from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, MixtralConfig, MixtralForCausalLM
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -158,8 +158,8 @@ def transformers_model(kind):
 
 
 @pytest.mark.parametrize('kind', slow_but(['gpt2', 'llama', 'qwen3'], KINDS))
-def test_folders_of_transformers_read_in(kind, tmp_path):
-    """In shards; bfloat16 widens; exported again, the tensors are the same."""
+def test_folders_of_transformers_are_imported_and_exported_unchanged(kind, tmp_path):
+    """The folder has shards in bfloat16, which our model reads as float32."""
     theirs = randomize(transformers_model(kind)).bfloat16()
     theirs.save_pretrained(tmp_path / 'hf', max_shard_size='20KB')
     assert os.path.exists(tmp_path / 'hf' / 'model.safetensors.index.json')
@@ -197,7 +197,7 @@ def test_folders_of_transformers_read_in(kind, tmp_path):
     (LLAMA | dict(qk_norm=True, bias=True), 'bias=True'),
     (dict(qk_norm=True, n_kv_head=2), 'n_kv_head=2, qk_norm=True'),
     (dict(norm='rmsnorm', mlp='swiglu'), 'norm=rmsnorm, mlp=swiglu')], ids=str)
-def test_what_has_no_standard_form_says_so(options, words, tmp_path):
+def test_model_without_a_standard_form_is_not_exported(options, words, tmp_path):
     out_dir, *_ = make_run(tmp_path / 'run', options)
     with pytest.raises(ValueError, match=f'has {words}, which no standard form has'):
         export_weights(out_dir, str(tmp_path / 'hf'))
@@ -216,7 +216,7 @@ def folders(tmp_path_factory):
 
 
 def link_folder(source, target, changes):
-    """Make target a copy of an exported folder with changes to its config.json."""
+    """Make `target` a copy of an exported folder with changes to its config.json."""
     (target / 'model.safetensors').symlink_to(source / 'model.safetensors')
     (target / 'config.json').write_text((source / 'config.json').read_text())
     change_json(target / 'config.json', changes)
@@ -236,19 +236,19 @@ def link_folder(source, target, changes):
     ('qwen3', dict(use_sliding_window=True)),
     ('qwen3', dict(layer_types=['full_attention', 'sliding_attention'])),
     ('qwen3', dict(attention_bias=True))], ids=str)
-def test_what_our_model_cannot_represent_is_refused(folders, form, changes, tmp_path):
+def test_config_that_our_model_cannot_represent_is_refused(folders, form, changes, tmp_path):
     link_folder(folders[form], tmp_path, changes)
     with pytest.raises(ValueError, match=f'config.json has .*{list(changes)[0]}'):
         read_weights(str(tmp_path))
 
 
 @pytest.mark.parametrize('changes, words', [
-    (dict(n_positions=32), r'wpe.weight of shape \(64, 32\) where its config asks for \(32, 32\)'),
-    (dict(n_layer=1), r'transformer.h.1.* where its config asks for None'),
-    (dict(n_layer=3), r'h.2.* of shape None'),
-    (dict(n_head='four'), 'lacks or garbles an entry'),
+    (dict(n_positions=32), r'wpe.weight with shape \(64, 32\), but its config requires \(32, 32\)'),
+    (dict(n_layer=1), r'transformer.h.1.* but its config requires None'),
+    (dict(n_layer=3), r'h.2.* with shape None'),
+    (dict(n_head='four'), 'has a missing or wrong entry'),
     (dict(n_head=5), 'n_embd=32 is not divisible'),
-    (dict(tie_word_embeddings=False), 'lm_head.weight of shape None')], ids=str)
+    (dict(tie_word_embeddings=False), 'lm_head.weight with shape None')], ids=str)
 def test_config_that_contradicts_the_tensors_is_refused(folders, changes, words, tmp_path):
     link_folder(folders['gpt2'], tmp_path, changes)
     with pytest.raises(ValueError, match=words):
@@ -258,7 +258,7 @@ def test_config_that_contradicts_the_tensors_is_refused(folders, changes, words,
 def test_damaged_folders_are_refused(folders, tmp_path):
     link_folder(folders['gpt2'], tmp_path, {})
     (tmp_path / 'config.json').write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ValueError, match='garbles .*n_positions'):
+    with pytest.raises(ValueError, match='a missing or wrong entry .*n_positions'):
         read_weights(str(tmp_path))
     (tmp_path / 'config.json').write_text((folders['gpt2'] / 'config.json').read_text())
     (tmp_path / 'model.safetensors').unlink()
@@ -267,8 +267,8 @@ def test_damaged_folders_are_refused(folders, tmp_path):
         read_weights(str(tmp_path))
 
 
-def test_biases_that_were_trained_elsewhere_are_read(tmp_path):
-    """An export without biases has zeros in their place: the model has biases once one is not zero."""
+def test_biases_trained_elsewhere_are_imported(tmp_path):
+    """An export of a model without biases has zeros for them. If one is not zero, they are imported."""
     out_dir, *_ = make_run(tmp_path / 'run', FORMS['gpt2_plain'])
     export_weights(out_dir, str(tmp_path / 'hf'))
     tensors = load_file(tmp_path / 'hf' / 'model.safetensors')
@@ -281,7 +281,7 @@ def test_biases_that_were_trained_elsewhere_are_read(tmp_path):
 # --- nanoGPT --------------------------------------------------------------------------------------------
 
 def nanogpt_shapes(bias):
-    """The parameters of nanoGPT's model in its order: n_layer=2, n_embd=32, block_size=64 and 97 tokens."""
+    """{name: shape} in nanoGPT's order, for n_layer=2, n_embd=32, block_size=64 and 97 tokens."""
     def layer(name, *shape):
         return {f'{name}.weight': shape} | ({f'{name}.bias': shape[:1]} if bias else {})
     shapes = {'transformer.wte.weight': (97, 32), 'transformer.wpe.weight': (64, 32)}
@@ -314,7 +314,7 @@ def test_export_to_nanogpt(bias, tmp_path):
     assert saved['model']['transformer.h.1.attn.c_attn.weight'].equal(packed_qkv(ours, 1))
     assert saved['model']['lm_head.weight'].equal(ours['transformer.wte.weight'])
 
-    # nanoGPT's optimizer takes the state: matrices, then vectors, both in the model's order
+    # The state fits nanoGPT's optimizer: first matrices, then vectors, both in the model's order.
     params = [torch.nn.Parameter(p) for name, p in saved['model'].items() if name != 'lm_head.weight']
     groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
     theirs = torch.optim.AdamW([dict(params=group) for group in groups])
@@ -350,8 +350,8 @@ def test_import_from_nanogpt_restores_weights_and_moments(bias, tmp_path):
         assert state['exp_avg_sq'][:rows].equal(expected['exp_avg_sq'][:rows]), name
 
 
-def test_nanogpts_own_file(tmp_path):
-    """With torch.compile's prefix, an old causal mask, a loss as a tensor; no optimizer, no tokenizer."""
+def test_file_written_by_nanogpt_is_imported(tmp_path):
+    """It has torch.compile's prefix, an old causal mask and a loss tensor, but no optimizer or tokenizer."""
     model = {f'_orig_mod.{name}': 0.2 * torch.randn(shape) for name, shape in nanogpt_shapes(True).items()}
     model['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 64, 64)
     args = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, bias=True, vocab_size=97, dropout=0.0)
@@ -366,12 +366,12 @@ def test_nanogpts_own_file(tmp_path):
     (path,) = checkpoint.find(str(tmp_path / 'run'))
     state = checkpoint.read_state(path)
     assert (state['iteration'], state['val_loss'], state['tokenizer']) == (7, 1.5, None)
-    with pytest.raises(ValueError, match='has checkpoints already'):
+    with pytest.raises(ValueError, match='already has checkpoints'):
         import_weights(str(tmp_path / 'ckpt.pt'), str(tmp_path / 'run'))
 
 
 class Trap:
-    """Opens a file for writing when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -381,7 +381,7 @@ class Trap:
 
 
 @pytest.mark.parametrize('legacy', [False, True])
-def test_nothing_in_a_file_is_run(legacy, tmp_path):
+def test_reading_a_file_runs_no_code(legacy, tmp_path):
     torch.save(dict(model={}, model_args={}, config=Trap(str(tmp_path / 'sprung'))), tmp_path / 'ckpt.pt',
                _use_new_zipfile_serialization=not legacy)
     with pytest.raises(ValueError, match='which might run code: it was not loaded'):
@@ -404,9 +404,9 @@ MIXED = ['', 'Hello, world!', ' a  b   c\n\n\n d \t\r\n  ', "I'll we'VE it's  12
 
 @pytest.fixture(scope='module')
 def pairs(tmp_path_factory, vocabulary):
-    """{name: (our tokenizer, transformers' from the exported folder)}.
+    """{name: (our tokenizer, tokenizer of transformers from the exported folder)}.
 
-    The vocabularies of cl100k_base and o200k_base are not on this machine: they get the ranks of GPT-2's.
+    The vocabularies of cl100k_base and o200k_base are not available offline, so they use GPT-2's ranks.
     """
     import tiktoken
     from tiktoken_ext import openai_public
@@ -451,6 +451,6 @@ def test_tokenizers_agree(pairs, name):
     assert theirs.eos_token_id == theirs.bos_token_id == ours.eot
     assert len(theirs) >= len(set(theirs.get_vocab().values()))
     if name == 'gpt2':
-        assert ours.decode_bytes([15496, 50300]) == b'Hello'  # an untrained model may draw a padding row
+        assert ours.decode_bytes([15496, 50300]) == b'Hello'  # a padding row has no bytes
         assert theirs.vocab_size == 50257 and theirs('<|endoftext|>')['input_ids'] == [50256]
         assert len(json.loads(theirs.backend_tokenizer.to_str())['model']['merges']) == 50000

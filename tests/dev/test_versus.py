@@ -1,4 +1,4 @@
-"""python dev/versus.py as a user runs it, beside scripts that stand for nanoGPT's."""
+"""python dev/versus.py as a user runs it, with scripts that take the place of nanoGPT's."""
 import json
 import re
 import sys
@@ -11,7 +11,7 @@ import versus as program
 ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]
 TINIEST = '--device=cpu --compile=False --n_layer=1 --n_head=1 --n_embd=16 --block_size=16'.split()
 
-# prints nanoGPT's lines, slower ones first, after checking that it was given its own keys and our data
+# Checks that it gets only nanoGPT's keys and our data, then prints nanoGPT's lines, the slow ones first.
 TRAIN = """
 import os, pickle, sys
 import numpy as np
@@ -72,14 +72,14 @@ def test_train_compares_medians_and_memory_on_the_same_data(dataset, tmp_path):
     theirs, ours, ratio = float(words[1]), float(words[4]), float(words[7])
     assert ratio == pytest.approx(theirs / ours, abs=0.01)
     memory = re.search(r'memory from ([\d.]+) to ([\d.]+) GB$', lines[-1])
-    assert 0.1 < float(memory[1]) < float(memory[2]) < 10  # theirs imports torch, and no more
+    assert 0.1 < float(memory[1]) < float(memory[2]) < 10  # their script only imports torch
     (tmp_path / 'train.py').write_text('raise ValueError("not today")')
     broken = versus(*arguments, check=False)
     assert broken.returncode == 1 and 'not today' in broken.stdout
 
 
 @pytest.mark.slow
-def test_loader_executes_one_function_of_their_script(tmp_path):
+def test_loader_executes_only_one_function_of_their_script(tmp_path):
     (tmp_path / 'train.py').write_text(GET_BATCH)
     printed, row = versus(tmp_path, '--part=loader', '--rounds=1', '--json').stdout.splitlines()
     assert printed == f'{2 ** 25} 50256 64 1024 cpu cpu'
@@ -96,7 +96,7 @@ def test_loader_executes_one_function_of_their_script(tmp_path):
     (['--part=sample', '--new_tokens=1'], '--new_tokens at least 2'),
     (['--iters=0'], '--iters must be at least 1'),
 ])
-def test_wrong_arguments_are_a_sentence(tmp_path, monkeypatch, arguments, message):
+def test_wrong_arguments_are_one_sentence(tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'train.py').write_text('')
     arguments = [str(tmp_path) if argument == 'HERE' else argument for argument in arguments]
     monkeypatch.setattr(sys, 'argv', ['versus.py', *arguments])
@@ -116,7 +116,7 @@ def test_tokenize_compares_commands_that_write_the_same_tokens(tmp_path, vocabul
     assert first.startswith('nanoGPT') and medians.startswith('medians') and medians.endswith('MB/s')
     script.write_text(PREPARE.replace('900', '899'))
     done = versus(*arguments, env=env, check=False)
-    assert done.returncode == 1 and 'the two have written different tokens' in done.stdout
+    assert done.returncode == 1 and 'the two commands have written different tokens' in done.stdout
 
 
 @pytest.mark.slow

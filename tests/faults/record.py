@@ -8,11 +8,11 @@ import os
 import sys
 
 from kilogpt import optim
-from kilogpt.plan.byte_counter import Recorder
+from kilogpt.plan.byte_counter import ByteCounter
 
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 scheduled_lr = optim.scheduled_lr
-recorder = Recorder()
+counter = ByteCounter()
 iterations, peaks = 0, []
 
 
@@ -20,13 +20,13 @@ def recording_scheduled_lr(*args):  # train.py calls it once an iteration
     global iterations
     iterations += 1
     if iterations > 2:
-        peaks.append(sum(recorder.peak().values()))
+        peaks.append(sum(counter.peak().values()))
     if iterations == 5:
         with open(f'{out_dir}.record.{os.environ.get("RANK", "0")}', 'w') as file:
-            json.dump(dict(peak=min(peaks), collectives=recorder.collectives()), file)
-    recorder.start()
+            json.dump(dict(peak=min(peaks), collectives=counter.collectives()), file)
+    counter.start()
     return scheduled_lr(*args)
 
 
 optim.scheduled_lr = recording_scheduled_lr
-recorder.__enter__()
+counter.__enter__()

@@ -1,4 +1,4 @@
-"""What the tests of launch/ share: a checkout to launch from, and a Slurm of two nodes on this machine."""
+"""Helpers for the tests of launch/: a checkout to launch from, and a Slurm of two nodes on this machine."""
 import contextlib
 import getpass
 import os
@@ -15,11 +15,11 @@ import time
 import pytest
 from helpers import ROOT, free_port
 
-WAIT = 300  # seconds for whatever a loaded machine has to do
+WAIT = 300  # seconds, enough for a loaded machine
 
 
 def wait_for(condition, explain, seconds=WAIT):
-    """Wait until condition() returns something true, which is returned. explain(): what to say otherwise."""
+    """Wait until condition() is true; returns its value. explain(): the message if it stays false."""
     deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, explain()
@@ -28,14 +28,14 @@ def wait_for(condition, explain, seconds=WAIT):
 
 
 def copy_checkout(folder):
-    """A copy of what a run needs of the repository, in which jobs leave their logs; returns its path."""
+    """Copy the part of the repository that a run needs; returns the path. Jobs leave their logs there."""
     unwanted = shutil.ignore_patterns('.*', 'out', 'out-*', '__pycache__', 'wandb', '*.bin', '*.log', 'tests',
                                       'docs')
     return pathlib.Path(shutil.copytree(ROOT, folder, ignore=unwanted))
 
 
 def logged_updates(out_dir):
-    """The iterations of a run's training lines so far, in the order of the lines; some may be there twice."""
+    """The iterations of a run's training lines so far, in the order of the lines, with repetitions."""
     path = pathlib.Path(out_dir, 'metrics.jsonl')
     return [int(i) for i in re.findall(r'"iter": (\d+), "loss"', path.read_text())] if path.exists() else []
 
@@ -51,7 +51,7 @@ def environments():
 
 
 def end_of(path, n_lines=40):
-    """The last lines of a log, without those of stack traces and of single iterations."""
+    """The last lines of a log, without the lines of stack traces and of single iterations."""
     lines = path.read_text(errors='replace').splitlines()
     dull = re.compile(r'\s|frame #|iter \d|\{"|$')
     return '\n'.join([line[:300] for line in lines if not dull.match(line)][-n_lines:])
@@ -68,8 +68,8 @@ def kill(pids, number=signal.SIGKILL):
 PROGRAMS = 'munged', 'mungekey', 'slurmctld', 'slurmd', 'sbatch', 'srun', 'scontrol', 'squeue', 'scancel'
 SEARCH_PATH = f'{os.path.dirname(sys.executable)}:{os.environ["PATH"]}:/usr/sbin:/sbin'  # daemons are in sbin
 
-# Each of the two nodes has a GPU in which only Slurm believes. Jobs of the partition `urgent` preempt others.
-# cred_expire is for how long Slurm keeps a requeued job from starting.
+# Each of the two nodes has a GPU that exists only for Slurm. Jobs in the partition `urgent` preempt others.
+# cred_expire is the time that a requeued job waits before Slurm starts it.
 CONFIG = """
 ClusterName=test
 SlurmctldHost={host}
@@ -107,7 +107,7 @@ PartitionName=urgent Nodes=n1,n2 PriorityTier=2
 
 
 def why_no_slurm():
-    """Why no Slurm can be started on this machine; None if it can."""
+    """Why Slurm cannot be started on this machine; None if it can."""
     missing = [program for program in PROGRAMS if not shutil.which(program, path=SEARCH_PATH)]
     if missing:
         return f'{missing[0]} is not installed (apt-get install slurm-wlm munge)'
@@ -120,11 +120,11 @@ def why_no_slurm():
 
 
 class Cluster:
-    """A Slurm of two nodes on this machine, with all its files in `folder`. checkout: where jobs start."""
+    """A Slurm of two nodes on this machine, with its files in `folder`. checkout: the folder of its jobs."""
 
     def __init__(self, checkout):
         self.checkout = checkout
-        self.folder = pathlib.Path(tempfile.mkdtemp(prefix='slurm-'))  # a socket's path has to be short
+        self.folder = pathlib.Path(tempfile.mkdtemp(prefix='slurm-'))  # a socket's path must be short
         self.config = self.folder / 'slurm.conf'
         self.environment = dict(os.environ, PATH=SEARCH_PATH, SLURM_CONF=str(self.config),
                                 OMP_NUM_THREADS='1')
@@ -159,7 +159,7 @@ class Cluster:
         wait_for(lambda: self.run('sinfo', '-h', '-p', 'main', '-t', 'idle', '-o', '%D') == '2', self.logs)
 
     def lose_node(self, name):
-        """End all that runs on a node, as a loss of power would."""
+        """Kill all processes of a node, as a power failure would."""
         self.daemons[f'slurmd {name}'].kill()
         kill(pid for pid, environment in self.processes() if environment.get('SLURMD_NODENAME') == name)
         self.daemons[f'slurmd {name}'].wait()
@@ -191,28 +191,28 @@ class Cluster:
                 if '/torchrun\0' in command and 'RANK' not in environment}
 
     def run(self, *command):
-        """The output of a command of Slurm, which must not fail."""
+        """Run a command of Slurm, which must succeed; returns its output."""
         done = subprocess.run([*map(str, command)], env=self.environment, cwd=self.checkout, text=True,
                               capture_output=True)
         assert done.returncode == 0, f'{command}\n{done.stdout}\n{done.stderr}\n{self.logs()}'
         return done.stdout.strip()
 
     def submit(self, *arguments, options=(), script='launch/slurm.sh'):
-        """Start a script as a job of two nodes; returns its number. options: of sbatch."""
+        """Submit a script as a job on two nodes; returns the job's number. options: of sbatch."""
         options = '--parsable', '--gpus-per-node=1', '--cpus-per-task=1', *options
         return self.run('sbatch', *options, script, *arguments)
 
     def field(self, job, name):
-        """What Slurm says of a job, as its JobState: PENDING, RUNNING, COMPLETED, ..."""
+        """A field that Slurm shows for a job, such as JobState: PENDING, RUNNING, COMPLETED, ..."""
         fields = self.run('scontrol', '--oneliner', 'show', 'job', job).split()
         return next(field.partition('=')[2] for field in fields if field.startswith(f'{name}='))
 
     def log(self, job):
-        """What a job and its nodes have printed so far."""
+        """The output of a job and of its nodes so far."""
         return '\n'.join(path.read_text() for path in sorted(self.checkout.glob(f'slurm-{job}[.-]*log')))
 
     def logs(self):
-        """The end of everything that was said, for the message of a failed test."""
+        """The ends of all logs, for the message of a failed test."""
         paths = [*self.folder.glob('*.stderr'), *self.folder.glob('*.log'),
                  *sorted(self.checkout.glob('slurm-*.log'))]
         return '\n'.join(f'--- {path}\n{end_of(path)}' for path in paths)
@@ -235,7 +235,7 @@ class Cluster:
         for daemon in self.daemons.values():
             daemon.kill()
             daemon.wait()
-        while remaining := self.processes():  # jobs, and slurmstepd, which are no children of this process
+        while remaining := self.processes():  # jobs and slurmstepd, which are not children of this process
             kill(pid for pid, _ in remaining)
             time.sleep(0.1)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -243,7 +243,7 @@ class Cluster:
 
 @contextlib.contextmanager
 def slurm(checkout):
-    """A Cluster in progress, which ends with the context. Skips the tests where Slurm does not start."""
+    """A context with a running Cluster. Skips the tests if Slurm does not start."""
     cluster = Cluster(checkout)
     try:
         try:

@@ -1,7 +1,7 @@
-"""launch/kubernetes/: the manifests are valid, and their pods' command survives what a cluster does to pods.
+"""launch/kubernetes/: the manifests are valid, and their command survives evictions and killed processes.
 
-There is no cluster here. A pod's container is run as a process with the environment that its manifest, JobSet
-and Kubeflow Trainer would give it, and the rules of the manifest say what happens when pods fail.
+There is no cluster. The tests run a pod's container as a process, in the environment that its manifest,
+JobSet and Kubeflow Trainer would set, and apply the manifest's rules for failed pods.
 """
 import contextlib
 import os
@@ -45,7 +45,7 @@ def jobset_spec(name):
 
 def job_template(name):
     replicated_job, = jobset_spec(name)['replicatedJobs']
-    assert replicated_job['name'] == 'node'  # pods are called kilogpt-node-..., and Kubeflow Trainer wants it
+    assert replicated_job['name'] == 'node'  # Kubeflow Trainer requires this name
     return replicated_job['template']
 
 
@@ -61,17 +61,17 @@ def container(name):
 # --- the manifests ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('name', ['jobset.yaml', 'runtime.yaml', 'trainjob.yaml'])
-def test_manifest_is_what_the_apis_of_jobset_and_kubeflow_trainer_take(name):
+def test_manifest_is_valid_in_the_apis_of_jobset_and_kubeflow_trainer(name):
     models = pytest.importorskip('kubeflow_trainer_api.models')
     kinds = dict(JobSet=models.JobsetV1alpha2JobSet, TrainJob=models.TrainerV1alpha1TrainJob,
                  TrainingRuntime=models.TrainerV1alpha1TrainingRuntime)
     document = manifest(name)
     parsed = kinds[document['kind']].from_dict(document)
-    assert parsed.to_dict() == document  # the models drop what they do not know
+    assert parsed.to_dict() == document  # the models drop unknown fields
 
 
 @pytest.mark.parametrize('name', RUNTIMES)
-def test_job_is_what_kubernetes_takes(name):
+def test_job_is_valid_in_kubernetes(name):
     kubernetes_validate = pytest.importorskip('kubernetes_validate')
     job = dict(apiVersion='batch/v1', kind='Job', metadata=dict(name='node'), spec=job_template(name)['spec'])
     kubernetes_validate.validate(job, KUBERNETES, strict=True)
@@ -80,7 +80,7 @@ def test_job_is_what_kubernetes_takes(name):
         kubernetes_validate.validate(job, KUBERNETES, strict=True)
 
 
-def test_claims_are_what_kubernetes_takes_and_what_pods_mount():
+def test_claims_are_valid_in_kubernetes_and_mounted_by_the_pods():
     kubernetes_validate = pytest.importorskip('kubernetes_validate')
     claims = manifests('storage.yaml')
     for claim in claims:
@@ -94,7 +94,7 @@ def test_claims_are_what_kubernetes_takes_and_what_pods_mount():
 
 
 def test_both_ways_run_the_same_pod():
-    """A TrainJob in its runtime, and the JobSet: all but what Kubeflow Trainer itself sets."""
+    """A TrainJob in its runtime equals the JobSet, except for the variables that Kubeflow Trainer sets."""
     trainer = manifest('trainjob.yaml')['spec']['trainer']
     jobset, runtime = container('jobset.yaml'), container('runtime.yaml')
     merged = runtime | dict(image=trainer['image'], args=trainer['args'],
@@ -115,20 +115,20 @@ def test_both_ways_run_the_same_pod():
 
 
 @pytest.mark.parametrize('name', RUNTIMES)
-def test_time_for_a_save_is_less_than_the_grace_period(name):
+def test_time_limit_of_a_save_is_less_than_the_grace_period(name):
     seconds = int(environment(name, {})['TORCH_ELASTIC_SHUTDOWN_TIMEOUT'])
     assert 30 < seconds < pod_spec(name)['terminationGracePeriodSeconds']
 
 
 @pytest.mark.parametrize('path', sorted(FOLDER.iterdir()), ids=lambda path: path.name)
-def test_what_users_change_is_at_most_ten_lines_and_at_the_top(path):
+def test_users_change_at_most_ten_lines_at_the_top(path):
     lines = path.read_text().splitlines()
     begin = next(number for number, line in enumerate(lines) if not line.startswith('#'))
     places = [number - begin for number, line in enumerate(lines) if re.search(r'\byours$', line)]
     assert 0 < len(places) <= 10 and places[-1] < 45
 
 
-def test_manifests_are_clean():
+def test_manifests_pass_yamllint():
     pytest.importorskip('yamllint')
     rules = '{extends: default, rules: {line-length: {max: 110}, document-start: disable}}'
     done = subprocess.run([sys.executable, '-m', 'yamllint', '--strict', '-d', rules, str(FOLDER)],
@@ -151,7 +151,7 @@ def environment(name, annotations):
 
 
 def variables_of_pod(name, rank, port, first_pod):
-    """The environment variables of pod `rank` of two, with another address and port of the first pod."""
+    """The environment variables of pod `rank` of two, with the given address and port of the first pod."""
     if name == 'runtime.yaml':  # Kubeflow Trainer sets torchrun's variables itself
         found = environment(name, {}) | dict(PET_NNODES='2', PET_NODE_RANK=str(rank),
                                              PET_MASTER_ADDR=first_pod)
@@ -166,9 +166,9 @@ def variables_of_pod(name, rank, port, first_pod):
 
 @contextlib.contextmanager
 def two_pods(name, folder, *arguments, script=(), first_pod='localhost'):
-    """The processes of a manifest's two pods, with other arguments; `output()` is what they have printed.
+    """A context with the processes of a manifest's two pods; `output()` is what they have printed.
 
-    script: a file, and its arguments, that each process executes in the place of train.py.
+    script: a file and its arguments, which each process runs instead of train.py.
     """
     python, *command = container(name)['command']
     assert python == 'python'
@@ -214,15 +214,12 @@ def wait_for(condition, run, seconds=600):
 
 
 def exit_codes(run, seconds=600):
-    """Exit codes of both pods, once both have ended."""
+    """Wait for both pods; returns their exit codes."""
     return [pod.wait(seconds) for pod in run.pods]
 
 
 def action(name, codes, evicted=()):
-    """What JobSet does by the manifest's rules when pods end with these codes.
-
-    evicted: ranks of the pods that the cluster has evicted.
-    """
+    """JobSet's action by the manifest's rules for these exit codes. evicted: ranks of evicted pods."""
     def matches(rule, rank, code):
         if 'onExitCodes' in rule:
             assert rule['onExitCodes']['operator'] == 'In'
@@ -238,7 +235,7 @@ def action(name, codes, evicted=()):
         reason = 'PodFailurePolicy' if rule else 'BackoffLimitExceeded'
         actions.add(next((rule['action'] for rule in policy['rules']
                           if reason in rule['onJobFailureReasons']), 'RestartJobSet'))
-    assert len(actions) == 1, f'what JobSet does depends on which pod it sees first: {actions}'
+    assert len(actions) == 1, f'the action depends on which pod JobSet sees first: {actions}'
     return actions.pop()
 
 
@@ -251,10 +248,10 @@ OPTIONS = ['--dropout=0.1', '--eval_interval=100', '--lr_decay_iters=1000', '--s
 
 
 def survive(name, train, dataset, tmp_path, fault):
-    """Two pods train; fault(run) happens at iteration 25 or later; then they start again as the rules say.
+    """Train on two pods, call fault(run) at iteration 25 or later, and start the pods again.
 
-    fault returns the ranks of the pods that the cluster evicts. The curve is that of a run without a fault.
-    Returns exit codes, JobSet's action, the iterations that were computed twice, and the output of the pods.
+    Asserts that the curve is that of a run without a fault. fault: returns the ranks of evicted pods.
+    Returns exit codes, JobSet's action, the number of iterations computed twice, and the pods' output.
     """
     out_dir = tmp_path / 'out'
     common = [*TINY, *OPTIONS, f'--dataset={dataset}', f'--out_dir={out_dir}']
@@ -268,7 +265,7 @@ def survive(name, train, dataset, tmp_path, fault):
     reached, resumed_from = logged(out_dir), checkpoint.find(out_dir)[0]
     assert checkpoint.damage(resumed_from) is None
     if evicted:
-        assert saved_iterations(out_dir)[-1] == logged(out_dir)  # and nothing is half written
+        assert saved_iterations(out_dir)[-1] == logged(out_dir)  # the save is complete
     lost = reached - int(resumed_from.rsplit('_', 1)[1])
     last = reached + 10
     count = len((out_dir / 'metrics.jsonl').read_text().splitlines())
@@ -284,7 +281,7 @@ def survive(name, train, dataset, tmp_path, fault):
 
 
 def test_evicted_pod_costs_nothing(train, dataset, tmp_path):
-    """SIGTERM to one pod: both save and end with 143, start again, and do not use up a restart."""
+    """After SIGTERM to one pod, both save, exit with 143 and start again without using up a restart."""
     def evict(run):
         run.pods[1].terminate()
         return [1]
@@ -295,14 +292,14 @@ def test_evicted_pod_costs_nothing(train, dataset, tmp_path):
     assert run.output.count('stopped by SIGTERM') == 1
 
 
-def test_killed_process_ends_the_pods_which_start_again(train, dataset, tmp_path):
+def test_killed_process_ends_both_pods_which_start_again(train, dataset, tmp_path):
     def kill(run):
         os.kill(workers(run.pods[1])[0], signal.SIGKILL)
         return []
 
     run = survive('jobset.yaml', train, dataset, tmp_path, kill)
     assert run.codes == [1, 1] and run.action == 'RestartJobSet', run.output
-    assert run.lost <= 20 + 2  # twice save_interval, if a save was under way
+    assert run.lost <= 20 + 2  # twice save_interval, if a save was in progress
 
 
 def test_wrong_key_uses_up_a_restart(tmp_path):
@@ -321,7 +318,7 @@ def test_pod_without_a_gpu_says_so():
 
 
 def test_signal_before_training_begins_ends_the_pod(tmp_path):
-    """While it imports torch, and while it waits for the first pod, whose name nobody knows yet."""
+    """One pod is still importing torch; the other waits for the first pod, whose name is not known yet."""
     with two_pods('jobset.yaml', tmp_path, first_pod='kilogpt-node-0-0.invalid') as run:
         handles_sigterm = 1 << signal.SIGTERM - 1
         wait_for(lambda: caught_signals(run.pods[0]) & handles_sigterm, run)

@@ -1,4 +1,4 @@
-"""What launch/ checks before a run starts: each problem is one sentence, which names its node."""
+"""The checks of launch/ before a run starts: each problem is one sentence that names the node."""
 import os
 import re
 import shutil
@@ -30,7 +30,7 @@ def check_nodes(*arguments, processes=1, cwds=(ROOT, ROOT), envs=({}, {})):
 
 
 def assert_refused(results, *sentences):
-    """Both nodes exit with code 1, and the first says one sentence for each problem."""
+    """Assert that both nodes exit with code 1, and that the first prints one sentence for each problem."""
     assert [code for code, _, _ in results] == [1, 1], results
     lines = results[0][2].splitlines()
     assert len(lines) == len(sentences), results
@@ -38,7 +38,7 @@ def assert_refused(results, *sentences):
         assert re.fullmatch(f'error: {sentence}', line), results
 
 
-def test_nodes_that_can_run_pass_and_leave_nothing(tmp_path):
+def test_nodes_that_can_run_pass_and_leave_no_files(tmp_path):
     results = check_nodes(f'--out_dir={tmp_path / "out"}')
     assert results == [(0, '', '')] * 2
     assert os.listdir(tmp_path / 'out') == []
@@ -47,11 +47,11 @@ def test_nodes_that_can_run_pass_and_leave_nothing(tmp_path):
 def test_node_without_gpus_is_named(tmp_path):
     hidden = dict(CUDA_VISIBLE_DEVICES='')
     results = check_nodes(f'--out_dir={tmp_path}', '--device=cuda', envs=[hidden, hidden], processes=8)
-    sentence = 'has 0 GPUs that PyTorch .* can use, but is to start 8 processes: .*'
+    sentence = 'has 0 GPUs that PyTorch .* can use, but must start 8 processes: .*'
     assert_refused(results, f'n1 {sentence}', f'n2 {sentence}')
 
 
-def test_node_with_another_torch_is_named(tmp_path):
+def test_node_with_another_version_of_torch_is_named(tmp_path):
     (tmp_path / 'sitecustomize.py').write_text('import torch\ntorch.__version__ = "2.1.0"\n')
     results = check_nodes(f'--out_dir={tmp_path / "out"}', envs=[{}, dict(PYTHONPATH=str(tmp_path))])
     assert_refused(results, r'n2 has PyTorch 2\.1\.0, but n1 has 2\.\d+.*: install the same version .*')
@@ -64,24 +64,24 @@ def test_node_that_does_not_share_out_dir_is_named(tmp_path):
     assert_refused(results, f'n2 does not see in {tmp_path}/n2/out what n1 writes there: set --out_dir to .*')
 
 
-def test_node_whose_port_is_taken_is_named(tmp_path):
+def test_node_whose_port_is_in_use_is_named(tmp_path):
     with socket.create_server(('', 0)) as taken:
         port = taken.getsockname()[1]
         first = start_script('launch/check_node.py', '--node=0', '--nodes=2', '--name=n1', '--processes=1',
                              f'--endpoint=127.0.0.1:{port}', 'train.py', '--device=cpu',
                              f'--out_dir={tmp_path}')
         _, stderr = first.communicate(timeout=WAIT)
-    assert first.returncode == 1 and stderr == f'error: port {port} of n1 is taken: set another port\n'
+    assert first.returncode == 1 and stderr == f'error: port {port} of n1 is in use: set another port\n'
 
 
-def test_init_from_that_a_restart_would_repeat_is_refused():
+def test_init_from_that_restarts_would_repeat_is_refused():
     results = check_nodes('--init_from=gpt2')
     for code, _, stderr in results:
         assert code == 1 and stderr.startswith("error: init_from is 'gpt2'") and stderr.count('\n') == 1
 
 
-def test_torchrun_passes_sigusr1_on(dataset, tmp_path):
-    """With the option of docs/faults.md, where Slurm signals every process of a job."""
+def test_torchrun_forwards_sigusr1(dataset, tmp_path):
+    """torchrun has the option of docs/faults.md, and Slurm signals every process of a job."""
     options = '--standalone', '--nproc_per_node=2', '--signals-to-handle=SIGTERM,SIGINT,SIGUSR1'
     out_dir = tmp_path / 'out'
     with torchrun(options, tmp_path, 'train.py', *TINY, '--max_iters=100000', f'--dataset={dataset}',

@@ -1,4 +1,4 @@
-"""launch/ray_train.py on a Ray cluster of two nodes, each of which has room for one process."""
+"""launch/ray_train.py on a Ray cluster of two nodes with room for one process each."""
 import contextlib
 import os
 import pathlib
@@ -19,7 +19,7 @@ OPTIONS = ['--eval_interval=100', '--lr_decay_iters=1000', '--learning_rate=1e-3
 
 
 @pytest.mark.slow
-def test_ray_that_is_not_installed_is_asked_for(tmp_path):
+def test_missing_ray_is_one_sentence(tmp_path):
     (tmp_path / 'ray.py').write_text('raise ModuleNotFoundError("No module named \'ray\'")')
     refused = run_script(SCRIPT, '--', '--max_iters=1', check=False, env=dict(PYTHONPATH=str(tmp_path)))
     assert refused.returncode == 1
@@ -45,7 +45,7 @@ def cluster(monkeypatch):
 
 
 def add_node(cluster, **options):
-    """Add a node to a cluster. Ray gives up on a node after 30 seconds, too few on a machine that is busy."""
+    """Add a node to a cluster. Ray gives up after 30 seconds, which is too short on a busy machine."""
     for _ in range(4):
         with contextlib.suppress(Exception):
             return cluster.add_node(**options)
@@ -54,7 +54,7 @@ def add_node(cluster, **options):
 
 @contextlib.contextmanager
 def launched(cluster, folder, options, *arguments):
-    """launch/ray_train.py in progress: its Popen, whose `output()` is what it has printed so far."""
+    """A context with the Popen of launch/ray_train.py; its `output()` is what it has printed so far."""
     log = folder / 'ray_train.log'
     command = [sys.executable, SCRIPT, *options, '--', *TINY, *OPTIONS, *arguments]
     with open(log, 'w') as file:
@@ -78,7 +78,7 @@ def wait_for(condition, process=None, seconds=600):
 
 
 def trainings(out_dir):
-    """{rank: (process id of train.py, that of the Ray worker which started it)} of a run."""
+    """{rank: (pid of train.py, pid of the Ray worker that started it)} of a run."""
     found = {}
     for folder in pathlib.Path('/proc').glob('[0-9]*'):
         with contextlib.suppress(OSError):
@@ -100,7 +100,7 @@ def count_lines(out_dir):
 
 
 def exported(cluster):
-    """What the nodes export for Prometheus, from which Ray's dashboard draws."""
+    """The metrics that the nodes export for Prometheus and for Ray's dashboard."""
     time.sleep(1)
     text = ''
     for node in (cluster.first, cluster.second):
@@ -112,7 +112,7 @@ def exported(cluster):
 
 
 def check_loss(name, out_dir, process, fault):
-    """Call fault(), wait for the next update, and print and check what that cost."""
+    """Call fault(), wait for the next update, print the number of lost iterations and check it."""
     began = time.monotonic()
     fault()
     reached, lines = logged(out_dir), count_lines(out_dir)
@@ -121,7 +121,7 @@ def check_loss(name, out_dir, process, fault):
     wait_for(lambda: count_lines(out_dir) > lines + 1, process)
     lost = reached - int(resumed.search(process.output())[1])
     print(f'{name}: {lost} iterations lost, {time.monotonic() - began:.1f} s until the next update')
-    # A save may have been under way, for which the next save would have waited.
+    # A save may have been in progress when the fault came.
     assert lost <= 2 * SAVE_INTERVAL + 2
 
 
@@ -136,14 +136,14 @@ def test_killed_worker_is_replaced_and_the_run_continues_to_the_bit(train, datas
         check_loss('worker killed', out_dir, process, lambda: os.kill(worker, signal.SIGKILL))
         assert not os.path.exists(f'/proc/{orphan}')
         last = logged(out_dir)
-    wait_for(lambda: not trainings(out_dir))  # nothing stays behind where the launcher is killed
+    wait_for(lambda: not trainings(out_dir))  # no process is left after the launcher is killed
     found, unbroken = read_run(out_dir), train(*OPTIONS, '--dropout=0.1', f'--max_iters={last}', nproc=2)
     assert curve(first_iterations(found, last)) == curve(unbroken)
 
 
 @pytest.mark.slow
 def test_run_continues_on_the_remaining_node(train, dataset, cluster, tmp_path):
-    """Two workers, then one, on the curve of one process. It ends by itself, and Ray has its last report."""
+    """Two workers, then one, follow the curve of one process. The run ends, and Ray has its last report."""
     out_dir = tmp_path / 'out'
     with launched(cluster, tmp_path, ['--num_workers=1:2'], f'--dataset={dataset}',
                   f'--out_dir={out_dir}', '--max_iters=300') as process:

@@ -1,4 +1,4 @@
-"""launch/slurm.sh on a real Slurm: time limits, preemption and lost nodes change nothing."""
+"""launch/slurm.sh on a real Slurm: time limits, preemption and lost nodes do not change the curve."""
 import time
 
 import pytest
@@ -21,7 +21,7 @@ def shared_cluster(tmp_path_factory):
 @pytest.fixture
 def cluster(shared_cluster):
     yield shared_cluster
-    shared_cluster.cancel_all()  # the job of a test that failed would keep the nodes from the next one
+    shared_cluster.cancel_all()  # the job of a failed test would occupy the nodes
 
 
 def test_job_on_two_nodes_follows_the_curve_of_one_process(cluster, train, dataset, tmp_path):
@@ -43,7 +43,7 @@ def test_bandwidth_is_measured_between_nodes(cluster):
 # --- faults -----------------------------------------------------------------------------------------------
 
 class Run:
-    """An endless job, of which each fault that it survives is measured."""
+    """An endless job. Measures the cost of each fault that the job survives."""
 
     def __init__(self, cluster, out_dir, dataset):
         self.cluster, self.out_dir = cluster, out_dir
@@ -61,26 +61,26 @@ class Run:
         return self.cluster.log(self.job).count('resuming ')
 
     def lost(self):
-        """How many updates it has made a second time."""
+        """How many updates the run has repeated."""
         updates = logged_updates(self.out_dir)
         return len(updates) - len(set(updates))
 
     def restarts(self):
-        """How often Slurm has started the job again."""
+        """How often Slurm has restarted the job."""
         return int(self.cluster.field(self.job, 'Restarts'))
 
     def killed(self):
-        """How many starts ended by SIGKILL, after each of which slurm.sh has the job started again.
+        """How many starts have ended by SIGKILL. After each of them, slurm.sh requeues the job.
 
-        Slurm may send one to the start after a lost node, meant for the start before.
+        After the loss of a node, Slurm may send a SIGKILL too late, so that it hits the next start.
         """
         return self.cluster.log(self.job).count('with exit code 137')
 
     def survive(self, fault, strike, most_lost, restarts=1, mend=lambda: None):
-        """Strike, and wait until the run has resumed and made an update; it may lose most_lost updates.
+        """Call strike(), and wait until the run has resumed and made an update.
 
-        restarts: how often Slurm is to start the job for it, besides once for each start that is killed.
-        mend(): what the owner of the cluster then does.
+        most_lost: number of updates that the run may lose. restarts: how often Slurm must restart the job,
+        without restarts after a SIGKILL. mend(): what the cluster's owner does after the fault.
         """
         self.train(12)
         resumes, lost = self.resumes(), self.lost()
@@ -100,11 +100,11 @@ class Run:
 
 
 def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_path):
-    """One job goes through eight faults, on the curve of a run that met none, to the bit."""
+    """One job survives eight faults, with bit for bit the curve of a run without faults."""
     run = Run(cluster, tmp_path / 'out', dataset)
 
     def reach_time_limit():
-        """Leave the present start one to two minutes: the signal of 120 seconds before the end is due."""
+        """Leave the current start one to two minutes, less than the 120 seconds of slurm.sh's signal."""
         minutes = int(cluster.run('squeue', '-h', '-j', run.job, '-O', 'TimeUsed').partition(':')[0])
         run.update(f'TimeLimit={minutes + 2}')
 
@@ -126,7 +126,8 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
             cluster.start_node(name)
         return mend
 
-    # What signals the run loses nothing. What kills it loses no more than since the save before the last.
+    # Faults that signal the run lose nothing. Faults that kill it lose at most the updates since the last but
+    # one save.
     run.survive('second node lost', lose('n2'), 20, mend=bring_back('n2'))
     run.survive('first node lost', lose('n1'), 20, mend=bring_back('n1'))
     run.survive('time limit', reach_time_limit, 0, mend=grant_a_day)
@@ -145,7 +146,7 @@ def test_run_survives_what_happens_on_a_cluster(cluster, train, dataset, tmp_pat
     assert curve(read_run(run.out_dir)) == curve(unbroken)
 
 
-def test_array_trains_its_seeds_each_in_its_own_folder(cluster, train, dataset):
+def test_array_trains_each_seed_in_its_own_folder(cluster, train, dataset):
     jobs = cluster.submit(*TINY, f'--dataset={dataset}', options=['--array=1-3', '--job-name=tiny'])
     for seed in (1, 2, 3):
         cluster.wait_for_state(f'{jobs}_{seed}', 'COMPLETED')
@@ -154,7 +155,7 @@ def test_array_trains_its_seeds_each_in_its_own_folder(cluster, train, dataset):
     assert (cluster.checkout / 'out-tiny-seed-2' / 'ckpt' / 'iter_00000012').exists()
 
 
-def test_job_that_cannot_run_fails_in_one_sentence_and_is_not_started_again(cluster, tmp_path):
+def test_job_that_cannot_run_fails_with_one_sentence_and_is_not_restarted(cluster, tmp_path):
     job = cluster.submit('--device=cuda', f'--out_dir={tmp_path}')
     cluster.wait_for_state(job, 'FAILED')
     sentences = [line for line in cluster.log(job).splitlines() if line.startswith('error: ')]
@@ -162,10 +163,10 @@ def test_job_that_cannot_run_fails_in_one_sentence_and_is_not_started_again(clus
     assert cluster.field(job, 'Restarts') == '0' and 'torchrun' not in cluster.log(job)
 
 
-def test_run_that_fails_again_in_the_same_place_is_not_started_a_third_time(cluster, dataset, tmp_path):
-    script = tmp_path / 'slurm.sh'  # torchrun does not start it three times more, which would take minutes
+def test_run_that_fails_twice_in_the_same_place_is_not_restarted_again(cluster, dataset, tmp_path):
+    script = tmp_path / 'slurm.sh'  # without torchrun's three restarts, which would take minutes
     script.write_text((cluster.checkout / 'launch/slurm.sh').read_text().replace('--max-restarts=3', ''))
-    # A save in the background may still be under way at iteration 15.
+    # A save in the background might not be complete at iteration 15.
     job = cluster.submit(FAULTS / 'fail_at_15.py', *TINY, *ENDLESS, '--async_checkpoint=False',
                          f'--dataset={dataset}', f'--out_dir={tmp_path}', script=script)
     cluster.wait_for_state(job, 'FAILED')

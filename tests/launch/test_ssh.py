@@ -23,8 +23,8 @@ pytestmark = [
 
 @pytest.fixture(scope='module')
 def launch(tmp_path_factory):
-    """Function that starts launch/ssh.sh; a Popen whose `output()` is what it has printed so far."""
-    with tempfile.TemporaryDirectory(prefix='sshd-') as folder:  # not below a folder that others may write to
+    """Function that starts launch/ssh.sh; returns a Popen whose `output()` is the text printed so far."""
+    with tempfile.TemporaryDirectory(prefix='sshd-') as folder:  # sshd refuses a folder that others may write to
         folder = pathlib.Path(folder)
         checkout = copy_checkout(tmp_path_factory.mktemp('ssh') / 'kiloGPT')
         environment, sshd = start_sshd(folder)
@@ -52,12 +52,12 @@ def launch(tmp_path_factory):
 
 
 def restore_sigint():
-    """Take Ctrl-C's signal, as in a terminal, also where these tests run in the background of a shell."""
+    """Handle Ctrl-C's signal as in a terminal, even if the tests run in the background of a shell."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def start_sshd(folder):
-    """Start an sshd that lets this user in; returns (environment in which ssh finds it, its Popen)."""
+    """Start an sshd that accepts this user; returns (environment for ssh, Popen of sshd)."""
     port = free_port()
     for name in ('host_key', 'user_key'):
         subprocess.run(['ssh-keygen', '-q', '-t', 'ed25519', '-N', '', '-f', folder / name], check=True)
@@ -72,9 +72,9 @@ def start_sshd(folder):
     ssh = folder / 'bin' / 'ssh'
     ssh.write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/ssh_config "$@"\n')
     ssh.chmod(0o755)
-    os.makedirs('/run/sshd', exist_ok=True)  # sshd wants this folder, which Debian makes at boot
+    os.makedirs('/run/sshd', exist_ok=True)  # sshd needs this folder, which Debian creates at boot
     with open(folder / 'sshd.log', 'w') as file:
-        program = shutil.which('sshd', path=SEARCH_PATH)  # which sshd wants to be a full path
+        program = shutil.which('sshd', path=SEARCH_PATH)  # sshd requires a full path
         sshd = subprocess.Popen([program, '-D', '-e', '-f', folder / 'sshd_config'],
                                 stdin=subprocess.DEVNULL, stdout=file, stderr=file)
     environment = dict(os.environ, PATH=f'{folder}/bin:{SEARCH_PATH}')
@@ -95,7 +95,7 @@ def test_run_on_two_hosts_follows_the_curve_of_one_process(launch, train, datase
 
 @pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
 def test_run_is_saved_and_ended_on_all_hosts_when_the_script_ends(launch, train, dataset, tmp_path, number):
-    """By Ctrl-C, or by a kill that the script does not see. The same command then continues to the bit."""
+    """Ctrl-C or SIGKILL ends the script. The same command then continues the run, bit for bit."""
     options = ['--dropout=0.1', '--eval_interval=100000', '--lr_decay_iters=1000']
     command = ['hosts.txt', FAULTS / 'slow_updates.py', *TINY, *options, f'--dataset={dataset}',
                f'--out_dir={tmp_path}']
@@ -117,7 +117,7 @@ def test_run_is_saved_and_ended_on_all_hosts_when_the_script_ends(launch, train,
 
 
 def runs_of(out_dir):
-    """Pids of the processes that have this folder in their command, but for ssh.sh itself and its clients."""
+    """Pids of the processes with this folder in their command, without ssh.sh and its clients."""
     found = []
     for pid in filter(str.isdigit, os.listdir('/proc')):
         try:
@@ -129,7 +129,7 @@ def runs_of(out_dir):
     return found
 
 
-def test_host_that_cannot_run_ends_the_launch_in_one_sentence(launch, tmp_path):
+def test_host_that_cannot_run_ends_the_launch_with_one_sentence(launch, tmp_path):
     process = launch('hosts.txt', '--device=cuda', f'--out_dir={tmp_path}')
     assert process.wait(300) == 1, process.output()
     named = re.findall('^error: (127.*?) has 0 GPUs', process.output(), re.M)

@@ -1,10 +1,10 @@
-"""Runs that torchtitan has published, and what memory_model.py foretells of them.
+"""Runs that torchtitan has published, and predictions for them by memory_model.py and time_model.py.
 
 github.com/pytorch/torchtitan, benchmarks/: llama3_h100_202412_torchtitan.md and
 asyncTP_llama3_h100_2025-06_torchtitan.md. H100 with 96 GB at 2.4 TB/s, 500 W, NVLink, 400 Gb/s for each GPU.
-Memory is what PyTorch's allocator has reserved. Three things are theirs and not ours, and are added here: the
-loss holds all logits, 14 bytes each; selective checkpointing keeps the results of every second product; cp is
-ring attention.
+Memory is what PyTorch's allocator has reserved. torchtitan differs from this repository in three ways: its
+loss holds all logits, 14 bytes each; its selective checkpointing keeps the results of every second product;
+its cp is ring attention. `predict` takes the first two into account.
 """
 import functools
 from typing import NamedTuple
@@ -13,16 +13,17 @@ import torch
 
 from kilogpt import machines
 from kilogpt.plan import memory_model, time_model
+from kilogpt.plan.shape import Shape
 from kilogpt.parallel.layout import Layout
 from model import GPT, GPTConfig
 
 MODELS = {  # n_layer, n_head, n_embd, n_hidden
     '8B': (32, 32, 4096, 14336), '70B': (80, 64, 8192, 28672), '405B': (126, 128, 16384, 53248)}
-BYTES_OF_A_LOGIT = 14  # 16 bits and float32, both with their gradients, and the softmax within
+BYTES_OF_A_LOGIT = 14  # in 16 bits and in float32, both with gradients, and the softmax
 
 
 class Row(NamedTuple):
-    """A published run: tokens/s for each GPU, GiB or None."""
+    """A published run. tokens_per_sec: for each GPU. gib: None = not published."""
     name: str
     model: str
     block_size: int
@@ -32,8 +33,8 @@ class Row(NamedTuple):
     options: dict
     tokens_per_sec: float
     gib: float | None
-    fitted: str = ''  # the constant that this row has set
-    misses: str = ''  # why the formulas miss it
+    fitted: str = ''  # the constants that were fitted to this row
+    misses: str = ''  # why the prediction misses this row
 
 
 def row(name, model, gpus, layout, split, options, speed, gib=None, block_size=8192, **rest):
@@ -74,14 +75,14 @@ ROWS = [
 def shape_of(model, block_size):
     n_layer, n_head, n_embd, n_hidden = MODELS[model]
     with torch.device('meta'):
-        return memory_model.Shape(GPT(GPTConfig(
+        return Shape(GPT(GPTConfig(
             block_size=block_size, vocab_size=128256, n_layer=n_layer, n_head=n_head, n_kv_head=8,
             n_embd=n_embd, n_hidden=n_hidden, bias=False, pos='rope', norm='rmsnorm', mlp='swiglu',
             tie_weights=False), seed=None))
 
 
-def judge(row):
-    """(tokens/s for each GPU, GiB) that memory_model.py foretells of a row."""
+def predict(row):
+    """(tokens/s for each GPU, GiB) that the planner's formulas predict for a row."""
     machine = machines.find_machine('H100')
     machine.bandwidth *= 2.4 / 3.35
     shape, layout = shape_of(row.model, row.block_size), Layout(row.gpus, **row.layout)
@@ -89,19 +90,19 @@ def judge(row):
     seconds = sum(time_model.seconds(shape, layout, work, machine).values())
     config, tp = shape.config, layout.tp
     s, tokens = work.micro_batch * work.block_size / layout.cp, work.micro_batch * work.block_size
-    unkept = 0
+    recomputed = 0  # bytes of the products that torchtitan does not keep
     if row.options['activation_checkpoint'] == 'selective':
-        # c_k, c_proj, c_gate: every second one of seven products
-        numbers = config.n_kv_head * config.head_width + config.n_embd + config.n_hidden
-        unkept = shape.n_blocks * s * work.width * numbers / tp
-        flops = 2 * s * (config.n_embd * numbers) / tp
+        # Every second of the seven products: c_k, c_proj, c_gate.
+        width = config.n_kv_head * config.head_width + config.n_embd + config.n_hidden
+        recomputed = shape.n_blocks * s * work.width * width / tp
+        flops = 2 * s * (config.n_embd * width) / tp
         seconds += shape.n_blocks * flops / machine.rate('float8' if work.fp8 else work.dtype, 1024)
     most = 0
     for rank in range(layout.pp):
         for parts in memory_model.phases(shape, layout, work, rank).values():
             if parts['logits']:
                 parts['logits'] = BYTES_OF_A_LOGIT * s * config.padded_vocab_size / tp
-            parts['activations'] -= unkept * (parts['activations'] > 0)
+            parts['activations'] -= recomputed * (parts['activations'] > 0)
             most = max(most, sum(parts.values()))
     gib = (1 + memory_model.GAPS) * most / 2 ** 30
     return tokens * work.micro_steps * layout.dp / seconds / row.gpus, gib

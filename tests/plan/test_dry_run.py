@@ -1,4 +1,4 @@
-"""The dry run foretells what real processes allocate and send, and refuses what they refuse."""
+"""The dry run predicts what real processes allocate and send, and refuses what they refuse."""
 import json
 
 import pytest
@@ -6,13 +6,13 @@ import torch
 
 from helpers import FAULTS, TINY, run_forked
 from kilogpt.plan import dry_run
-from kilogpt.plan.byte_counter import Recorder
+from kilogpt.plan.byte_counter import ByteCounter
 
 # Large enough that activations and logits weigh as much as parameters.
 SHAPE = ('--n_layer=4 --n_embd=64 --block_size=64 --max_iters=5 --eval_iters=0 --keep_checkpoints=0 '
          '--gradient_accumulation_steps=8 --batch_size=2').split()
 
-# Every token goes to every expert, which makes their loads equal, as the dry run has them.
+# Every token goes to every expert: all experts have the same load, which the dry run assumes.
 EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=64'
 LAYOUTS = {
     'ddp': (2, ''),
@@ -51,13 +51,14 @@ LAYOUTS = {
 
 
 def report_of(dataset, rank, world_size, *arguments):
-    """The report of a rank by `python -m kilogpt.dry_run`."""
+    """The report of a rank by `python -m kilogpt.plan.dry_run`."""
     arguments = [*TINY, f'--dataset={dataset}', *arguments]
-    return json.loads(run_forked('kilogpt.plan.dry_run', rank, world_size, *arguments).stdout.splitlines()[-1])
+    done = run_forked('kilogpt.plan.dry_run', rank, world_size, *arguments)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def bytes_by_kind(collectives):
-    """{(kind, dtype): bytes}, without the sums of numbers over all processes, which are in float64."""
+    """{(kind, dtype): bytes}, without the sums of single numbers over all processes, which are float64."""
     sums = {}
     for row in collectives:
         if row['dtype'] != 'float64':
@@ -67,20 +68,20 @@ def bytes_by_kind(collectives):
 
 
 @pytest.mark.slow  # the first operator under a TorchDispatchMode imports the compiler, which takes seconds
-def test_recorder_counts_memory_from_its_first_tensor_to_its_last():
-    with Recorder() as recorder:
+def test_memory_counts_from_its_first_tensor_to_its_last():
+    with ByteCounter() as counter:
         before = torch.zeros(10)
-        recorder.start()
-        recorder.phase = 'activations'
+        counter.start()
+        counter.phase = 'activations'
         whole, other = torch.zeros(100), torch.zeros(50)
         part = whole[:10]
         del whole, other
         after = torch.zeros(20)
         part.untyped_storage().resize_(0)
-    peak, alive = recorder.peak(), recorder.bytes_alive()
+    peak, alive = counter.peak(), counter.bytes_alive()
     assert {name: size for name, size in peak.items() if size} == dict(other=40, activations=600)
     assert alive['activations'] == after.nbytes and alive['other'] == before.nbytes
-    assert sum(recorder.peak(left_out=['activations']).values()) == 40
+    assert sum(counter.peak(left_out=['activations']).values()) == 40
 
 
 @pytest.mark.parametrize('world_size, arguments', [
@@ -88,7 +89,7 @@ def test_recorder_counts_memory_from_its_first_tensor_to_its_last():
     pytest.param(2, '--tp=4', marks=pytest.mark.slow),
     pytest.param(2, '--zero_stage=1 --cpu_offload', marks=pytest.mark.slow),
     pytest.param(4, '--pp=4 --pp_schedule=zbv --n_layer=2', marks=pytest.mark.slow)])
-def test_dry_run_refuses_in_the_sentence_of_a_run(world_size, arguments, train, dataset):
+def test_dry_run_refuses_with_the_message_of_a_run(world_size, arguments, train, dataset):
     run = train(*arguments.split(), nproc=world_size, check=False)
     dry = run_forked('kilogpt.plan.dry_run', 0, world_size, *TINY, f'--dataset={dataset}', *arguments.split(),
                      check=False)
@@ -98,13 +99,13 @@ def test_dry_run_refuses_in_the_sentence_of_a_run(world_size, arguments, train, 
 
 @pytest.mark.slow
 def test_dry_run_of_several_ranks_on_gpus():
-    """A pipeline on 64 GPUs: the logits are on the last rank alone."""
+    """A pipeline on 64 GPUs: only the last rank has the logits."""
     shape = ('--n_layer=8 --n_embd=256 --n_head=4 --pp=4 --tp=2 --gradient_accumulation_steps=64 '
              '--batch_size=1')
     first, middle, last = results = dry_run.dry_run([*shape.split(), '--device=cuda'], 64)
     assert [result['coordinates']['pp'] for result in results] == [0, 1, 3]
     assert [result['peak_parts']['logits'] > 0 for result in results] == [False, False, True]
-    # Four blocks of 12 C², divided by tp=2 and dp=8: embedding and head are larger, and stages of their own.
+    # Four blocks of 12 C², divided by tp=2 and dp=8. Embedding and head are larger, and separate stages.
     assert middle['held']['parameters'] == pytest.approx(4 * 4 * 12 * 256 ** 2 / 2 / 8, rel=0.02)
     assert middle['held']['moments'] == pytest.approx(2 * middle['held']['parameters'], rel=0.001)
     text = '\n'.join(dry_run.table(results, first['peak_parts']))
@@ -117,28 +118,28 @@ def check_layout(train, dataset, nproc, arguments):
     run = train(*SHAPE, *arguments, nproc=nproc, faults=[FAULTS / 'record.py'])
     for rank in (0, nproc - 1) if '--pp=2' in arguments else (0,):
         recorded = json.load(open(f'{run.out_dir}.record.{rank}'))
-        foretold = report_of(dataset, rank, nproc, *SHAPE, *arguments)
-        assert bytes_by_kind(foretold['collectives']) == bytes_by_kind(recorded['collectives']), rank
-        assert foretold['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, foretold)
+        predicted = report_of(dataset, rank, nproc, *SHAPE, *arguments)
+        assert bytes_by_kind(predicted['collectives']) == bytes_by_kind(recorded['collectives']), rank
+        assert predicted['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, predicted)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('layout', LAYOUTS)
-def test_dry_run_foretells_memory_and_collectives(layout, train, dataset):
+def test_dry_run_predicts_memory_and_collectives(layout, train, dataset):
     nproc, arguments = LAYOUTS[layout]
     check_layout(train, dataset, nproc, arguments.split())
 
 
 @pytest.mark.slow
-def test_dry_run_of_experts_foretells_what_uneven_loads_hold_nearly(train, dataset):
-    """Tokens go to 2 of 8 experts, and so to one process more than to the other."""
+def test_dry_run_of_experts_is_close_to_a_run_with_uneven_loads(train, dataset):
+    """Tokens go to 2 of 8 experts, so one process gets more of them than the other."""
     arguments = [*SHAPE, '--mlp=moe', '--expert_hidden=64', '--ep=2']
     run = train(*arguments, nproc=2, faults=[FAULTS / 'record.py'])
     recorded = [json.load(open(f'{run.out_dir}.record.{rank}')) for rank in (0, 1)]
-    foretold = report_of(dataset, 0, 2, *arguments)
-    assert 'each expert gets equally many tokens here' in foretold['notes']
-    assert foretold['peak_bytes'] == pytest.approx(max(found['peak'] for found in recorded), rel=0.1)
-    expected = bytes_by_kind(foretold['collectives'])
+    predicted = report_of(dataset, 0, 2, *arguments)
+    assert 'each expert gets the same number of tokens here' in predicted['notes']
+    assert predicted['peak_bytes'] == pytest.approx(max(found['peak'] for found in recorded), rel=0.1)
+    expected = bytes_by_kind(predicted['collectives'])
     for found in recorded:
         sent = bytes_by_kind(found['collectives'])
         assert sent.pop(('all_to_all', 'float32')) == pytest.approx(
@@ -149,12 +150,12 @@ def test_dry_run_of_experts_foretells_what_uneven_loads_hold_nearly(train, datas
 @pytest.mark.slow
 @pytest.mark.parametrize('layout', [
     'ddp', 'zero1', 'zero3', 'hsdp', 'bf16 gradients', 'tp', 'cp', 'interleaved1f1b', 'experts ep zero3'])
-def test_dry_run_foretells_the_bytes_of_the_profiler(layout, train, dataset):
-    """What PyTorch's profiler has seen in a run, which does not know our recorder."""
+def test_dry_run_predicts_the_bytes_of_the_profiler(layout, train, dataset):
+    """PyTorch's profiler counts the bytes of a run independently of our ByteCounter."""
     nproc, arguments = LAYOUTS[layout]
     run = train(*SHAPE, '--max_iters=10', '--profile', *arguments.split(), nproc=nproc)
     profiled = json.loads((run.out_dir / 'profile.json').read_text())['bytes']
-    foretold = {}
+    predicted = {}
     for row in report_of(dataset, 0, nproc, *SHAPE, *arguments.split())['collectives']:
-        foretold[row['kind']] = foretold.get(row['kind'], 0) + row['bytes']
-    assert profiled == pytest.approx(foretold, abs=1000)  # sums of single numbers
+        predicted[row['kind']] = predicted.get(row['kind'], 0) + row['bytes']
+    assert profiled == pytest.approx(predicted, abs=1000)  # sums of single numbers

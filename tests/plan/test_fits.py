@@ -1,11 +1,11 @@
-"""What a run says of its memory before its first iteration."""
+"""The prediction of memory that a run prints before its first iteration."""
 import re
 
 import pytest
 import torch
 
 from helpers import FAULTS
-from kilogpt.plan.fits import forecast
+from kilogpt.plan.fits import predict_memory
 from kilogpt.parallel.layout import Layout
 from model import GPT, GPTConfig
 
@@ -23,28 +23,29 @@ def gpt2_xl():
 @pytest.mark.quick
 @pytest.mark.parametrize('gigabytes', [50, 40, 24, 16, 8])
 def test_advice_is_a_change_that_fits(gpt2_xl, gigabytes):
-    """By DDP on 8 GPUs 57 GB are needed. What is advised is foretold to fit, with the same global batch."""
+    """DDP on 8 GPUs needs 57 GB. The advised change is predicted to fit, with the same global batch."""
     available = 1e9 * gigabytes
-    foretold, warning = forecast(gpt2_xl, Layout(8), CONFIG, 'cuda', available)
-    assert foretold > available and foretold > 16 * gpt2_xl.num_params()
-    advised = re.fullmatch(r'the run will hardly fit: .* GB are free; it would with (--.*)', warning).group(1)
+    predicted, warning = predict_memory(gpt2_xl, Layout(8), CONFIG, 'cuda', available)
+    assert predicted > available and predicted > 16 * gpt2_xl.num_params()
+    advised = re.fullmatch(r'the run will probably not fit: .* GB are free; it would fit with (--.*)',
+                           warning).group(1)
     change = dict(word.removeprefix('--').split('=') for word in advised.split())
     changed = CONFIG | {key: type(CONFIG[key])(value) if CONFIG[key] is not False else value == 'True'
                         for key, value in change.items()}
     layout = Layout(8, zero_stage=changed['zero_stage'])
-    assert forecast(gpt2_xl, layout, changed, 'cuda', available)[1] is None
+    assert predict_memory(gpt2_xl, layout, changed, 'cuda', available)[1] is None
     assert changed['batch_size'] * changed['gradient_accumulation_steps'] == 8 * 64
 
 
 def test_advice_where_nothing_helps(gpt2_xl):
-    assert forecast(gpt2_xl, Layout(8), CONFIG, 'cuda', 1e8)[1].endswith('use more GPUs')
-    assert forecast(gpt2_xl, Layout(8), CONFIG, 'cuda', 1e12)[1] is None
+    assert predict_memory(gpt2_xl, Layout(8), CONFIG, 'cuda', 1e8)[1].endswith('use more GPUs')
+    assert predict_memory(gpt2_xl, Layout(8), CONFIG, 'cuda', 1e12)[1] is None
 
 
-def test_run_says_what_it_needs_and_warns_where_there_is_less(train):
+def test_run_prints_what_it_needs_and_warns_if_less_is_free(train):
     fits = train('--max_iters=1', '--eval_iters=0')
-    assert re.search(r'  memory      0\.00\d GB foretold of [\d.]+ GB', fits.stdout)
+    assert re.search(r'  memory      0\.00\d GB predicted of [\d.]+ GB', fits.stdout)
     assert 'warning' not in fits.stdout
     short = train('--max_iters=1', '--eval_iters=0', faults=[FAULTS / 'little_memory.py'])
-    assert re.search(r'  warning     the run will hardly fit: 0\.0 GB are foretold .*; it would with '
+    assert re.search(r'  warning     the run will probably not fit: .* need 0\.0 GB, .*; it would fit with '
                      r'--batch_size=2 --gradient_accumulation_steps=6', short.stdout), short.stdout

@@ -1,4 +1,5 @@
-"""The formulas of memory_model.py: against the bytes of real runs, PyTorch's pipeline orders, and published runs."""
+"""The planner's formulas, compared with real runs, PyTorch's pipeline schedules and published runs."""
+import itertools
 import json
 import os
 from types import SimpleNamespace
@@ -6,11 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers import FAULTS, ROOT
-from published import ROWS, judge
+from published import ROWS, predict
 from test_parallel import BASE, LAYOUTS, SLOW_LAYOUTS, arguments_of, by_name
 from torch.distributed.pipelining import schedules
 
 from kilogpt.plan import memory_model, time_model
+from kilogpt.plan.shape import Shape
 from kilogpt.configurator import config_of
 from kilogpt.parallel.layout import SCHEDULES, SPLIT_BACKWARD, Layout
 from model import GPT, GPTConfig
@@ -19,9 +21,9 @@ from model import GPT, GPTConfig
 
 SHAPE = '--n_embd=128 --block_size=64 --eval_iters=0 --keep_checkpoints=0 --max_iters=4'.split()
 CASES = [(1, 'modern'), (1, 'gpt2'), (1, 'moe'), (1, 'losses'), *by_name(LAYOUTS), *by_name(SLOW_LAYOUTS)]
-# Every token goes to every expert, which makes their loads equal: what the formulas say of them alone counts.
+# Every token goes to every expert, so that all experts have the same load.
 EXPERTS = '--n_active_experts=4 --expert_hidden=128'.split()
-# What the compiler keeps on a CPU is not what it keeps on a GPU.
+# The formulas are for what the compiler keeps on a GPU. On a CPU it keeps other tensors.
 CASES = [(nproc, name) for nproc, name in CASES if 'compiled' not in name]
 
 
@@ -31,7 +33,7 @@ def case_arguments(nproc, name, *more):
     return [*arguments, *SHAPE, *(EXPERTS if '--mlp=moe' in arguments else ()), *more]
 
 
-def foretold(nproc, arguments, device='cpu'):
+def formula_inputs(nproc, arguments, device='cpu'):
     """(Shape, Layout, Work) of a run of train.py on the dataset of the tests."""
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
     degrees = 'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep'
@@ -39,7 +41,8 @@ def foretold(nproc, arguments, device='cpu'):
     fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
     with torch.device('meta'):
         model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
-    return memory_model.Shape(model), layout, memory_model.Work.of(config | dict(load_imbalance=1.0), layout, device)
+    work = memory_model.Work.of(config | dict(load_imbalance=1.0), layout, device)
+    return Shape(model), layout, work
 
 
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
@@ -53,7 +56,7 @@ def test_memory_is_what_runs_hold(train_all, nproc, dtype):
     runs = train_all(arguments, base=BASE, nproc=nproc, faults=[FAULTS / 'peak_bytes.py'])
     wrong = []
     for name, run in runs.items():
-        shape, layout, work = foretold(nproc, [*BASE, *arguments[name]])
+        shape, layout, work = formula_inputs(nproc, [*BASE, *arguments[name]])
         measured = [json.load(open(f'{run.out_dir}.peak.{rank}')) for rank in range(nproc)]
         states = [memory_model.state(shape, layout, work, rank) for rank in range(layout.pp)]
         expected = {part: max(state[part] for state in states) for part in states[0]}
@@ -65,11 +68,11 @@ def test_memory_is_what_runs_hold(train_all, nproc, dtype):
     assert wrong == []
 
 
-def test_memory_of_the_first_two_processes_of_ddp(train):
-    """One run by default: what the slow test does for all layouts."""
+def test_memory_is_what_a_sharded_run_holds(train):
+    """One layout, in the default tests; the slow test above does the same for all layouts."""
     arguments = [*arguments_of(2, 'zero2'), *SHAPE]
     run = train(*arguments, base=BASE, nproc=2, faults=[FAULTS / 'peak_bytes.py'])
-    shape, layout, work = foretold(2, [*BASE, *arguments])
+    shape, layout, work = formula_inputs(2, [*BASE, *arguments])
     measured = json.load(open(f'{run.out_dir}.peak.0'))
     state, parts = memory_model.state(shape, layout, work, 0), memory_model.memory(shape, layout, work)
     assert {part: measured[part] for part in state} == pytest.approx(state, rel=0.01)
@@ -79,7 +82,7 @@ def test_memory_of_the_first_two_processes_of_ddp(train):
 
 def test_offloaded_state_is_not_on_the_gpu():
     arguments = [*BASE, '--zero_stage=3', '--cpu_offload']
-    shape, layout, work = foretold(2, arguments, device='cuda')
+    shape, layout, work = formula_inputs(2, arguments, device='cuda')
     parts = memory_model.memory(shape, layout, work)
     assert parts['parameters'] == parts['moments'] == parts['gradients'] == 0 < parts['gathered']
 
@@ -87,15 +90,15 @@ def test_offloaded_state_is_not_on_the_gpu():
 # --- pipelines ----------------------------------------------------------------------------------------------
 
 def orders(pp, micro_steps, pp_schedule):
-    """[[(stage, kind) of each computation] of each rank], in PyTorch's order.
+    """[[(stage, kind) of each computation] of each rank], in the order of PyTorch's schedule.
 
-    F: forward, B: backward, I and W: its halves for inputs and for weights.
+    Kinds: F = forward, B = backward, I and W = the halves of backward for inputs and for weights.
     """
     schedule, chunks = SCHEDULES[pp_schedule]
     stages = SimpleNamespace(num_stages=pp * chunks, group_size=pp, group_rank=0, submod=None)
-    made = getattr(schedules, schedule)([stages] * chunks if chunks > 1 else stages, micro_steps)
+    build = getattr(schedules, schedule)
     ranks = []
-    for actions in made.pipeline_order.values():
+    for actions in build([stages] * chunks if chunks > 1 else stages, micro_steps).pipeline_order.values():
         computations = []
         for action in filter(None, actions):
             for part in action.sub_actions or [action]:
@@ -105,14 +108,16 @@ def orders(pp, micro_steps, pp_schedule):
     return ranks
 
 
-SPLIT, WHOLE = dict(F=1, B=2, I=1, W=1), dict(F=1, B=3, I=3, W=0)  # durations; WHOLE is that of 'full'
+# Durations by kind. WHOLE is for activation_checkpoint 'full', which does not split the backward pass.
+SPLIT = dict(F=1, B=2, I=1, W=1)
+WHOLE = dict(F=1, B=3, I=3, W=0)
 
 
-def played_bubble(pp, micro_steps, pp_schedule, durations=SPLIT):
-    """Idle share of a pipeline of equal stages, whose computations take these durations, sending nothing."""
+def simulated_bubble(pp, micro_steps, pp_schedule, durations=SPLIT):
+    """Idle share of a pipeline of equal stages, by simulation. Sending takes no time."""
     chunks, queues = SCHEDULES[pp_schedule][1], orders(pp, micro_steps, pp_schedule)
-    # when micro-batches leave a stage, forward and backward; they leave in the order in which they came
-    exits = {(stage, way): [] for stage in range(pp * chunks) for way in ('forward', 'backward')}
+    # {(stage, way): times when micro-batches leave the stage, in the order of their arrival}
+    exits = {key: [] for key in itertools.product(range(pp * chunks), ('forward', 'backward'))}
     exits[-1, 'forward'] = exits[pp * chunks, 'backward'] = [0] * micro_steps
     clock = [0] * pp
     while any(queues):
@@ -126,7 +131,7 @@ def played_bubble(pp, micro_steps, pp_schedule, durations=SPLIT):
                     before, way = (stage - 1, 'forward') if kind == 'F' else (stage + 1, 'backward')
                     arrivals, done = exits[before, way], exits[stage, way]
                     if len(arrivals) == len(done):
-                        break  # the next micro-batch has yet to arrive
+                        break  # the next micro-batch has not arrived yet
                     clock[rank] = max(clock[rank], arrivals[len(done)]) + duration
                     done.append(clock[rank])
                 queue.pop(0)
@@ -137,18 +142,18 @@ def played_bubble(pp, micro_steps, pp_schedule, durations=SPLIT):
 def test_schedules_that_may_not_split_their_backward_pass_idle_longer(pp_schedule):
     for pp, micro_steps in ((2, 4), (2, 10), (4, 8), (4, 20)):
         found = time_model.bubble(pp, micro_steps, pp_schedule, splits_backward=False)
-        played = played_bubble(pp, micro_steps, pp_schedule, WHOLE)
+        simulated = simulated_bubble(pp, micro_steps, pp_schedule, WHOLE)
         tolerance = 0.2 if pp_schedule == 'dualpipev' else 1e-6
-        assert found == pytest.approx(played, rel=tolerance), (pp, micro_steps)
+        assert found == pytest.approx(simulated, rel=tolerance), (pp, micro_steps)
         assert found > 2 * time_model.bubble(pp, micro_steps, pp_schedule), (pp, micro_steps)
 
 
 @pytest.mark.parametrize('pp', [2, 3, 4])
 @pytest.mark.parametrize('pp_schedule', SCHEDULES)
-def test_pipelines_idle_and_hold_as_much_as_pytorchs_orders(pp, pp_schedule):
+def test_pipelines_idle_and_hold_as_much_as_in_pytorchs_schedules(pp, pp_schedule):
     for micro_steps in (2 * pp, 3 * pp, 5 * pp):
         found = time_model.bubble(pp, micro_steps, pp_schedule)
-        assert found == pytest.approx(played_bubble(pp, micro_steps, pp_schedule)), micro_steps
+        assert found == pytest.approx(simulated_bubble(pp, micro_steps, pp_schedule)), micro_steps
         layout = Layout(pp, pp=pp, pp_schedule=pp_schedule)
         for rank, computations in enumerate(orders(pp, micro_steps, pp_schedule)):
             held = most = halves = most_halves = 0
@@ -156,7 +161,8 @@ def test_pipelines_idle_and_hold_as_much_as_pytorchs_orders(pp, pp_schedule):
                 held += {'F': 1, 'B': -1, 'W': -1}.get(kind, 0)
                 halves += {'I': 1, 'W': -1}.get(kind, 0)
                 most, most_halves = max(most, held), max(most_halves, halves)
-            assert memory_model.micro_batches_in_flight(layout, micro_steps, rank) == most, (micro_steps, rank)
+            in_flight = memory_model.micro_batches_in_flight(layout, micro_steps, rank)
+            assert in_flight == most, (micro_steps, rank)
             last = {'interleavedzb': rank + 1, 'dualpipev': rank + 1, 'zbv': 2 * rank + 1}
             assert last.get(pp_schedule, 0) == most_halves, (micro_steps, rank)
 
@@ -165,9 +171,9 @@ def test_pipelines_idle_and_hold_as_much_as_pytorchs_orders(pp, pp_schedule):
 
 @pytest.mark.parametrize('row', [
     pytest.param(row, marks=[] if row.model == '8B' else pytest.mark.slow) for row in ROWS])
-def test_published_runs_are_foretold(row):
-    """Tokens/s within 20% and memory within 15%, but for the rows that docs/layouts.md says are not."""
-    tokens_per_sec, gib = judge(row)
+def test_published_runs_are_predicted(row):
+    """Tokens/s within 20% and memory within 15%, except the rows that docs/layouts.md lists as misses."""
+    tokens_per_sec, gib = predict(row)
     is_near = abs(tokens_per_sec / row.tokens_per_sec - 1) < 0.2
     if row.gib:
         is_near = is_near and abs(gib / row.gib - 1) < 0.15

@@ -1,4 +1,4 @@
-"""kilogpt.plan as a user runs it: what it proposes runs, what it refuses it says in a sentence."""
+"""kilogpt.plan as a user runs it: its proposals run, and bad input is one sentence."""
 import dataclasses
 import json
 import os
@@ -9,10 +9,13 @@ import sys
 import pytest
 import write_layouts
 from helpers import ROOT, TINY, run_script
-from test_models import foretold
+from test_models import formula_inputs
 
 from kilogpt import machines
-from kilogpt.plan import memory_model, planner
+from kilogpt.configurator import config_of
+from kilogpt.plan import __main__ as plan
+from kilogpt.plan import memory_model
+from kilogpt.plan.planner import Planner
 
 MACHINE = machines.Machine(
     'two cores', 'cpu', 8e9, 'float32', 5e10, {'float32': [[64, 2e10], [512, 5e10]]}, {'float32': 2e10}, 1e10,
@@ -21,13 +24,13 @@ MACHINE = machines.Machine(
 
 @pytest.fixture
 def run_plan(monkeypatch, capsys):
-    """Function that runs the command in this process; (what it prints, None or the text of its exit)."""
+    """Function that runs the command in this process; returns (its output, its exit message or None)."""
     def run_plan(*arguments):
         monkeypatch.setattr(sys, 'argv', ['plan', *map(str, arguments)])
         monkeypatch.chdir(ROOT)
         problem = None
         try:
-            planner.main()
+            plan.main()
         except SystemExit as exit:
             problem = exit.code
         return capsys.readouterr().out, problem
@@ -41,7 +44,7 @@ def machine_file(tmp_path):
     return path
 
 
-def test_plan_has_the_fastest_layouts_their_command_and_what_falls_out(run_plan):
+def test_plan_prints_the_fastest_layouts_their_command_and_popular_layouts(run_plan):
     printed, problem = run_plan('config/gpt2_xl_fsdp.py', '--gpus=16', '--gpu=h100', '--price=2.5',
                                 '--n_layer=12')
     assert problem is None
@@ -51,18 +54,18 @@ def test_plan_has_the_fastest_layouts_their_command_and_what_falls_out(run_plan)
     assert times == sorted(times) and all(row.startswith(('dp', 'pp', 'tp')) for row in rows)
     command = 'torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=FIRST_NODE:29500'
     assert f'{command} \\\n    train.py config/gpt2_xl_fsdp.py --n_layer=12' in printed
-    tried = printed.partition('what is often tried:\n')[2]
+    tried = printed.partition('popular layouts:\n')[2]
     assert 'tp=8 ' in tried and 'n_head=25 cannot be split over tp=8' in tried
 
 
-def test_processes_that_share_cores_have_links_as_measured_with_two_on_each():
+def test_links_of_processes_that_share_cores_are_as_measured_on_shared_cores():
     machine = dataclasses.replace(MACHINE, shared=dict(node_link=2e8, latency=5e-3, redistribute=1e-3))
     assert machine.with_processes(2) is machine
     four, eight = machine.with_processes(4), machine.with_processes(8)
     assert four.rate('float32', 64) == 1e10 and four.bandwidth == 5e9 and four.launch == 2 * machine.launch
     assert (four.node_link, four.latency, four.redistribute) == (2e8, 5e-3, 1e-3)
     assert (eight.node_link, eight.latency, eight.redistribute) == (1e8, 1e-2, 2e-3)
-    assert MACHINE.with_processes(4).node_link == 5e8  # not measured: cores are what links need most
+    assert MACHINE.with_processes(4).node_link == 5e8  # if not measured, by their share of a core
 
 
 def test_json_has_a_row_for_each_layout_that_fits(run_plan):
@@ -79,7 +82,7 @@ def test_json_has_a_row_for_each_layout_that_fits(run_plan):
         assert keys['batch_size'] * keys['gradient_accumulation_steps'] == 8 * 64
 
 
-def test_layout_as_given_is_judged_alone(run_plan):
+def test_as_given_predicts_only_the_layout_of_the_config(run_plan):
     arguments = ['config/llama_7b_tp_fsdp.py', '--gpus=64', '--as_given']
     row, = json.loads(run_plan(*arguments, '--json')[0])
     assert (row['keys']['tp'], row['keys']['zero_stage'], row['dp'], row['micro_batch']) == (2, 3, 32, 4)
@@ -92,14 +95,14 @@ def test_layout_as_given_is_judged_alone(run_plan):
 
 
 @pytest.mark.parametrize('arguments, message', [
-    (['--gpu=H1000'], "--gpu is 'H1000': choose one of B200, .*T4, or the file that"),
+    (['--gpu=H1000'], "--gpu is 'H1000': choose one of B200, .*T4, or a file written by python -m"),
     (['--gpu=missing.json'], '--gpu=missing.json: No such file'),
-    (['--gpu=config.json'], 'is not what python -m kilogpt.plan --calibrate writes'),
-    (['--gpus=12'], '12 GPUs are not whole nodes of 8'),
-    (['--gpus=0'], '--gpus and --gpus_per_node are at least 1'),
+    (['--gpu=config.json'], 'is not a file written by python -m kilogpt.plan --calibrate'),
+    (['--gpus=12'], '12 GPUs do not fill whole nodes of 8'),
+    (['--gpus=0'], '--gpus and --gpus_per_node must be at least 1'),
     (['--ranks=first'], "--ranks takes numbers such as 0,511,1023, but is 'first'"),
     (['--gpus=2', '--gpu=T4', '--dtype=float32', '--n_embd=16000'],
-     'no layout of 2 × T4 fits; closest is dp2 zero3 full offload batch_size=1, which needs [\\d.,]+ GB of'),
+     'no layout on 2 × T4 fits; the closest is dp2 zero3 full offload batch_size=1, which needs [\\d.,]+'),
     (['--n_headd=3'], "unknown key 'n_headd' in the command line; did you mean n_head"),
     (['config/absent.py'], "config file 'config/absent.py' does not exist"),
     (['--as_given', '--mlp=moe', '--ep=3', '--gpus=6', '--gpus_per_node=6', '--zero_stage=2'],
@@ -107,7 +110,7 @@ def test_layout_as_given_is_judged_alone(run_plan):
     (['--load_imbalance=0.9'], '--load_imbalance is 0.9, but the busiest process has at least the mean'),
     (['--n_head=7'], 'n_embd=1600 is not divisible by n_head=7'),
     (['--as_given', '--tp=2'], 'n_head=25 cannot be split over tp=2'),
-    (['--as_given', '--tokens_per_iter=1e6'], "take the config's batch"),
+    (['--as_given', '--tokens_per_iter=1e6'], "use the config's batch"),
 ])
 def test_bad_input_is_one_sentence(run_plan, tmp_path, monkeypatch, arguments, message):
     (tmp_path / 'config.json').write_text('{"name": "not a machine"}')
@@ -117,20 +120,20 @@ def test_bad_input_is_one_sentence(run_plan, tmp_path, monkeypatch, arguments, m
 
 
 def test_search_proposes_nothing_that_train_would_refuse(machine_file):
-    """Each row was checked as train.py checks it, and no micro-batch was changed."""
-    config = planner.config_of(os.path.join(ROOT, 'train.py'), [*TINY, '--gradient_accumulation_steps=4'])
-    made = planner.Planner(config, machines.find_machine(str(machine_file)), 4)
-    rows = made.search()
+    """Each row passes train.py's checks, and train.py would not change a micro-batch."""
+    config = config_of(os.path.join(ROOT, 'train.py'), [*TINY, '--gradient_accumulation_steps=4'])
+    planner = Planner(config, machines.find_machine(str(machine_file)), 4)
+    rows = planner.search()
     assert {row['keys']['pp'] for row in rows} == {1, 2, 4}
     assert {row['keys']['tp'] * row['keys']['cp'] for row in rows} == {1, 2, 4}
     for row in rows:
-        layout = made.layout(row['keys'])
+        layout = planner.layout(row['keys'])
         batch_size = row['keys']['batch_size']
         assert layout.split_notes(batch_size * row['keys']['gradient_accumulation_steps'], batch_size) == []
 
 
 def test_experts_are_planned_by_their_active_parameters(run_plan):
-    """An expert layout, judged through the door: FLOPs are those of active experts, all take memory."""
+    """Only active experts count for FLOPs; all experts count for memory."""
     def row(*arguments):
         shape = '--n_layer=2 --n_embd=512 --n_head=8 --mlp=moe --expert_hidden=256 --n_shared_experts=1'
         shape += ' --zero_stage=2 --moe_every=2 --gradient_accumulation_steps=64'
@@ -139,7 +142,7 @@ def test_experts_are_planned_by_their_active_parameters(run_plan):
     few, many, divided = row('--n_experts=8'), row('--n_experts=32'), row('--n_experts=32', '--ep=8')
     more = 24 * 3 * 512 * 256 + 24 * 512  # parameters of 24 experts in one of two blocks, and their routers'
     assert many['memory']['moments'] - few['memory']['moments'] == pytest.approx(8 * more / 8e9, rel=0.001)
-    # The routers are larger; the experts that a token goes to are as many.
+    # Only the routers are larger: a token goes to the same number of experts.
     assert many['mfu'] * many['ms'] == pytest.approx(few['mfu'] * few['ms'], rel=0.001)
     assert divided['memory']['moments'] == many['memory']['moments']
     assert divided['milliseconds']['ep'] > many['milliseconds']['ep'] == 0
@@ -150,18 +153,18 @@ def test_experts_are_planned_by_their_active_parameters(run_plan):
 
 @pytest.mark.slow
 def test_search_of_experts_proposes_what_train_accepts(machine_file):
-    config = planner.config_of(os.path.join(ROOT, 'train.py'), [
+    config = config_of(os.path.join(ROOT, 'train.py'), [
         *TINY, '--gradient_accumulation_steps=4', '--mlp=moe', '--n_experts=4'])
-    made = planner.Planner(config, machines.find_machine(str(machine_file)), 4)
-    rows = made.search()
+    planner = Planner(config, machines.find_machine(str(machine_file)), 4)
+    rows = planner.search()
     assert {row['keys']['ep'] for row in rows} == {1, 2, 4}
     for row in rows:
-        made.layout(row['keys'])
+        planner.layout(row['keys'])
 
 
 @pytest.mark.slow
 def test_proposed_command_runs(run_plan, dataset, tmp_path, machine_file):
-    """The command line of the first row, as it is printed, and rows of every degree."""
+    """The command line of the first row runs as it is printed."""
     shape = [*TINY, f'--dataset={dataset}', '--max_iters=1', '--gradient_accumulation_steps=4']
     printed, _ = run_plan(*shape, '--gpus=2', '--gpus_per_node=2', f'--gpu={machine_file}')
     found = re.search(r'^torchrun (.*) \\\n    train.py (.*)$', printed, re.M)
@@ -174,15 +177,15 @@ def test_proposed_command_runs(run_plan, dataset, tmp_path, machine_file):
 @pytest.mark.parametrize('name, gpus, gpu', [
     ('gpt2_xl_fsdp', 8, 'A100'), ('llama_7b_tp_fsdp', 64, 'H100'), ('gpt_70b_3d', 1024, 'H100'),
     ('qwen3_30b_a3b', 64, 'H100')])
-def test_config_carries_the_best_layout_or_names_it(name, gpus, gpu):
-    """A comment that begins with "The planner's layout:" has the keys of the first row that differ."""
+def test_config_has_the_best_layout_or_names_it(name, gpus, gpu):
+    """A comment that begins with "The planner's layout:" has the keys in which the best row differs."""
     path = os.path.join(ROOT, 'config', f'{name}.py')
-    made = planner.Planner(planner.config_of(os.path.join(ROOT, 'train.py'), [path, '--dtype=bfloat16']),
-                           machines.find_machine(gpu), gpus)
-    best, given = made.search()[0], made.row_as_given()
+    config = config_of(os.path.join(ROOT, 'train.py'), [path, '--dtype=bfloat16'])
+    planner = Planner(config, machines.find_machine(gpu), gpus)
+    best, given = planner.search()[0], planner.row_as_given()
     text = re.sub(r'\\?\n#\s*', ' ', open(path).read())
     named = set(re.search(r"The planner's layout: ((--\w+=\w+ *)+)", text)[1].split())
-    changed = {f'--{key}={value}' for key, value in best['keys'].items() if made.config[key] != value}
+    changed = {f'--{key}={value}' for key, value in best['keys'].items() if planner.config[key] != value}
     assert named == changed - {'--pp_schedule=1f1b'}
     speedup = re.search(r'([\d.]+) times as fast', text)[1]
     assert float(speedup) == pytest.approx(given['ms'] / best['ms'], abs=0.006)
@@ -198,13 +201,13 @@ def test_tables_of_the_page_are_what_the_formulas_say():
 
 @pytest.mark.parametrize('tp, cp, mlp', [(1, 1, 'gelu'), (2, 1, 'relu2'), (1, 2, 'swiglu')])
 def test_formulas_of_the_page_are_those_of_the_code(tp, cp, mlp):
-    """The activations of a block in each mode, within 3%: each head also has a sum for each token."""
+    """Activations of a block in each mode, within 3%: the page leaves out a log-sum-exp for each head."""
     text = write_layouts.PAGE.read_text('utf-8')
     rows = dict(re.findall(r'^\| (a block|`selective`|`full`) \| ([^,|]*)', text, re.M))
     assert len(rows) == 3
     for name, formula in rows.items():
         mode = {'a block': 'none'}.get(name, name.strip('`'))
-        shape, layout, work = foretold(4, [
+        shape, layout, work = formula_inputs(4, [
             *TINY, *'--n_embd=512 --block_size=256 --n_kv_head=2 --zero_stage=2 --dtype=bfloat16'.split(),
             f'--mlp={mlp}', f'--tp={tp}', f'--cp={cp}', f'--activation_checkpoint={mode}'], device='cuda')
         config = shape.config
@@ -213,7 +216,7 @@ def test_formulas_of_the_page_are_those_of_the_code(tp, cp, mlp):
         formula = re.sub(r'(\d) ?(?=[a-zA-Z(])|(?<=[BTC]) (?=[TC(])', r'\1*', formula)
         formula = formula.replace('(tp cp)', '(tp*cp)')
         expected = eval(formula, {}, values)
-        if cp > 1 and mode == 'none':  # the result of attention before and after its exchange
+        if cp > 1 and mode == 'none':  # the result of attention, both before and after its exchange
             expected += 2 * values['B'] * 256 * 512 / cp
         kept = memory_model.block_activations(config, layout, work, False).kept
         assert kept == pytest.approx(expected, rel=0.03), (name, formula)

@@ -1,4 +1,4 @@
-"""kilogpt.prove as a user runs it: it finds and names mistakes planted in model.py, and nothing else."""
+"""kilogpt.prove as a user runs it: it finds and names planted mistakes, and accepts correct edits."""
 import json
 import pathlib
 import shutil
@@ -12,7 +12,7 @@ BLOCK = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config)\n"
 QUERIES = "        q = self.c_q(x).view(B, T, -1, self.head_width)"
 
-# {name: (edits of model.py, config and keys, layouts, what the report has to say)}
+# {name: (edits of model.py, layouts, texts that the report must contain)}
 MISTAKES = {
     'a linear that split_plan does not name': (
         {NORM_2: NORM_2 + "        self.extra = nn.Linear(config.n_embd, config.n_embd, bias=False)\n",
@@ -34,20 +34,20 @@ MISTAKES = {
     'a norm over features that tp splits': (
         {QUERIES: "        q = F.normalize(self.c_q(x), dim=-1).view(B, T, -1, self.head_width)"},
         'dp2; tp2', ['the input of transformer.h.0.attn.q_norm is the first value that is wrong',
-                     'A norm, softmax or mean over them sees a part alone']),
+                     'A norm, softmax or mean over them sees only a part']),
     'random numbers in a block': (
         {BLOCK: BLOCK + "        if self.training:\n            x = x + 0.1 * torch.randn_like(x)\n"},
         'dp2', ['transformer.h.* draws random numbers']),
     'a change in place': (
         {BLOCK: "        x += self.attn(self.ln_1(x), rope, cache)\n"},
-        'dp2', ['modified by an inplace operation', 'is changed in place: x = x + ...']),
+        'dp2', ['modified by an inplace operation', 'is changed in place: write x = x + ...']),
     'a change of the input in place': (
         {BLOCK: "        x.data.mul_(0.9)\n" + BLOCK},
         'dp2; dp2 full', ['transformer.h.*.attn.c_k.weight: gradient',
                           'does a block change its input in place']),
     'starting weights from the global generator': (
         {"block.normal_(0.0, std, generator=generator)": "block.normal_(0.0, std)"},
-        'dp2 zero3', ['transformer.h.*.attn.c_q.weight', 'GPT.initial_value gives other values']),
+        'dp2 zero3', ['transformer.h.*.attn.c_q.weight', 'GPT.initial_value returns other values']),
     'positions that forget where a process begins': (
         {"            positions = self.first_position + torch.arange(T, device=idx.device)\n":
          "            positions = torch.arange(T, device=idx.device)\n"},
@@ -59,18 +59,19 @@ MISTAKES = {
          'mix the sequences of a batch']),
     'a parameter that the loss does not need': (
         {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n"},
-        'dp2', ['transformer.h.*.ln_3.weight has no gradient', 'takes no part in the loss']),
+        'dp2', ['transformer.h.*.ln_3.weight has no gradient', 'the loss does not depend on it']),
     'a parameter of the model itself': (
         {"        self.loss = Loss(config)\n":
          "        self.ln_0 = build_norm(config.n_embd, config).to_empty(device='meta')\n"
          "        self.loss = Loss(config)\n",
          "        x = self.transformer.ln_f(x)\n": "        x = self.transformer.ln_f(self.ln_0(x))\n"},
-        'pp2', ['ln_0.weight is in no block, and every pipeline stage has a copy']),
+        'pp2', ['ln_0.weight is in no block, so every pipeline stage has a copy']),
     'one layer in two blocks': (
         {"        self.to_empty(device=torch.get_default_device())\n":
          "        self.transformer.h['1'].mlp = self.transformer.h['0'].mlp\n"
          "        self.to_empty(device=torch.get_default_device())\n"},
-        'dp2; pp2', ['transformer.h.0.mlp.c_fc.weight = transformer.h.1.mlp.c_fc.weight', 'one parameter']),
+        'dp2; pp2', ['transformer.h.0.mlp.c_fc.weight = transformer.h.1.mlp.c_fc.weight',
+                     'one parameter has two names']),
     'something kept from one micro-batch to the next': (
         {BLOCK: "        x, self.last = x + 0.5 * getattr(self, 'last', 0), x.detach()\n" + BLOCK},
         'dp2', ['the input of transformer.h.0.ln_1 is the first value that is wrong',
@@ -78,7 +79,7 @@ MISTAKES = {
     'a tensor made in __init__': (
         {NORM_2: NORM_2 + "        self.gain = torch.ones(config.n_embd)\n",
          BLOCK: BLOCK + "        x = x * self.gain\n"},
-        'dp2', ['a tensor that __init__ makes has no values']),
+        'dp2', ['a tensor created in __init__ has no values']),
     'a norm behind attention that split_plan calls sequence': (
         {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
          BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
@@ -121,7 +122,7 @@ HARMLESS = {
 
 @pytest.fixture
 def edited(tmp_path):
-    """Function that copies the repository with edits {text of model.py: its replacement}; the folder."""
+    """Function that copies the repository with edits {text in model.py: replacement}; returns the folder."""
     def edit(edits):
         for name in ('kilogpt', 'data', 'config'):
             shutil.copytree(pathlib.Path(ROOT, name), tmp_path / name,
@@ -154,7 +155,7 @@ def test_mistake_in_the_model_is_found_and_named(edited, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', HARMLESS)
-def test_harmless_edit_is_no_alarm(edited, name):
+def test_harmless_edit_raises_no_alarm(edited, name):
     done = prove(*SMALL, '--layouts=dp2 zero3 full; tp2; cp2; pp2 zbv', folder=edited(HARMLESS[name]))
     assert done.returncode == 0 and done.stdout.count('same: ') == 4, done.stdout
 
@@ -179,7 +180,7 @@ def test_unchanged_model_passes_and_says_so_in_json():
     assert 0 < two['gradient'] < 1e-4 and two['differences'] == two['advice'] == []
 
 
-# eval_gpt2's larger sisters are the same model when they are shrunk
+# Shrunk, the larger variants of eval_gpt2 are the same model.
 CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py') if 'gpt2_' not in path.stem
                  or not path.stem.startswith('eval'))
 
@@ -192,13 +193,13 @@ def test_shipped_config_passes(config):
 
 
 @pytest.mark.slow
-def test_all_layouts_pass_with_modern_parts_and_continue_from_each_other():
+def test_all_layouts_pass_with_modern_parts_and_resume_from_each_other():
     done = prove('config/train_gpt2_modern.py')
     assert done.returncode == 0 and done.stdout.count('same: ') == 14, done.stdout
 
 
 @pytest.mark.slow
-def test_compiled_layout_is_compared_with_one_process_that_is_not_compiled():
+def test_compiled_layout_is_compared_with_an_uncompiled_process():
     done = prove(*SMALL, '--layouts=dp2 compile=True')
     assert done.returncode == 0 and done.stdout.count('same: ') == 1, done.stdout
 
@@ -211,9 +212,9 @@ def test_layout_that_cannot_be_compiled_is_left_out():
 
 
 @pytest.mark.parametrize('arguments, sentence', [
-    (['--layouts=tp2; tq2'], "'tq2': a layout is words of dpN"),
+    (['--layouts=tp2; tq2'], "'tq2': the words of a layout are dpN"),
     (['--nproc=0'], '--nproc is 0'),
-    (['--keep=n_head,n_heads'], "--keep has 'n_heads': name keys that are shrunk, of n_layer, n_head,"),
+    (['--keep=n_head,n_heads'], "--keep has 'n_heads': choose from the shrunk keys, n_layer, n_head,"),
     (['--n_layers=2'], "unknown key 'n_layers'"),
 ])
 def test_wrong_arguments_are_a_sentence(arguments, sentence):
@@ -221,19 +222,19 @@ def test_wrong_arguments_are_a_sentence(arguments, sentence):
     assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
 
 
-# {fault of wrong_layouts.py: (keys and options, what the report has to say)}
+# {fault of wrong_layouts.py: (keys and options, texts that the report must contain)}
 FAULTY_LAYOUTS = {
     'sum for mean': ('--layouts=dp2', ['2.00 times too small', 'off by the same factor']),
-    'evaluation counts twice': ('--layouts=tp2', ['train_loss', 'training is right, but not evaluation']),
+    'evaluation counts twice': ('--layouts=tp2', ['train_loss', 'training is right, but evaluation is not']),
     'last micro-step alone': (f'--layouts={ONE_MICRO_STEP}', ['gradient differs']),
     'keys counted twice': ('--layouts=tp2', [
         'transformer.h.*.attn.c_k.weight: gradient 2.00 times too large in all blocks',
-        'is it in split_plan among those that each rank has whole']),
+        'does split_plan list it as whole on each rank']),
     'norm of a part': ('--layouts=tp2', [
         'transformer.h.*.ln_2.weight: gradient 2.00 times too small in all blocks',
-        'is it in split_plan among those that each rank has whole']),
+        'does split_plan list it as whole on each rank']),
     'one rank alone': ('--layouts=dp2', [
-        'gradient 1.50 times too large in all blocks on rank 1', 'gradients are wrong on rank 1 alone']),
+        'gradient 1.50 times too large in all blocks on rank 1', 'gradients are wrong only on rank 1']),
     'padding counts': ('--layouts=dp3', ['the loss differs too', 'padding']),
     'same batch everywhere': ('--layouts=dp2', ['the output of transformer.wte is the first value']),
     'tied pair': ('--layouts=pp2', ['transformer.wte.weight: gradient differs']),
@@ -243,19 +244,19 @@ FAULTY_LAYOUTS = {
     'matrices in parts': ('--optimizer=muon --layouts=dp2 zero2', ['update', 'the gradients are right']),
     'local norm': ('--layouts=dp2 zero2', ['grad_norm']),
     'no decay of shards': ('--layouts=dp2 zero2 --weight_decay=1.0', ['update', 'the gradients are right']),
-    'moments forgotten': ('--layouts=dp2 zero2', ['continued from what one process has saved']),
+    'moments forgotten': ('--layouts=dp2 zero2', ['resumed from the checkpoint of one process']),
 }
 MOE = '--mlp=moe --expert_hidden=32 --n_experts=4'
-# What other projects have shipped: gradients that were wrong in one layout, under a loss that looked normal.
-# The name is that of the issue or pull request.
+# Mistakes that other projects have shipped: in one layout, gradients were wrong while the loss looked normal.
+# The names are those of the issues or pull requests.
 FAULTS_OF_OTHERS = {
-    # With tp, to_local() on the tokens of the experts did not say that their gradients are parts of a sum.
+    # With tp, to_local() on the experts' tokens did not declare their gradients as terms of a sum.
     'torchtitan 1805': (f'{MOE} --layouts=tp2', [
         'Look at transformer.h.1.ln_2.weight and what reads its output', 'to_local in expert.py']),
     # Gradients were no longer divided in FSDP2, but replicas (DDP, HSDP) still averaged them.
     'torchtitan 2318': ('--layouts=dp2 zero2; dp4 rep2 zero2', [
         'same: ', '2.00 times too small', 'replicas (rep) count too']),
-    # With tp, the same was missing behind the router alone, whose copies on the ranks went apart.
+    # With tp, the same was missing only for the router, whose copies on the ranks drifted apart.
     'torchtitan 2416': (f'{MOE} --layouts=tp2', ['transformer.h.*.mlp.routed.router.weight: gradient']),
     # With tp but without ep, the sum over tp ranks of all gradients that leave the experts was left out.
     'torchtitan 4054': (f'{MOE} --layouts=ep2 tp2; tp2', [
@@ -264,8 +265,8 @@ FAULTS_OF_OTHERS = {
     'torchtitan 1733': ('--layouts=pp2', ['4.00 times too small', 'a pipeline adds up its micro-batches']),
     # With tp, the loss that is shown was not summed over the ranks of cp.
     'torchtitan 3280': ('--layouts=tp2; cp2; tp2 cp2', [
-        'same: ', 'iteration 1: loss ', 'training is right, but not the loss that is shown']),
-    # With tp, the gradient that the loss gave back, a part of a sum, was taken for the sum.
+        'same: ', 'iteration 1: loss ', 'training is right, but the logged loss is not']),
+    # With tp, the gradient returned by the loss is one term of a sum, but was treated as the sum.
     'torchtitan 3412': ('--layouts=tp2', ['Look at transformer.ln_f.weight and what reads its output']),
     # Experts' gradients were averaged over the ranks that share an expert, not over all: ep times too large.
     'pytorch 160285': (f'{MOE} --layouts=ep2', [
