@@ -69,7 +69,8 @@ def find_start(init_from, keys, find_checkpoint, processes, out_dir):
     keys: the values of train.py's keys, with the vocab_size of the data; they define a new model.
     find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
     """
-    new_model = {field.name: keys[field.name] for field in dataclasses.fields(GPTConfig) if field.name in keys}
+    fields = [field.name for field in dataclasses.fields(GPTConfig)]
+    new_model = {name: keys[name] for name in fields if name in keys}
     block_size = new_model['block_size']
     source, tensors, saved, arguments = None, None, {}, new_model
     if init_from in ('resume', 'auto'):
