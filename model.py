@@ -241,7 +241,7 @@ class GPT(nn.Module):
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
-        self.sums = {}  # {name: sum over this process's tokens} of what the log shows beside the loss, as means
+        self.sums = {}  # {name: sum over tokens} of what is logged beside the loss, as a mean per token
         self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
         self.tie()
         if seed is not None:
@@ -341,9 +341,9 @@ class GPT(nn.Module):
     def flops_per_token(self, T):
         """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
-        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds two
-        products a layer with T × H D elements, 6 each, halved since a causal token sees half of the sequence on
-        average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
+        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds
+        two products a layer with T × H D elements, 6 each, halved since a causal token sees half of the
+        sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)

@@ -28,8 +28,8 @@ class Guard:
     decision, the host does not wait for the norm: it learns the decision in `settle`, before the next update.
 
     on_nonfinite: 'abort', or 'skip' (up to MOST_SKIPPED in a row). on_spike, spike_factor: as in Spikes.
-    dtype: with 'float16', a GradScaler scales the loss. An infinite gradient is then not an error, but an infinite
-    loss is.
+    dtype: with 'float16', a GradScaler scales the loss. Then an infinite loss is an error, but an infinite
+    gradient is not.
     log, loader: the run's metrics.Metrics and TokenLoader, which write down the batch of a skipped update.
     """
 
@@ -102,7 +102,7 @@ class Guard:
         return not self.spikes.wants_rollback
 
     def figures(self):
-        """The figures of a line of the log besides the loss: the experts' balance, and skipped spikes so far."""
+        """What a line of the log has besides the loss: the experts' balance, and skipped spikes so far."""
         figures = self.parallel.balance.load_max()
         if self.spikes.on_spike != 'none':
             figures['spikes'] = self.spikes.skipped

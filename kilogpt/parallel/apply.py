@@ -58,8 +58,9 @@ class Parallel:
         self._contexts = contextlib.ExitStack()  # stays open, since the backward pass needs the contexts too
         self._zero1 = self._powersgd = None
 
-    def lay_out(self, model, *, global_batch, batch_size, block_size, compile=False, fp8=False, dtype='float32',
-                activation_checkpoint='none', cpu_offload=False, grad_compress='none', async_tp=False):
+    def lay_out(self, model, *, global_batch, batch_size, block_size, dtype='float32', compile=False,
+                cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none',
+                grad_compress='none'):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
@@ -180,8 +181,9 @@ class Parallel:
     def forward_backward(self, x, y, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
 
-        x, y (B, T / cp). n_tokens: those of the iteration, by which the sum of all losses is divided; 0: those of
-        global_batch. last: whether this micro-batch is the iteration's last. scale: that of a GradScaler.
+        x, y (B, T / cp). n_tokens: the tokens of the iteration, by which the sum of all losses is divided; 0:
+        those of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
+        GradScaler.
         """
         # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
         loss_scale = self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
@@ -215,7 +217,7 @@ class Parallel:
             return self.stages[0](x, y)
 
     def take_sums(self):
-        """{name: sum over this process's tokens} of what the model has added to its `sums` since the last call."""
+        """{name: sum over this process's tokens} that the model has added to `sums` since the last call."""
         taken = {}
         for stage in self.stages.values():
             for name, value in stage.sums.items():
@@ -299,8 +301,8 @@ def describe_layout(parallel, optimizer, batch_size, islands):
     lines = [f'layout      {layout.describe()}',
              f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
              f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
-             f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, {parallel.micro_steps} '
-             'micro-step(s) a process']
+             f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, '
+             f'{parallel.micro_steps} micro-step(s) a process']
     notes = layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes
     return lines + [f'note        {note}' for note in notes]
 

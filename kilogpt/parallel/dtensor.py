@@ -76,8 +76,8 @@ class LossOfWholeLogits(torch.nn.Module):
 def name_parameters(stage, tied, processes):
     """[(name in the whole model, parameter)] of a pipeline stage. tied: {name of a copy: its original}.
 
-    FSDP2 and tensor parallelism leave some parameters that are not trained as plain tensors, which all ranks have.
-    Here they are DTensors too.
+    FSDP2 and tensor parallelism leave some of the parameters that are not trained as plain tensors, which all
+    ranks have. Here these parameters are DTensors too.
     """
     named = []
     for name, parameter in stage.named_parameters():
