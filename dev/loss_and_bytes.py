@@ -81,7 +81,8 @@ def draw(results, reference, path):
         axes.errorbar(reduction(runs), mean, spread, marker='o', capsize=3, color='#0072b2')
         is_crowded = 'fragments' in interval
         axes.annotate(f'{interval} ({sent_as})', (reduction(runs), mean), (-8 if is_crowded else 8, 0),
-                      fontsize=8, ha='right' if is_crowded else 'left', va='center', textcoords='offset points')
+                      fontsize=8, ha='right' if is_crowded else 'left', va='center',
+                      textcoords='offset points')
     axes.axhline(0, color='grey', linewidth=0.8)
     axes.set(xscale='log', xlim=(0.3, 500), xlabel='times fewer bytes than DDP',
              ylabel='validation loss above DDP, %',
