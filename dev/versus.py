@@ -134,7 +134,7 @@ def compare_loader(nanogpt, arguments, options, folder):
         for _ in range(8):
             start = time.perf_counter()
             for _ in range(calls):
-                previous = batch()  # a batch lives until the next exists, as in training
+                _previous = batch()  # a batch lives until the next exists, as in training
             times.append(1000 * (time.perf_counter() - start) / calls)
         return dict(ms=statistics.median(times))
 

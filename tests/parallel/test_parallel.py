@@ -503,7 +503,6 @@ REFUSED = {
     'momentum': ('--optimizer=muon --muon_momentum=1', 'muon_momentum is 1.0', 'below 1'),
     'spike factor': ('--on_spike=skip --spike_factor=1', 'spike_factor is 1.0', 'above 1'),
     'no way back': ('--on_spike=rollback --keep_checkpoints=0', 'keep_checkpoints is 0', 'at least 1'),
-    'profile of all': ('--replay=all --profile', 'profile traces one iteration', '--replay=ITERATION'),
     'nonfinite': ('--on_nonfinite=ignore', "on_nonfinite is 'ignore'", 'abort, skip'),
     'optimizer': ('--optimizer=lion', "optimizer is 'lion'", 'adamw, muon'),
     'async_tp': ('--async_tp=True', 'tp is 1', 'async_tp to False'),
