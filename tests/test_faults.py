@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 
-from helpers import (FAULTS, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
+from helpers import (FAULTS, ROOT, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
                      read_tensors, run_script, saved_iterations, side_by_side, torchrun, wait_until,
                      worker_pids)
 from kilogpt import checkpoint
@@ -41,8 +41,8 @@ def test_kills_change_nothing(train, dataset, tmp_path, kills, iterations):
     options = [*OPTIONS, f'--max_iters={iterations}', '--save_interval=3']
 
     def run_with_kills():
-        command = [sys.executable, TESTS / 'kills.py', '1', kills, log, *TINY, *options, '--init_from=auto',
-                   f'--dataset={dataset}', f'--out_dir={out_dir}']
+        command = [sys.executable, os.path.join(ROOT, 'dev', 'kills.py'), '1', kills, log, *TINY, *options,
+                   '--init_from=auto', f'--dataset={dataset}', f'--out_dir={out_dir}']
         return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=500,
                               env=dict(os.environ, OMP_NUM_THREADS='1'))
 
