@@ -14,7 +14,7 @@ EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  
          for section in re.split(r'^### ', PAGE, flags=re.M) if '```diff\n' in section}
 AVERAGE, SGD = 'An average of the weights, used for evaluation', 'SGD, or any other optimizer'
 GROWING, FROZEN = 'A batch that grows', 'Some layers frozen'
-LAYOUTS = {'dp2': '', 'zero1': '--zero_stage=1', 'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2'}
+LAYOUTS = {'dp2': '', 'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2'}
 
 
 def apply_diff(diff, folder):
@@ -138,18 +138,16 @@ def test_norms_of_layers_are_logged(edit):
         assert 0 < line['grad_norm_0'] < line['grad_norm'] and 0 < line['grad_norm_1'] < line['grad_norm']
 
 
-@pytest.mark.parametrize('nproc, arguments', [
-    (1, ''), (2, '--zero_stage=3'),
-    pytest.param(2, '--zero_stage=1', marks=pytest.mark.slow),
-    pytest.param(2, '--tp=2', marks=pytest.mark.slow),
-    pytest.param(2, '--pp=2', marks=pytest.mark.slow)])
-@pytest.mark.parametrize('optimizer', [
-    'SGD(parameters, learning_rate)',
-    pytest.param('Adagrad(parameters, learning_rate)', marks=pytest.mark.slow),
-    pytest.param('RMSprop(parameters, learning_rate)', marks=pytest.mark.slow),
-    pytest.param('NAdam(parameters, learning_rate)', marks=pytest.mark.slow),
-    pytest.param('AdamW(parameters, learning_rate, fused=True)', marks=pytest.mark.slow),
-    pytest.param('Adamax(parameters, learning_rate)', marks=pytest.mark.slow)])
+@pytest.mark.parametrize('optimizer, nproc, arguments', [
+    ('SGD(parameters, learning_rate)', 1, ''),
+    ('SGD(parameters, learning_rate, momentum=0.9)', 2, '--zero_stage=3'),
+    *(pytest.param(*variant, marks=pytest.mark.slow) for variant in (
+        ('SGD(parameters, learning_rate, momentum=0.9)', 2, '--tp=2'),
+        ('Adagrad(parameters, learning_rate)', 2, '--zero_stage=3'),
+        ('RMSprop(parameters, learning_rate)', 2, '--zero_stage=1'),
+        ('NAdam(parameters, learning_rate)', 2, '--tp=2'),
+        ('Adamax(parameters, learning_rate)', 2, '--pp=2'),
+        ('AdamW(parameters, learning_rate, fused=True)', 2, '--zero_stage=3')))])
 def test_optimizers_of_torch_train_resume_and_skip(edit, tmp_path, optimizer, nproc, arguments):
     """The second micro-batch has a loss of NaN, whose update is skipped."""
     replaced = EDITS[SGD].replace('SGD(parallel.optimizer_parameters(), learning_rate, momentum=0.9)',
