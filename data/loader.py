@@ -205,13 +205,13 @@ class Batches:
 
         ValueError if a token id is too large.
         """
-        following = (batch, step + 1) if step + 1 < self.count(batch) else (batch + 1, 0)
-        x, y = self._read_ahead(self._request(batch, step), self._request(*following))
+        sequences = self.sequences(batch)
+        numbers = sequences.tobytes()  # a batch whose sequences have changed since is read again
+        following = numbers, step + 1
+        if step + 1 == self.steps(len(sequences)):
+            following = self.sequences(batch + 1).tobytes(), 0
+        x, y = self._read_ahead((numbers, step), following)
         return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-
-    def _request(self, batch, step):
-        """(numbers of the sequences as bytes, step): a batch whose sequences have changed is read again."""
-        return self.sequences(batch).tobytes(), step
 
     def _read(self, request):
         numbers, step = request
