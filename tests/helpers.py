@@ -3,6 +3,7 @@ import contextlib
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,6 +29,34 @@ FAULTS = TESTS / 'faults'  # programs that a run executes before train.py
 TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=32 --block_size=32 '
         '--batch_size=4 --gradient_accumulation_steps=3 --eval_iters=4 --eval_interval=6 --log_interval=1 '
         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=1e-2 --min_lr=1e-3').split()
+
+
+# --- copies of the repository ---------------------------------------------------------------------------
+
+def copy_repository(folder, *more, root=ROOT):
+    """Copy what a run needs of the repository, and `more` names from its top, into a folder; returns that.
+
+    What .gitignore names stays behind, such as data and runs. git is not asked: it may not be installed, and it
+    knows nothing of an archive that was unpacked.
+    """
+    folder, root = pathlib.Path(folder), pathlib.Path(root)
+    names, ignored = ('config', 'data', 'kilogpt', 'model.py', 'train.py', *more), set()
+    for pattern in (root / '.gitignore').read_text().split():
+        if '/' in pattern.rstrip('/'):
+            ignored.update(root.glob(pattern.lstrip('/')))
+        else:  # holds in every folder
+            ignored.update(path for name in names for path in (root / name).glob(f'**/{pattern}'))
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def leave_out(parent, children):
+        return [child for child in children if pathlib.Path(parent, child) in ignored]
+
+    for name in names:
+        if (root / name).is_dir():
+            shutil.copytree(root / name, folder / name, ignore=leave_out, symlinks=True)
+        else:
+            shutil.copy(root / name, folder)
+    return folder
 
 
 # --- launching scripts ----------------------------------------------------------------------------------

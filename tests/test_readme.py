@@ -1,14 +1,16 @@
 """README.md and docs/: every command they show runs here at a small scale, or is named with what it needs."""
 import json
+import os
 import pathlib
 import re
 import shlex
 import shutil
 import string
+import subprocess
 from types import SimpleNamespace
 
 import pytest
-from helpers import ROOT, run_forked
+from helpers import ROOT, copy_repository, run_forked
 
 from data.prepare import write_random_tokens
 
@@ -264,10 +266,7 @@ runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 @pytest.fixture
 def checkout(tmp_path):
     """A copy of the repository, with small random datasets of a hundred characters, a book and documents."""
-    folder = tmp_path / 'kiloGPT'
-    unwanted = shutil.ignore_patterns('.*', 'out', 'out-*', '__pycache__', 'wandb', '*.bin', 'meta.json',
-                                      'input.txt')
-    shutil.copytree(ROOT, folder, ignore=unwanted)
+    folder = copy_repository(tmp_path / 'kiloGPT', 'assets', 'bench.py', 'dev', 'docs', 'LICENSE', 'sample.py')
     for name in ('shakespeare_char', 'shakespeare', 'openwebtext'):
         write_random_tokens(folder / 'data' / name, len(string.printable), count=2 ** 13)
         meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char',
@@ -348,6 +347,30 @@ def test_readmes_figure_is_drawn(checkout):
     for step in FIGURE:
         run_step(step, checkout)
     assert picture.read_bytes().startswith(b'\x89PNG')
+
+
+def test_copy_has_the_files_that_git_lists_and_nothing_that_commands_leave(tmp_path):
+    """As in a checkout where README's commands were typed, with new files of whoever works there."""
+    before = copy_repository(tmp_path / 'before')
+    shutil.copy(pathlib.Path(ROOT, '.gitignore'), before)
+    new = 'config/mine.py', 'kilogpt/outer.py', 'data/mine/prepare.py', 'data/mine/books.txt'
+    left = ('data/mine/train.bin', 'data/a/b/val.bin', 'data/mine/meta.json', 'data/mine/input.txt',
+            'data/mine/.partial/0', 'data/train.bin', 'kilogpt/__pycache__/run.pyc', 'config/out-mine/config.json',
+            'out-quickstart/ckpt/0', 'books/book.txt', '.venv/bin/python', 'trace-0.json', 'ckpt.pt')
+    for name in (*new, *left):
+        (before / name).parent.mkdir(parents=True, exist_ok=True)
+        (before / name).write_text('')
+    (before / 'data' / 'elsewhere').symlink_to(tmp_path)
+    after = copy_repository(tmp_path / 'after', root=before)
+    copied = {path.relative_to(after).as_posix() for path in after.rglob('*')
+              if path.is_symlink() or not path.is_dir()}
+    assert copied >= {*new, 'model.py', 'data/loader.py'} and not copied.intersection(left)
+    assert os.readlink(after / 'data' / 'elsewhere') == str(tmp_path)
+    if shutil.which('git'):
+        git = ['git', '-C', before]
+        subprocess.run([*git, 'init', '-q'], check=True)
+        listed = subprocess.check_output([*git, 'ls-files', '-o', '--exclude-standard'], text=True).splitlines()
+        assert copied ^ {*listed} <= {'.gitignore', 'books/book.txt'}
 
 
 def test_readme_opens_with_the_two_commands():

@@ -13,7 +13,7 @@ import tempfile
 import time
 
 import pytest
-from helpers import ROOT, free_port
+from helpers import free_port
 
 WAIT = 300  # seconds, enough for a loaded machine
 
@@ -25,13 +25,6 @@ def wait_for(condition, explain, seconds=WAIT):
         assert time.monotonic() < deadline, explain()
         time.sleep(0.1)
     return found
-
-
-def copy_checkout(folder):
-    """Copy the part of the repository that a run needs; returns the path. Jobs leave their logs there."""
-    unwanted = shutil.ignore_patterns('.*', 'out', 'out-*', '__pycache__', 'wandb', '*.bin', '*.log', 'tests',
-                                      'docs')
-    return pathlib.Path(shutil.copytree(ROOT, folder, ignore=unwanted))
 
 
 def logged_updates(out_dir):

@@ -2,8 +2,8 @@
 import time
 
 import pytest
-from helpers import FAULTS, TINY, assert_near, curve, read_run, saved_iterations
-from launched import copy_checkout, kill, logged_updates, slurm, wait_for, why_no_slurm
+from helpers import FAULTS, TINY, assert_near, copy_repository, curve, read_run, saved_iterations
+from launched import kill, logged_updates, slurm, wait_for, why_no_slurm
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_no_slurm() is not None, reason=str(why_no_slurm()))]
 
@@ -14,7 +14,7 @@ ENDLESS = ['--max_iters=100000', '--lr_decay_iters=1000', '--dropout=0.1', '--ev
 
 @pytest.fixture(scope='module')
 def shared_cluster(tmp_path_factory):
-    with slurm(copy_checkout(tmp_path_factory.mktemp('slurm') / 'kiloGPT')) as cluster:
+    with slurm(copy_repository(tmp_path_factory.mktemp('slurm') / 'kiloGPT', 'launch')) as cluster:
         yield cluster
 
 

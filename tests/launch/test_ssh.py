@@ -9,8 +9,8 @@ import sys
 import tempfile
 
 import pytest
-from helpers import FAULTS, TINY, assert_near, curve, free_port, read_run, saved_iterations
-from launched import SEARCH_PATH, copy_checkout, logged_updates, wait_for
+from helpers import FAULTS, TINY, assert_near, copy_repository, curve, free_port, read_run, saved_iterations
+from launched import SEARCH_PATH, logged_updates, wait_for
 
 HOSTS = '127.0.0.1', '127.0.0.2'
 PROGRAMS = 'ssh', 'sshd', 'ssh-keygen'
@@ -26,7 +26,7 @@ def launch(tmp_path_factory):
     """Function that starts launch/ssh.sh; returns a Popen whose `output()` is the text printed so far."""
     with tempfile.TemporaryDirectory(prefix='sshd-') as folder:  # sshd refuses folders that others can write
         folder = pathlib.Path(folder)
-        checkout = copy_checkout(tmp_path_factory.mktemp('ssh') / 'kiloGPT')
+        checkout = copy_repository(tmp_path_factory.mktemp('ssh') / 'kiloGPT', 'launch')
         environment, sshd = start_sshd(folder)
         (checkout / 'hosts.txt').write_text('# two hosts\n' + '\n'.join(HOSTS) + '\n')
         started = []

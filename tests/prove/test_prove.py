@@ -1,10 +1,9 @@
 """kilogpt.prove as a user runs it: it finds and names planted mistakes, and accepts correct edits."""
 import json
 import pathlib
-import shutil
 
 import pytest
-from helpers import FAULTS, ROOT, run_forked
+from helpers import FAULTS, ROOT, copy_repository, run_forked
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
@@ -124,11 +123,8 @@ HARMLESS = {
 def edited(tmp_path):
     """Function that copies the repository with edits {text in model.py: replacement}; returns the folder."""
     def edit(edits):
-        for name in ('kilogpt', 'data', 'config'):
-            shutil.copytree(pathlib.Path(ROOT, name), tmp_path / name,
-                            ignore=shutil.ignore_patterns('__pycache__', '*.bin', '*.txt'))
-        shutil.copy(pathlib.Path(ROOT, 'train.py'), tmp_path)
-        text = pathlib.Path(ROOT, 'model.py').read_text()
+        copy_repository(tmp_path)
+        text = (tmp_path / 'model.py').read_text()
         for old, new in edits.items():
             assert old in text, old
             text = text.replace(old, new)
