@@ -102,6 +102,7 @@ class DotProductAttention(nn.Module):
     def __init__(self, dropout):
         super().__init__()
         self.dropout = dropout
+        self.first_head = 0  # the number of the first head that this process computes (tp, cp)
 
     def forward(self, q, k, v, mask=None):
         """q (B, H, T, D), k, v (B, G, S, D) -> (B, H, T, D). mask (T, S); None means causal, with T = S."""
@@ -114,8 +115,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_width = config.head_width
-        width = config.n_head * config.head_width
-        kv_width = config.n_kv_head * config.head_width
+        width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
         self.c_q = nn.Linear(config.n_embd, width, bias=config.bias)
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.bias)
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.bias)

@@ -115,15 +115,30 @@ def predict(arguments, processes, gpu):
 
 
 def last_error(stderr):
-    """The most informative line of a failed run. torchrun's last line only says that a child failed."""
+    """The most informative line of a failed run, and the line of code if it is the message of an exception.
+
+    torchrun's last line only says that a child failed.
+    """
     lines = stderr.splitlines() or ['no message']
     sentences = [line for line in lines if line.startswith('error:')]
     exceptions = [line for line in lines if 'Error' in line and 'ChildFailedError' not in line]
-    return (sentences or exceptions or lines)[-1]
+    place = '' if sentences or not exceptions else place_of_error(stderr)
+    return (sentences or exceptions or lines)[-1] + place
+
+
+def place_of_error(stderr):
+    """' (FILE, line N, in FUNCTION)' of the last call in a traceback that someone may have edited, or ''.
+
+    That is a call in model.py, for example, rather than the machinery that it calls, or that calls it.
+    """
+    calls = re.findall(rf'File "{re.escape(ROOT)}/(?!.*site-packages)(.+)", line (\d+), in (.+)', stderr)
+    calls = [call for call in calls if not call[0].startswith('kilogpt/prove/')]
+    edited = [call for call in calls if not call[0].startswith(('kilogpt/parallel/', 'kilogpt/devices/', 'train.py'))]
+    return ' ({}, line {}, in {})'.format(*(edited or calls)[-1]) if calls else ''
 
 
 def timed(command, cwd=ROOT, until=None, **environment):
-    """Time a Python command; returns (milliseconds, its output). RuntimeError with its last line if it fails.
+    """Time a Python command; returns (milliseconds, its output). RuntimeError with its error if it fails.
 
     until: stop the clock at the first line of output that starts with this text; None = at the end.
     """
@@ -140,5 +155,5 @@ def timed(command, cwd=ROOT, until=None, **environment):
         end = end or time.perf_counter()
         errors.seek(0)
         if process.returncode:
-            raise RuntimeError((errors.read().splitlines() or ['no message'])[-1])
+            raise RuntimeError(last_error(errors.read()))
     return 1000 * (end - start), ''.join(lines)

@@ -4,7 +4,7 @@ import sys
 import warnings
 
 import pytest
-from helpers import TINY, run_script
+from helpers import ROOT, TINY, run_script
 
 import bench
 from kilogpt import profiler, script_runs
@@ -64,6 +64,24 @@ def test_failed_run_is_a_row_with_its_error(tmp_path):
                       '--sweep=n_head=4,5', '--nproc_per_node=2', cwd=tmp_path, check=False)
     assert done.returncode == 1
     assert 'n_head=4' in done.stdout and 'n_embd=32 is not divisible by n_head=5' in done.stdout
+
+
+def test_error_of_a_failed_run_has_the_line_that_someone_may_have_edited():
+    def traceback(*places):
+        calls = [f'  File "{place}, in forward\n    code' for place in places]
+        return '\n'.join(['Traceback (most recent call last):', *calls, 'RuntimeError: no'])
+
+    loop, torch_call = f'{ROOT}/train.py", line 1', f'{ROOT}/.venv/lib/site-packages/torch/_ops.py", line 2'
+    model, machinery = f'{ROOT}/model.py", line 3', f'{ROOT}/kilogpt/parallel/context.py", line 4'
+    for places, expected in (
+            ((loop, model, torch_call), ' (model.py, line 3, in forward)'),
+            ((loop, machinery, model, torch_call, machinery), ' (model.py, line 3, in forward)'),
+            ((loop, machinery, torch_call), ' (kilogpt/parallel/context.py, line 4, in forward)'),
+            ((loop,), ' (train.py, line 1, in forward)'),
+            ((torch_call,), '')):
+        assert script_runs.last_error(traceback(*places)) == f'RuntimeError: no{expected}'
+    assert script_runs.last_error(traceback(model) + '\nerror: a sentence') == 'error: a sentence'
+    assert script_runs.last_error('') == 'no message'
 
 
 def test_words_of_a_layout_become_arguments_and_a_number_of_processes():

@@ -1,11 +1,15 @@
-"""The edits of the training loop in docs/edit.md, applied as printed: they resume to the bit, in every layout."""
+"""The edits in docs/edit.md, applied as printed: they resume to the bit, in every layout."""
 import functools
+import itertools
+import math
 import os
 import pathlib
 import re
+import runpy
 import shutil
 
 import pytest
+import torch
 from helpers import (FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_tensors, read_metrics,
                      read_tensors, run_forked)
 
@@ -14,7 +18,9 @@ EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  
          for section in re.split(r'^### ', PAGE, flags=re.M) if '```diff\n' in section}
 AVERAGE, SGD = 'An average of the weights, used for evaluation', 'SGD, or any other optimizer'
 GROWING, FROZEN = 'A batch that grows', 'Some layers frozen'
+ALIBI = 'A bias for each head (ALiBi)'
 LAYOUTS = {'dp2': '', 'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2'}
+OF_HEADS = {'cp2': '--cp=2', 'tp2 cp2': '--tp=2 --cp=2'}  # which divide heads, too
 
 
 def apply_diff(diff, folder):
@@ -48,7 +54,8 @@ def edit(train, tmp_path):
             faults = [FAULTS / 'small_products.py', *faults]
             return run_forked(str(folder / script), *arguments, faults=faults, **options)
 
-        return functools.partial(train, runner=run_edited)
+        keys = ['--pos=alibi'] if ALIBI in titles else []
+        return functools.partial(train, *keys, runner=run_edited)
     return edit
 
 
@@ -58,8 +65,8 @@ def resume_at_6(train, run, folder, *arguments, **options):
     return train(*arguments, '--init_from=resume', out_dir=folder, **options)
 
 
-def test_page_has_seven_edits():
-    assert len(EDITS) == 7 and {AVERAGE, SGD, GROWING, FROZEN} <= EDITS.keys()
+def test_page_has_eight_edits():
+    assert len(EDITS) == 8 and {AVERAGE, SGD, GROWING, FROZEN, ALIBI} <= EDITS.keys()
 
 
 def test_average_takes_twenty_lines_of_one_file_and_sgd_one():
@@ -79,13 +86,15 @@ def test_edited_run_resumes_to_the_bit(edit, tmp_path, title):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('title', EDITS)
+@pytest.mark.parametrize('title, layout', [
+    *itertools.product([title for title in EDITS if title != ALIBI], LAYOUTS),
+    *itertools.product([ALIBI], ['tp2', 'pp2', *OF_HEADS])])
 def test_edited_run_follows_one_process_in_every_layout(edit, tmp_path, title, layout):
-    train, arguments = edit(title), LAYOUTS[layout].split()
-    run = train(*arguments, nproc=2)
+    train, arguments = edit(title), (LAYOUTS | OF_HEADS)[layout].split()
+    nproc = 2 ** len(layout.split())
+    run = train(*arguments, nproc=nproc)
     assert_near(run, train())
-    resumed = resume_at_6(train, run, tmp_path / 'resumed', *arguments, nproc=2)
+    resumed = resume_at_6(train, run, tmp_path / 'resumed', *arguments, nproc=nproc)
     assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(run.out_dir))
 
 
@@ -163,3 +172,21 @@ def test_optimizers_of_torch_train_resume_and_skip(edit, tmp_path, optimizer, np
     assert run.lines[12]['loss'] < run.lines[1]['loss']
     resumed = resume_at_6(train, run, tmp_path / 'resumed', *arguments, nproc=nproc)
     assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(run.out_dir))
+
+
+def test_alibi_is_the_same_for_some_of_the_heads_and_when_text_is_generated(tmp_path):
+    shutil.copy(os.path.join(ROOT, 'model.py'), tmp_path)
+    apply_diff(EDITS[ALIBI], tmp_path)
+    edited = runpy.run_path(tmp_path / 'model.py')
+    attention, values = edited['DotProductAttention'](0.0, 4), torch.eye(8).expand(1, 4, 8, 8)
+    weights = attention(torch.zeros(1, 4, 8, 8), values, values)
+    for head in range(4):
+        weight_ratio = (weights[0, head, 7, 6] / weights[0, head, 7, 7]).item()
+        assert weight_ratio == pytest.approx(math.exp(-2.0 ** (-2 * (head + 1))))
+    attention.first_head = 2
+    assert torch.equal(attention(torch.zeros(1, 2, 8, 8), values[:, :2], values[:, :2]), weights[:, 2:])
+
+    model = edited['GPT'](edited['GPTConfig'](8, 65, n_layer=2, n_head=4, n_embd=32, pos='alibi'))
+    tokens, cache = torch.arange(8)[None], model.new_cache(1)
+    one_by_one = torch.cat([model(token, cache=cache) for token in tokens.split(1, dim=1)], dim=1)
+    torch.testing.assert_close(one_by_one, model(tokens))

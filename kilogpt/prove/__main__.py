@@ -232,7 +232,7 @@ class Prover:
         self.unused = []
         if reference.error:
             lines, verdict = [reference.error], 'failed'
-            problems += diagnosis.advise_on_error(reference.error, self.facts)
+            problems += diagnosis.advise_on_error(reference.error, self.facts, is_reference=True)
         else:
             self.unused = self.runs.unused_parameters(self.model)
             if self.unused:

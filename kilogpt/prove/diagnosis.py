@@ -22,6 +22,7 @@ class Facts(NamedTuple):
     outside: list  # parameters neither in a block nor in before_blocks or after_blocks (matters for pp)
     shared: list  # 'NAME = NAME': one parameter with two names that are not in `tied` (matters for pp)
     order: list  # full names of trained parameters from the first block on, in the order of a forward pass
+    attention: tuple  # paths of the modules in which a process has whole sequences, but a part of the heads
 
 
 def inspect(model):
@@ -48,7 +49,8 @@ def inspect(model):
     return Facts(buffers=starred(name for name, _ in model.named_buffers()), unplanned=starred(unplanned),
                  direct=starred(name for name in unplanned if name in direct),
                  outside=starred(name for name in trained if not name.startswith(places)), shared=shared,
-                 order=[name for name in trained if not name.startswith(plan['before_blocks'])])
+                 order=[name for name in trained if not name.startswith(plan['before_blocks'])],
+                 attention=model.replaceable['attention'])
 
 
 def split_block(name):
@@ -183,9 +185,9 @@ def advise(keys, facts, differences, first_wrong='', random=()):
         return found
     if 'gradient' in kinds:
         gradients = [each for each in differences if each.what == 'gradient']
-        return advise_on_gradients(keys, gradients, first_wrong, 'loss' not in kinds, facts.order)
+        return advise_on_gradients(keys, gradients, first_wrong, 'loss' not in kinds, facts)
     if first_wrong:
-        return [where_to_look(first_wrong, tp, cp)]
+        return [where_to_look(first_wrong, tp, cp, facts)]
     if 'update' in kinds:
         return ['the gradients are right, but the updates are not, either in the optimizer or when processes '
                 'exchange parameters: see optim.py, and for zero_stage=1 ddp.py']
@@ -199,8 +201,8 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     return []
 
 
-def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
-    """[sentence] for gradients that differ. order: Facts.order. Other arguments are as in `advise`."""
+def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
+    """[sentence] for gradients that differ. The arguments are as in `advise`."""
     tp, cp, ep = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'ep'))
     factors = [each for each in gradients if is_factor(each)]
     ratios = [each.ratio for each in factors]
@@ -233,14 +235,14 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, order):
                 'they differ: does a block change its input in place (x += ..., x.mul_), or keep something '
                 'between calls? Write x = x + ...']
     if first_wrong:
-        return [where_to_look(first_wrong, tp, cp)]
+        return [where_to_look(first_wrong, tp, cp, facts)]
     if factors and tp > 1:
         return [f'{some(starred(each.name for each in factors))}: does split_plan list it as whole on each '
                 'rank (sequence, local, positions) although its input is split, or the reverse? Then each of '
                 f'the tp={tp} ranks adds a whole gradient, or a term of a sum is not added']
     if tp > 1:
         return ['the outputs are right, but the gradients are not: a tensor is whole on each tp rank, but '
-                f'its gradient is only one term of a sum. Look at {last_wrong(gradients, order)} and what '
+                f'its gradient is only one term of a sum. Look at {last_wrong(gradients, facts.order)} and what '
                 'reads its output, since all gradients after that are right; see split_plan, and to_local in '
                 'expert.py']
     return ['the outputs are right, but the gradients, which the processes add up, are not: look for a '
@@ -253,9 +255,13 @@ def last_wrong(gradients, order):
     return next((name for name in reversed(order) if name in wrong), gradients[-1].name)
 
 
-def where_to_look(value, tp, cp):
+def where_to_look(value, tp, cp, facts):
     """A sentence on what to look for if this input or output of a module is the first wrong value."""
     text = f'{value} is the first value that is wrong'
+    if tp * cp > 1 and value.startswith('the output of') and value.endswith(facts.attention):
+        return (f'{text}: with tp={tp} and cp={cp} a process has 1/{tp * cp} of the heads there, and whole '
+                'sequences. A bias or a scale for each head must count heads from first_head on (see '
+                'DotProductAttention), and nothing may mix heads')
     if cp > 1 and tp == 1:
         return (f'{text}: with cp a process has a part of each sequence, T / {cp} positions from '
                 'GPT.first_position on. A part that mixes positions must be a module that GPT.replaceable '
@@ -268,31 +274,34 @@ def where_to_look(value, tp, cp):
             'one micro-batch to the next? Other processes have other sequences')
 
 
-ERRORS = {  # {pattern in a run's error: advice}
+ERRORS = {  # {pattern in a run's error: advice} for one process too
     'meta tensor|device meta|meta device|on meta':
         'a tensor created in __init__ has no values, since the model is built on the meta device: create it '
         'in forward, or make it a parameter that GPT.initial_value fills',
+    'inplace operation|in-place':
+        'a tensor that the backward pass needs is changed in place: write x = x + ..., not x += ...',
+}
+LAYOUT_ERRORS = {
     'Expected to have finished reduction':
         'the loss does not depend on some parameter: remove it, or use it',
     'CheckpointError|different number of tensors':
         'with activation_checkpoint, the backward pass recomputes a block, which must give the same result: '
         'do not change its input in place, and keep no state between calls',
-    'inplace operation|in-place':
-        'a tensor that the backward pass needs is changed in place: write x = x + ..., not x += ...',
     'mixed torch.Tensor and DTensor':
         'an operation has a plain tensor and a tensor split by tp: name the layer in split_plan',
     'broadcast a dimension':
         'with tp a process has a part of the positions between blocks, but here a tensor has all of them: a '
         'norm whose output is added to x is local in split_plan, not sequence',
-    'same reduction dim|size mismatch|must match the size|cannot be multiplied|input of size|cannot reshape':
-        'with tp a process has a part of the features after a colwise linear, and of the positions between '
-        'blocks: is a layer missing in split_plan, or under the wrong kind? Sizes in forward must be -1 or '
-        'read from x',
+    'same reduction dim|size mismatch|must match the size|match the broadcast shape|cannot be multiplied|'
+    'input of size|cannot reshape':
+        'a process has a part of the features after a colwise linear (tp), of the positions between blocks '
+        '(tp, cp), and of the heads in attention (tp, cp), which there begin at first_head: is a layer missing '
+        'in split_plan, or under the wrong kind? Sizes in forward must be -1 or read from x',
 }
 
 
-def advise_on_error(error, facts, unused=()):
-    """[sentence] for a run that ended with an error."""
+def advise_on_error(error, facts, unused=(), is_reference=False):
+    """[sentence] for a run that ended with an error. is_reference: whether it is the one process alone."""
     if 'is in no part of split_plan' in error:
         in_modules = [name for name in facts.unplanned if name not in facts.direct]
         modules = list(dict.fromkeys(name.rpartition('.')[0] for name in in_modules))
@@ -310,7 +319,7 @@ def advise_on_error(error, facts, unused=()):
         return found
     if unused and 'Expected to have finished reduction' in error:
         return [advise_on_unused(unused)]
-    for pattern, text in ERRORS.items():
+    for pattern, text in (ERRORS if is_reference else LAYOUT_ERRORS | ERRORS).items():
         if re.search(pattern, error):
             return [text]
     return []

@@ -31,11 +31,14 @@ def read(folder, iteration, processes):
     return observations
 
 
-def install(folder, in_float64=False):
+def install(folder, in_float64=False, traces_forward=False):
     """Make train.py, when it runs in this process, write an Observation of each iteration into a folder.
 
     in_float64: compute in float64, where rounding is too small to send a token to another expert.
+    traces_forward: after an error in the backward pass, print where the forward pass computed the tensor.
     """
+    if traces_forward:
+        torch.autograd.set_detect_anomaly(True, check_nan=False)
     if in_float64:
         torch.set_default_dtype(torch.float64)
     lay_out, warm_up, clip_gradients = Parallel.lay_out, Parallel.warm_up, Parallel.clip_gradients

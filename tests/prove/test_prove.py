@@ -3,12 +3,13 @@ import json
 import pathlib
 
 import pytest
-from helpers import FAULTS, ROOT, copy_repository, run_forked
+from helpers import FAULTS, ROOT, copy_repository, run_forked, run_script
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
 BLOCK = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
 NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config)\n"
+PRODUCT = "        return F.scaled_dot_product_attention(\n"
 QUERIES = "        q = self.c_q(x).view(B, T, -1, self.head_width)"
 
 # {name: (edits of model.py, layouts, texts that the report must contain)}
@@ -34,6 +35,16 @@ MISTAKES = {
         {QUERIES: "        q = F.normalize(self.c_q(x), dim=-1).view(B, T, -1, self.head_width)"},
         'dp2; tp2', ['the input of transformer.h.0.attn.q_norm is the first value that is wrong',
                      'A norm, softmax or mean over them sees only a part']),
+    'a bias for each head that counts heads from 0': (
+        {PRODUCT: "        heads = torch.arange(q.size(1), device=q.device)[:, None, None]\n"
+                  "        mask = torch.ones(q.size(2), q.size(2)).tril().log() * (1 + heads)\n"
+                  "        mask = mask + heads * torch.arange(q.size(2), device=q.device) / 8\n" + PRODUCT},
+        'tp2; cp2', ['with tp=2 and cp=1 a process has 1/2 of the heads there',
+                     'with tp=1 and cp=2 a process has 1/2 of the heads there',
+                     'must count heads from first_head on']),
+    'a bias for each head of all processes': (
+        {PRODUCT: "        mask = torch.ones(4, q.size(2), q.size(2)).tril().log()\n" + PRODUCT},
+        'cp2', ['of the heads in attention (tp, cp), which there begin at first_head']),
     'random numbers in a block': (
         {BLOCK: BLOCK + "        if self.training:\n            x = x + 0.1 * torch.randn_like(x)\n"},
         'dp2', ['transformer.h.* draws random numbers']),
@@ -147,6 +158,19 @@ def test_mistake_in_the_model_is_found_and_named(edited, name):
     assert done.returncode == 1
     for sentence in sentences:
         assert sentence in done.stdout, sentence
+
+
+@pytest.mark.parametrize('edit, error', [
+    ("        x = x + torch.ones(3)\n", 'must match the size of tensor b (3) at non-singleton dimension 2'),
+    # The forward pass of a line that PyTorch complains about in the backward pass
+    pytest.param("        x += self.ln_1(x)\n", 'modified by an inplace operation', marks=pytest.mark.slow)])
+def test_error_on_one_process_names_the_line_of_code_and_no_layout(edited, edit, error):
+    folder = edited({BLOCK: edit + BLOCK})
+    before, _, _ = (folder / 'model.py').read_text().partition(edit)
+    done = run_script('kilogpt.prove', *SMALL, '--layouts=tp2', cwd=folder, check=False)
+    report, = [line for line in done.stdout.splitlines() if error in line]
+    assert report.endswith(f' (model.py, line {before.count(chr(10)) + 1}, in forward)')
+    assert done.returncode == 1 and 'split_plan' not in done.stdout
 
 
 @pytest.mark.slow
