@@ -26,7 +26,7 @@ from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert import weights
-from kilogpt.devices import cpu
+from kilogpt.devices import host
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
@@ -152,7 +152,6 @@ config = configure(globals())
 
 # --- set-up: processes, data, and what the run starts from --------------------------------------------------
 stop_request = StopRequest()
-cpu.keep_freed_memory()
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
 
 with exit_on_error():
@@ -162,6 +161,7 @@ with exit_on_error():
     processes = Processes(device, 1 if outer_store else islands)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
+    host.prepare(processes.say)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
     all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))

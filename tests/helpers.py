@@ -42,7 +42,7 @@ def start_script(script, *arguments, nproc=1, env=None, cwd=None):
         command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
     command += [os.path.join(ROOT, script)] if script.endswith('.py') else ['-m', script]
     return subprocess.Popen([*command, *map(str, arguments)], text=True, cwd=cwd or ROOT,
-                            env=dict(os.environ, OMP_NUM_THREADS='1', **(env or {})),
+                            env=os.environ | dict(OMP_NUM_THREADS='1') | (env or {}),
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 

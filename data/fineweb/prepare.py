@@ -8,6 +8,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.machines import available_cpus
 from data.prepare import fingerprint, load_rows, row_split, write_dataset
 from data.tokenizer import get_tokenizer
 
@@ -19,7 +20,7 @@ streaming = True  # tokenise during the download and keep no text; False = downl
 val_documents = 10_000  # number of documents for val, taken from the beginning
 tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
-num_proc = os.cpu_count() or 1  # number of processes that tokenise
+num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':

@@ -8,6 +8,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.machines import available_cpus
 from data.prepare import find_files, fingerprint, read_text, text_splits, write_dataset
 from data.tokenizer import CharTokenizer, get_tokenizer
 
@@ -16,7 +17,7 @@ out = 'text'  # output folder, in data/ or absolute; train.py's --dataset
 tokenizer = 'gpt2'  # 'char', 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
 val_fraction = 0.1  # share of val: the end of each file
 shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
-num_proc = os.cpu_count() or 1  # number of processes that tokenise
+num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
