@@ -22,7 +22,8 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from data.fetch import DATA, write_atomically
+from data.datasets import places_of
+from data.fetch import write_atomically
 
 
 def find_files(patterns):
@@ -192,7 +193,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
         was killed, this run continues it: complete files are kept in the subfolder .partial.
     ValueError if a split is empty.
     """
-    folder = pathlib.Path(DATA, out)
+    folder = pathlib.Path(places_of(out)[0])
     partial = folder / '.partial'
     progress = _load_progress(partial, [tokenizer.meta(), shard_tokens, source], splits)
     tokens = {}
@@ -302,8 +303,8 @@ def _publish(partial, folder, meta):
 def write_random_tokens(folder, vocab_size, count=2 ** 22):
     """Write a dataset of uniform random tokens, to measure speed without data. Its loss has no meaning."""
     dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
-    for split in ('train', 'val'):
-        tokens = np.random.default_rng(0).integers(0, vocab_size, size=count, dtype=dtype)
+    for seed, split in enumerate(('train', 'val')):
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, size=count, dtype=dtype)
         tokens.tofile(os.path.join(folder, f'{split}.bin'))
     with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:
         json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)

@@ -4,6 +4,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from data.datasets import places_of
 from data.fetch import fetch_shakespeare
 from data.prepare import find_files, read_text, text_splits, write_dataset
 from data.tokenizer import CharTokenizer
@@ -14,7 +15,7 @@ configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        path = find_files(input)[0] if input else fetch_shakespeare(out)
+        path = find_files(input)[0] if input else fetch_shakespeare(places_of(out)[0])
         text = read_text(path)
         tokenizer = CharTokenizer.from_text(text)
         alphabet = ''.join(tokenizer.chars)
