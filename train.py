@@ -63,7 +63,7 @@ wandb_project = 'owt'  # project in Weights & Biases
 wandb_run_name = 'gpt2'  # run name in Weights & Biases
 tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
-dataset = 'openwebtext'  # a folder in data/, or any other path
+dataset = 'openwebtext'  # a name in data/ (or else in the current folder), or a path to a folder
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
 block_size = 1024  # tokens in a sequence
@@ -183,7 +183,7 @@ global_batch = batch_size * gradient_accumulation_steps // islands  # sequences 
 
 with exit_on_error():
     train_loader, val_loader = open_splits(
-        data_dir, block_size, model_args['vocab_size'], meta, seed, processes)
+        data_dir, block_size, model_args['vocab_size'], meta, seed, processes, eval_iters > 0)
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)

@@ -107,7 +107,9 @@ def predict(arguments, processes, gpu):
     """A layout's predicted_gb and predicted_ms by kilogpt.plan. RuntimeError with its error if it fails."""
     command = [sys.executable, '-m', 'kilogpt.plan', *arguments, f'--gpus={processes}', f'--gpu={gpu}',
                '--as_given', '--json']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    # The module is found from any folder, and paths in the arguments stay relative to the user's.
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get('PYTHONPATH')]))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=path))
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     row, = json.loads(done.stdout)

@@ -35,6 +35,7 @@ BAD_ARGUMENTS = {
     'openwebtext not prepared': (['--dataset=openwebtext'], 'python data/openwebtext/prepare.py'),
     'alien token': (['--dataset={tmp}/alien'], 'token 65', 'vocab_size is 65', 'train.bin'),
     'alien token in a large file': (['--dataset={tmp}/large'], 'token 65', 'vocab_size is 65'),
+    'four bytes a token': (['--dataset={tmp}/wide'], 'train.bin', 'uint16', '4 bytes', '"dtype": "uint32"'),
     'half a token': (['--dataset={tmp}/half'], 'train.bin', 'truncated'),
     'fewer tokens than written': (['--dataset={tmp}/fewer'], 'val.bin', '3000', 'truncated'),
     'block size': (['--block_size=3000'], 'block_size=3000', '3000 tokens', 'val', '2999'),
@@ -60,6 +61,9 @@ def inputs(dataset, tmp_path_factory):
     tokens.tofile(folder / 'alien' / 'train.bin')
     # This file is too large to be searched as a whole at the start.
     np.full(SCAN_TOKENS + 64, 65, dtype='<u2').tofile(folder / 'large' / 'train.bin')
+    (folder / 'wide').mkdir()
+    tokens.astype('<u4').tofile(folder / 'wide' / 'train.bin')
+    shutil.copy(dataset / 'val.bin', folder / 'wide')
     with open(folder / 'half' / 'train.bin', 'ab') as file:
         file.truncate(39_999)
     meta = json.loads((dataset / 'meta.json').read_text())
