@@ -1,4 +1,6 @@
-"""The folders of datasets, and what their meta.json says about the tokens."""
+"""The folders of datasets, their shards, and what their meta.json says about the tokens."""
+import glob
+import hashlib
 import json
 import os
 import subprocess
@@ -6,6 +8,8 @@ import sys
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
+# The digest of a shard covers this many blocks, spread evenly from its beginning to its end.
+DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 8, 4096
 
 
 def open_dataset(dataset, processes):
@@ -65,3 +69,28 @@ def read_meta(folder):
         raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
                          f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
     return meta
+
+
+def find_shards(folder, split):
+    """The paths of a split's token files, in the order of their tokens: [] if there are none."""
+    paths = []
+    for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin'):
+        paths += sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+    return paths
+
+
+def fingerprint(folder):
+    """{file name: [size in bytes, digest]} of a dataset's shards, to see whether the data have changed.
+
+    The digest, a hexadecimal number, covers a few blocks of the shard, not all of it. A change of one token
+    can therefore go unnoticed, but another text or tokenizer cannot.
+    """
+    shards = {}
+    for path in (*find_shards(folder, 'train'), *find_shards(folder, 'val')):
+        digest, size = hashlib.blake2b(digest_size=8), os.path.getsize(path)
+        with open(path, 'rb', buffering=0) as file:
+            for block in range(DIGEST_BLOCKS):
+                file.seek(max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1))
+                digest.update(file.read(DIGEST_BLOCK_BYTES))
+        shards[os.path.basename(path)] = [size, digest.hexdigest()]
+    return shards

@@ -4,12 +4,13 @@ No state is carried from one batch to the next. A run therefore resumes from one
 number of processes nor an evaluation changes what a step trains on.
 """
 import functools
-import glob
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+
+from data.datasets import find_shards
 
 # llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
 HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256
@@ -70,9 +71,7 @@ class TokenLoader:
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
         self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
-        self.paths = []
-        for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin'):
-            self.paths += sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+        self.paths = find_shards(folder, split)
         if not self.paths:
             raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin')
         self.shards = [_open_tokens(path, meta) for path in self.paths]
