@@ -20,7 +20,7 @@ os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
 import torch
 from torch.profiler import record_function
 
-from data.datasets import open_dataset
+from data.datasets import fingerprint, open_dataset
 from data.loader import open_splits
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
@@ -30,7 +30,7 @@ from kilogpt.devices import host
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
-from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
+from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import Parallel, describe_layout
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
@@ -38,7 +38,7 @@ from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dt
 from kilogpt.plan.fits import describe_memory
 from kilogpt.profiler import Profiler
 from kilogpt.run import Run, RunFolder, hook_states, hook_tensors, restore_hooks, weights_for_evaluation
-from kilogpt.settings import check_settings, compare_settings
+from kilogpt.settings import check_settings, lr_of, settle_settings
 from kilogpt.signals import Signals, StopRequest
 from kilogpt.watchdog import Watchdog
 from model import GPT, GPTConfig
@@ -64,6 +64,7 @@ wandb_run_name = 'gpt2'  # run name in Weights & Biases
 tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
 dataset = 'openwebtext'  # a name in data/ (or else in the current folder), or a path to a folder
+accept_new_data = False  # resume although the files of the dataset have changed since the checkpoint
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
 block_size = 1024  # tokens in a sequence
@@ -110,7 +111,7 @@ spike_factor = 5.0  # with on_spike: gradient norms above this many times their 
 decay_lr = True  # False = constant learning rate, without warm-up
 lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
 warmup_iters = 2000  # iterations of linear warm-up
-lr_decay_iters = 600000  # iteration at which min_lr is reached; about max_iters
+lr_decay_iters = 600000  # iteration at which min_lr is reached; 0 = max_iters
 min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate / 10
 # layout: data parallelism (DDP or FSDP2) takes the processes that tp, cp and pp leave
 zero_stage = 0  # 0 = DDP; 1 = DDP, optimizer sharded; 2 = FSDP2; 3 = FSDP2, parameters freed after forward
@@ -168,24 +169,24 @@ with exit_on_error():
     out_dir = all_islands.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     data_dir, meta = open_dataset(dataset, processes)
+    shards = processes.share(fingerprint(data_dir) if processes.is_main else None)
     watchdog.beat()
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
     source, tensors, saved, model_args = weights.find_start(
         init_from, config | dict(vocab_size=meta['vocab_size']), all_islands.find_checkpoint, processes,
         out_dir)
-    if saved:
-        compare_settings(config, saved, source, processes.say)
     watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
 
 with exit_on_error():
-    train_loader, val_loader = open_splits(
-        data_dir, block_size, model_args['vocab_size'], meta, seed, processes, eval_iters > 0)
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
+    config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
+    train_loader, val_loader = open_splits(
+        data_dir, block_size, model_args['vocab_size'], meta, seed, processes, eval_iters > 0)
     size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
@@ -232,9 +233,7 @@ meter = metrics.Meter(log, run, processes, dtype, flops_per_token, layout.tp, _s
 # --- what the loop calls ------------------------------------------------------------------------------------
 def lr_at(iteration):
     """The learning rate of the update that follows `iteration` finished ones."""
-    if not decay_lr:
-        return learning_rate
-    return scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)
+    return lr_of(config, iteration)
 
 
 @torch.no_grad()
@@ -261,7 +260,7 @@ def save(in_background=False):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
     state = run.state() | guard.state() | hook_states(hooks) | dict(
         wandb_id=log.wandb_id, model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
-        machine=processes.machine())
+        shards=shards, machine=processes.machine())
     with watchdog.waits_for_storage():
         saver.wait()
         log.save_written(run.iteration, run.clock.now())
@@ -303,7 +302,7 @@ while True:
                     losses = evaluate()
                 if losses:
                     run.note(losses['val_loss'])
-                    log.eval(dict(iter=run.iteration) | losses | parallel.balance.loads())
+                    log.eval(meter.stamp() | losses | parallel.balance.loads())
             run.end_if_stopped(signals)
             run.end_if_finished()
             if run.needs_save(signals, saver):

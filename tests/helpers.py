@@ -185,9 +185,17 @@ def wait_until(condition, process, seconds=120):
 
 # --- what runs leave ------------------------------------------------------------------------------------
 
-def read_run(out_dir):
-    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` from read_metrics."""
+def read_lines(out_dir):
+    """read_metrics of a run's folder; the evaluations have only their iteration and what was evaluated."""
     lines, evals = read_metrics(out_dir)
+    for line in evals.values():
+        del line['tokens'], line['seconds']
+    return lines, evals
+
+
+def read_run(out_dir):
+    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` from read_lines."""
+    lines, evals = read_lines(out_dir)
     return SimpleNamespace(out_dir=pathlib.Path(out_dir), lines=lines, evals=evals)
 
 

@@ -12,7 +12,7 @@ import torch
 from data.datasets import read_meta
 from data.loader import TokenLoader
 from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
-                     newest_tensors, read_metrics, read_run, saved_iterations, start_script)
+                     newest_tensors, read_lines, read_run, saved_iterations, start_script)
 from model import GPT, GPTConfig
 
 MODEL = dict(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False)  # TINY's
@@ -281,7 +281,7 @@ def test_run_from_scratch_moves_an_earlier_one_aside(train):
     assert list(second.lines) == [1, 2, 3] and second.lines[1] != first.lines[1]
     assert saved_iterations(second.out_dir) == [3]
     (earlier,) = first.out_dir.glob('earlier-*')
-    assert read_metrics(earlier) == (first.lines, first.evals) and saved_iterations(earlier) == [2]
+    assert read_lines(earlier) == (first.lines, first.evals) and saved_iterations(earlier) == [2]
     assert json.loads((earlier / 'config.json').read_text())['seed'] == 1337
 
 
@@ -316,6 +316,10 @@ def test_gpt2_weights_from_a_hugging_face_folder_are_finetuned(train_all, datase
     assert finetuned.lines[1]['loss'] == pytest.approx(their_first_batch, abs=1e-4)
     assert finetuned.evals[0] == evaluated.evals[0]
     assert finetuned.evals[2]['val_loss'] < finetuned.evals[0]['val_loss']
+    keys = json.loads((finetuned.out_dir / 'config.json').read_text())
+    assert keys['bias'] is True and keys['mlp'] == 'gelu_tanh'
+    assert f"the model is that of {tmp_path}/hf: bias=True (not False), mlp='gelu_tanh' (not 'gelu')" in (
+        finetuned.stdout)
 
 
 # --- stopping -------------------------------------------------------------------------------------------
