@@ -10,10 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-<<<<<<< HEAD
 from data.checks import find_oddities, refuse_other_formats
-=======
->>>>>>> h-resume
 from data.datasets import find_shards
 
 # llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
@@ -78,10 +75,7 @@ class TokenLoader:
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
         self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
-<<<<<<< HEAD
         way_out = ', or set eval_iters to 0 to train without evaluation' if split == 'val' else ''
-=======
->>>>>>> h-resume
         self.paths = find_shards(folder, split)
         if not self.paths:
             raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin: '

@@ -36,6 +36,8 @@ def parse_layouts(text, processes=0):
     Exits with one sentence if a layout is wrong.
     """
     layouts = [' '.join(layout.split()) for layout in text.split(';')]
+    if text and not any(layouts):
+        sys.exit(f'error: --layouts={text!r} names no layout: such as --layouts="dp2; tp2"')
     return [(layout, *parse_layout(layout, processes)) for layout in layouts if layout]
 
 

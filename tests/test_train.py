@@ -97,6 +97,10 @@ def test_two_processes_train_as_one_and_one_of_them_prints(train, variants):
     assert_near(two, variants['base'])
     for line in ('iter 1: loss', 'step 6: train loss', 'tokens per iteration'):
         assert two.stdout.count(line) == 1, two.stdout
+    # A single process is not told about layouts.
+    assert '  layout      pp 1 × dp 2 (1 × 2) × cp 1 × tp 1 = 2; zero_stage 0 (DDP)\n' in two.stdout
+    alone = variants['base'].stdout
+    assert 'tokens per iteration' in alone and [word for word in ('pp 1', 'rank') if word in alone] == []
 
 
 def test_three_processes_train_as_one_and_one_resumes_their_checkpoint(train, variants):

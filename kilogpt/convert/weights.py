@@ -2,7 +2,9 @@
 
 Reading a file never runs code from it: only tensors, plain values and JSON are accepted.
 """
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -154,9 +156,17 @@ def read_hugging_face(source):
 def download_gpt2(name):
     """The folder in the Hugging Face cache that holds one of GPT2_NAMES, downloaded if necessary."""
     import huggingface_hub
+    names = ['config.json', 'model.safetensors']
+    find = functools.partial(huggingface_hub.snapshot_download, f'openai-community/{name}',
+                             allow_patterns=names)
+    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+        folder = find(local_files_only=True)
+        if all(os.path.exists(os.path.join(folder, each)) for each in names):
+            return folder
     try:
-        return huggingface_hub.snapshot_download(f'openai-community/{name}',
-                                                 allow_patterns=['config.json', 'model.safetensors'])
+        # The client asks a hub that does not answer again and again, for minutes. This asks once.
+        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=3)
+        return find()
     except Exception as error:  # without a network, the hub's client raises many kinds of errors
         raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be '
                       f'downloaded ({type(error).__name__}): go online or give a folder with its config.json '

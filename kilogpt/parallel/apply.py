@@ -298,9 +298,10 @@ def describe_layout(parallel, optimizer, batch_size, islands):
     """Lines about a model that is laid out: the degrees if there are many processes, bytes, batch, and notes."""
     layout, processes, global_batch = parallel.layout, parallel.processes, parallel.global_batch
     parameters, moments = (processes.max(n) for n in bytes_held(parallel.named_parameters(), optimizer))
-    is_alone = layout.world_size * islands == 1
-    lines = [] if is_alone else [f'layout      {layout.describe()}']
-    lines += [f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
+    lines, where = [f'layout      {layout.describe()}'], 'on a rank'
+    if layout.world_size * islands == 1:
+        lines, where = [], 'in memory'
+    lines += [f'{where}   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
               f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
               f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, '
               f'{parallel.micro_steps} micro-step(s) a process']
