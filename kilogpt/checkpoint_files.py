@@ -272,9 +272,9 @@ def check_finite(path, named_tensors, advice):
                 counts[name] = count, part.numel()
     if counts:
         name, (count, size) = next(iter(counts.items()))
-        others = f' and in {len(counts) - 1} other tensors' if len(counts) > 1 else ''
-        raise ValueError(f'{path} has NaN or infinity in {name} ({count:,} of {size:,} values){others}: '
-                         f'{advice}')
+        more = f'; the first of {len(counts)} such tensors' if len(counts) > 1 else ''
+        raise ValueError(
+            f'{path} has NaN or infinity in {name} ({count:,} of {size:,} values{more}): {advice}')
 
 
 # --- files --------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Config files and command lines override a script's globals by type, in order; errors are one sentence."""
 import functools
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ import sys
 import pytest
 from helpers import ROOT, run_script
 
-from kilogpt.configurator import config_of, configure
+from kilogpt.configurator import config_of, configure, exit_on_error
 
 SCRIPT = '''"""What the script does."""
 import os
@@ -173,6 +174,30 @@ def test_help_whose_reader_stops_shows_no_traceback(tmp_path):
         process.stdout.close()  # as `head` does
         assert process.stderr.read() == ''
     assert process.returncode == 0
+
+
+@pytest.mark.parametrize('statement, code', [
+    ('print("text")', 0),  # written when Python exits
+    ('print("text", flush=True)', 1), ('with exit_on_error(): print("text", flush=True)', 1)])
+def test_output_whose_reader_has_gone_ends_a_script_without_a_word(statement, code):
+    script = f"""from kilogpt.configurator import configure, exit_on_error
+configure(globals(), [])
+input()
+{statement}
+"""
+    with subprocess.Popen([sys.executable, '-c', script], text=True, cwd=ROOT, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=os.environ | dict(PYTHONUNBUFFERED='')) as process:
+        process.stdout.close()  # as `head` does
+        process.stdin.write('go on\n')
+        process.stdin.close()
+        assert process.stderr.read() == ''
+    assert process.returncode == code
+
+
+def test_broken_pipe_of_a_socket_is_an_error():
+    with pytest.raises(SystemExit, match='error: of a socket'), exit_on_error():
+        raise BrokenPipeError('of a socket')
 
 
 @functools.cache

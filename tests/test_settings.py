@@ -6,7 +6,7 @@ import pytest
 
 from helpers import ROOT, TINY
 from kilogpt.configurator import config_of
-from kilogpt.settings import check_settings, lr_of, settle_settings
+from kilogpt.settings import check_sampling, check_settings, lr_of, settle_settings
 from model import GPTConfig
 
 pytestmark = pytest.mark.quick
@@ -152,3 +152,23 @@ def test_keys_that_the_model_does_not_have_are_named_and_not_recorded():
     config, said = settle(given, grouped)
     assert 'n_kv_head=2 (not 0)' in said[0] and config == given | dict(n_kv_head=2)
     assert settle(given, model_of(given)) == (given, [])
+
+
+@pytest.mark.parametrize('argument, sentence', [
+    ('num_samples=-1', 'num_samples is -1: it must be at least 1'),
+    ('max_new_tokens=0', 'max_new_tokens is 0: it must be at least 1'),
+    *[(f'temperature={value}', f'temperature is {value}: it must be 0, which takes the likeliest token, or ')
+      for value in ('-1.0', 'inf', 'nan', '1e-40')],
+    ('top_k=-1', 'top_k is -1: it must be at least 0; 0 or None draws from all'),
+    *[(f'top_p={value}', f'top_p is {value}: it must be above 0 and at most 1; 1 or None draws from all')
+      for value in ('-1.0', '0.0', '2.0', 'nan')],
+    ('seed=-1', 'seed is -1: it must be from 0 to 2**64 - 1')])
+def test_sampling_with_a_value_that_cannot_be_is_refused(argument, sentence):
+    with pytest.raises(ValueError) as error:
+        check_sampling(config_of(f'{ROOT}/sample.py', [f'--{argument}']))
+    assert str(error.value).startswith(sentence)
+
+
+def test_sampling_from_all_tokens_or_one_is_accepted():
+    for argument in ('top_k=0', 'top_k=None', 'top_p=None', 'temperature=0', 'temperature=1e-10'):
+        check_sampling(config_of(f'{ROOT}/sample.py', [f'--{argument}']))
