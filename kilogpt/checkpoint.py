@@ -328,7 +328,7 @@ def load(path, parameters, optimizer=None):
         _allocate_state(optimizer, stored)
     named_tensors = [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)]
     load_tensors(path, named_tensors)
-    check_finite(path, named_tensors, 'delete this checkpoint, and another one is used')
+    check_finite(path, named_tensors, 'delete this checkpoint to use another one')
 
 
 def load_tensors(path, named_tensors):

@@ -476,7 +476,7 @@ def test_values_of_a_checkpoint_that_are_not_finite_are_named(tmp_path):
         model.transformer.wpe.weight[:, 1] = torch.nan
     path = save_run(tmp_path, model, list(model.named_parameters()))
     sentence = (f'{path} has NaN or infinity in model.transformer.wpe.weight (64 of 2,048 values): '
-                'delete this checkpoint, and another one is used')
+                'delete this checkpoint to use another one')
     done = run_forked('sample.py', f'--out_dir={tmp_path}', '--device=cpu', check=False)
     assert done.stderr.splitlines()[1:] == [f'error: {sentence}'] and done.returncode == 1
     with pytest.raises(ValueError, match=re.escape(sentence)):
