@@ -25,7 +25,8 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, SoftFileLock, Timeout
 
-from kilogpt.checkpoint_files import ShardWriter, becomes_true, checksum, safe_reader, size_of, write_json
+from kilogpt.checkpoint_files import (
+    ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, write_json)
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 
@@ -312,9 +313,10 @@ def _all_gather(value):
 
 
 def load(path, parameters, optimizer=None):
-    """Fill parameters and the optimizer's state from a checkpoint. ValueError if it is of another model.
+    """Fill parameters and the optimizer's state from a checkpoint.
 
     parameters: [(name, parameter)], sharded or not; parameters of one name are copies of each other.
+    ValueError if the checkpoint is of another model, or has NaN or infinity in it.
     """
     stored = stored_tensors(path)
     for name, parameter in parameters:
@@ -324,7 +326,9 @@ def load(path, parameters, optimizer=None):
             raise ValueError(f'{path} holds {content} where the model has {name} {tuple(parameter.shape)}')
     if optimizer is not None:
         _allocate_state(optimizer, stored)
-    load_tensors(path, [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)])
+    named_tensors = [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)]
+    load_tensors(path, named_tensors)
+    check_finite(path, named_tensors, 'delete this checkpoint, and another one is used')
 
 
 def load_tensors(path, named_tensors):

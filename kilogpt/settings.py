@@ -1,4 +1,4 @@
-"""Which values the keys of train.py may have, and which of them a checkpoint decides or does not fit."""
+"""Which values the keys of train.py and sample.py may have, and which a checkpoint decides or contradicts."""
 import contextlib
 import dataclasses
 
@@ -34,6 +34,23 @@ def check_settings(config):
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:
         raise ValueError('on_spike=rollback goes back to a checkpoint, but keep_checkpoints is 0: '
                          'set keep_checkpoints to at least 1')
+
+
+def check_sampling(config):
+    """Raise ValueError for a value of a key of sample.py with which no text can be drawn."""
+    num_samples, temperature, top_k, top_p = (
+        config[key] for key in ('num_samples', 'temperature', 'top_k', 'top_p'))
+    for key, is_allowed, values in (
+            ('num_samples', num_samples is None or num_samples >= 1, 'at least 1'),
+            ('max_new_tokens', config['max_new_tokens'] >= 1, 'at least 1'),
+            # Logits that are divided by less would overflow.
+            ('temperature', temperature == 0 or 1e-30 <= temperature <= 1e30,
+             '0, which takes the likeliest token, or from 1e-30 to 1e30'),
+            ('top_k', top_k is None or top_k >= 0, 'at least 0; 0 or None draws from all'),
+            ('top_p', top_p is None or 0 < top_p <= 1, 'above 0 and at most 1; 1 or None draws from all'),
+            ('seed', 0 <= config['seed'] < 2 ** 64, 'from 0 to 2**64 - 1')):
+        if not is_allowed:
+            raise ValueError(f'{key} is {config[key]}: it must be {values}')
 
 
 def _check_range(config, key, low, high):

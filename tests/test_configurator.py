@@ -47,7 +47,8 @@ def test_defaults_are_kept_and_only_plain_globals_are_keys():
 @pytest.mark.parametrize('arguments, key, value', [
     ('--steps=3', 'steps', 3), ('--steps 3', 'steps', 3),
     ('--steps=1_000', 'steps', 1000), ('--steps -3', 'steps', -3), ('--steps=1 --steps=2', 'steps', 2),
-    ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0),
+    ('--steps=1e3', 'steps', 1000), ('--steps=2.0', 'steps', 2), ('--top_k=1e2', 'top_k', 100),
+    ('--out_dir=1e3', 'out_dir', '1e3'), ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0),
     ('--rate -1', 'rate', -1.0), ('--rate=inf', 'rate', float('inf')),
     ('--flag', 'flag', True), ('--flag=TRUE', 'flag', True), ('--flag=true', 'flag', True),
     ('--flag True', 'flag', True), ('--flag --steps=3', 'flag', True),
@@ -69,6 +70,7 @@ def test_command_line(arguments, key, value):
     ('--qqq=1', "unknown key 'qqq' .*--help lists them all"),
     ('--later=2', "unknown key 'later'"), ('--os=2', "unknown key 'os'"),
     ('--steps=3.5', "steps takes int, but the command line gives '3.5'"),
+    ('--steps=1e-3', "steps takes int, .*'1e-3'"), ('--steps=1e999', "steps takes int, .*'1e999'"),
     ('--steps=many', "steps takes int, .*'many'"),
     ('--steps=true', 'steps takes int'), ('--steps=', 'steps takes int'),
     ('--rate=fast', "rate takes float, .*'fast'"),
@@ -86,10 +88,11 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
 def test_files_and_arguments_apply_in_order(tmp_path):
     one, two = tmp_path / 'one.py', tmp_path / 'two.py'
     one.write_text('steps = 1\nrate = 1\n')
-    two.write_text('steps = steps + 10\n')  # reads the value so far, as in nanoGPT
+    two.write_text('steps = steps + 1e1\n')  # reads the value so far, as in nanoGPT
     assert result(one, two)['steps'] == 11 and result(two, one)['steps'] == 1
     assert result(one, '--steps=5', two)['steps'] == 15 and result(one, two, '--steps=5')['steps'] == 5
     assert result('--steps=5', one)['steps'] == 1
+    assert type(result(two)['steps']) is int
     assert result(one)['rate'] == 1.0 and type(result(one)['rate']) is float
 
 
@@ -109,7 +112,7 @@ def test_config_file_of_nanogpt_works(tmp_path):
      r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* must start with _\)"),
     ('a.py', 'helper = 3', "unknown key 'helper' in .*a.py"),
     ('a.py', 'steps = "3"', "steps takes int, but .*a.py gives '3'"),
-    ('a.py', 'steps = 2.0', 'steps takes int, but .*a.py gives 2.0'),
+    ('a.py', 'steps = 2.5', 'steps takes int, but .*a.py gives 2.5'),
     ('a.py', 'flag = 1', 'flag takes bool, but .*a.py gives 1'),
     ('a.py', 'steps = None', 'steps takes int, but .*a.py gives None'),
     ('a.py', 'steps = [1]', 'steps takes int'),
