@@ -304,7 +304,7 @@ def describe_layout(parallel, optimizer, batch_size, islands):
     lines += [f'{where}   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
               f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
               f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, '
-              f'{parallel.micro_steps} micro-step(s) a process']
+              f'{parallel.micro_steps} micro-step(s) per process']
     notes = layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes
     return lines + [f'note        {note}' for note in notes]
 
