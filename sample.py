@@ -31,7 +31,7 @@ which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
 start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input
 # sampling
-num_samples: int | None = None  # samples, drawn in one batch, the first shown live; None = 10, 1 if interactive
+num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 if interactive
 max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
 temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all

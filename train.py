@@ -126,7 +126,7 @@ activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but ma
 cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
 comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
-# islands: groups of processes that train apart and exchange parameters now and then (DiLoCo)
+# islands: groups of processes that train separately and exchange parameters at intervals (DiLoCo)
 islands = 1  # number of groups; each has the layout above and a share of each iteration's sequences
 outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, else no exchange
 outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
@@ -145,7 +145,7 @@ device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available,
 dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
 fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
 deterministic = False  # equal runs give equal bits on GPUs too, at some cost in speed
-compile = True  # torch.compile; falls back to eager where there is no compiler
+compile = True  # torch.compile; falls back to eager without a compiler
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------

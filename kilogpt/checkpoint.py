@@ -27,6 +27,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from kilogpt.checkpoint_files import (
     ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, write_json)
+from kilogpt.configurator import announced
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 
@@ -242,13 +243,15 @@ def damage(path, rank=0, world_size=1):
             expected = sorted(json.load(file).items())
     except (OSError, ValueError):
         return 'checksums.json cannot be read'
-    for name, written in expected[rank::world_size]:
-        try:
-            found = checksum(os.path.join(path, name))
-        except OSError as error:
-            return f'{name} cannot be read: {error.strerror}'
-        if found != written:
-            return f'{name} is not as it was written'
+    mine = expected[rank::world_size]
+    with announced(f'verifying {path} ({sum(size for _, (size, _) in mine) / 1e9:.1f} GB)'):
+        for name, written in mine:
+            try:
+                found = checksum(os.path.join(path, name))
+            except OSError as error:
+                return f'{name} cannot be read: {error.strerror}'
+            if found != written:
+                return f'{name} is not as it was written'
     return None
 
 
@@ -327,7 +330,8 @@ def load(path, parameters, optimizer=None):
     if optimizer is not None:
         _allocate_state(optimizer, stored)
     named_tensors = [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)]
-    load_tensors(path, named_tensors)
+    with announced(f'loading {path}'):
+        load_tensors(path, named_tensors)
     check_finite(path, named_tensors, 'delete this checkpoint to use another one')
 
 

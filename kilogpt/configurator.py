@@ -104,6 +104,22 @@ def configure(script, argv=None):
     return config
 
 
+@contextlib.contextmanager
+def announced(what):
+    """A context in which a terminal shows what the script is doing. Files and CI logs get nothing.
+
+    Of torchrun's processes the first one shows it.
+    """
+    is_shown = sys.stderr.isatty() and os.environ.get('RANK', '0') == '0'
+    if is_shown:
+        print(f'{what} ...', end='\r', file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if is_shown:
+            print('\033[K', end='', file=sys.stderr, flush=True)  # clears the line
+
+
 def config_of(path, argv):
     """The config that the script at `path` would have with these arguments. The script does not run.
 

@@ -10,6 +10,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from kilogpt.configurator import announced
 from kilogpt.parallel.layout import SCHEDULES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -94,7 +95,8 @@ def train(arguments, out_dir, processes=1, **keys):
     if processes > 1:
         launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
     command = [*launcher, *train_command(arguments, out_dir, **keys)]
-    run = subprocess.run(command, capture_output=True, text=True)
+    with announced('training'):
+        run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(last_error(run.stderr))
     with open(os.path.join(out_dir, 'config.json'), encoding='utf-8') as file:

@@ -89,8 +89,8 @@ def _check_schedule(config):
     """Raise ValueError if the learning rate would be 0 for most of the run."""
     max_iters, end = config['max_iters'], _end_of_schedule(config)
     if config['decay_lr'] and config['min_lr'] == 0 and not config['eval_only'] and 2 * end < max_iters:
-        raise ValueError(f'lr_decay_iters is {config["lr_decay_iters"]}: with min_lr=0 the learning rate would '
-                         f'be 0 from iteration {end} on, for most of max_iters={max_iters}: set '
+        raise ValueError(f'lr_decay_iters is {config["lr_decay_iters"]}: with min_lr=0 the learning rate '
+                         f'would be 0 from iteration {end} on, for most of max_iters={max_iters}: set '
                          f'lr_decay_iters to {max_iters}, or to 0, which follows max_iters')
 
 

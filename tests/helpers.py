@@ -13,6 +13,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from kilogpt import checkpoint
@@ -28,6 +29,16 @@ FAULTS = TESTS / 'faults'  # programs that a run executes before train.py
 TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n_embd=32 --block_size=32 '
         '--batch_size=4 --gradient_accumulation_steps=3 --eval_iters=4 --eval_interval=6 --log_interval=1 '
         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=1e-2 --min_lr=1e-3').split()
+
+
+def sampled(cases, share, start=0):
+    """Cases for `parametrize`: every `share`-th is a slow test, which CI runs; the others are run by hand.
+
+    start: index of the first slow one. Cases that differ little would otherwise take CI beyond its limit.
+    """
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)),
+                         marks=pytest.mark.slow if i % share == start else pytest.mark.matrix)
+            for i, case in enumerate(cases)]
 
 
 # --- launching scripts ----------------------------------------------------------------------------------

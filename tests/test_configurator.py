@@ -1,5 +1,7 @@
 """Config files and command lines override a script's globals by type, in order; errors are one sentence."""
+import contextlib
 import functools
+import io
 import json
 import os
 import re
@@ -9,7 +11,7 @@ import sys
 import pytest
 from helpers import ROOT, run_script
 
-from kilogpt.configurator import config_of, configure, exit_on_error
+from kilogpt.configurator import announced, config_of, configure, exit_on_error
 
 SCRIPT = '''"""What the script does."""
 import os
@@ -224,3 +226,17 @@ def test_scripts_import_a_library_only_where_they_need_it(script):
                 for line in help_of(script).stderr.splitlines() if line.startswith('import time:')}
     optional = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'gigatoken', 'transformers', 'torchao'}
     assert 'torch' in imported and not imported & optional
+
+
+def test_announcement_is_for_terminals_of_the_first_process_and_is_cleared(monkeypatch):
+    def shown(is_terminal, rank):
+        stderr = io.StringIO()
+        stderr.isatty = lambda: is_terminal
+        monkeypatch.setattr(sys, 'stderr', stderr)
+        monkeypatch.setenv('RANK', rank)
+        with contextlib.suppress(ValueError), announced('waiting'):
+            assert stderr.getvalue() == 'waiting ...\r' * (is_terminal and rank == '0')
+            raise ValueError
+        return stderr.getvalue()
+    assert shown(True, '0') == 'waiting ...\r\033[K'
+    assert shown(False, '0') == shown(True, '1') == ''

@@ -256,7 +256,10 @@ def test_checkpoint_decides_the_model_of_a_resumed_run_which_says_so(train, whol
 
 
 def test_finished_run_that_is_resumed_says_what_to_raise(train, whole, tmp_path):
-    resumed = train('--init_from=auto', out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'))
+    resumed = train('--init_from=auto', out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'),
+                    faults=[FAULTS / 'terminal.py'])
+    for text in ('verifying', 'loading'):
+        assert f'{text} {resumed.out_dir}/ckpt/iter_00000012' in resumed.stderr
     assert 'nothing is left to do: the checkpoint has 12 iterations, and max_iters is 12' in resumed.stdout
     assert 'warning' not in resumed.stdout
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from data.datasets import DATA, read_meta
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
+from kilogpt.configurator import announced
 from kilogpt.convert.hugging_face import (
     arguments_from_hugging_face, gpt2_config, keys_without_standard_form, llama_config, pack_qkv, split_qkv,
     tensors_from_gpt2, tensors_from_llama, tensors_to_gpt2, tensors_to_llama)
@@ -273,7 +274,8 @@ def export_weights(source, target, which='best', dtype='float32'):
         raise ValueError(f'{path} has {", ".join(unknown)}, which {lack}: '
                          'use the checkpoint with our own sample.py and train.py')
     write = write_nanogpt if to_nanogpt else write_hugging_face
-    write(target, path, config, state, getattr(torch, dtype))
+    with announced(f'writing {target}'):
+        write(target, path, config, state, getattr(torch, dtype))
     print(f'wrote {target} from {path}')
 
 
@@ -365,8 +367,9 @@ def import_weights(source, out_dir, dataset=None):
                          f'{arguments["vocab_size"]}: prepare and name the dataset that they were '
                          'trained with')
     parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
-    for name, parameter in parameters:
-        parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
+    with announced(f'reading {source}'):
+        for name, parameter in parameters:
+            parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
     saved = load_nanogpt(source) if os.path.isfile(source) else {}
     run = saved.get('config', {})
     iteration = saved.get('iter_num', 0)
@@ -378,7 +381,8 @@ def import_weights(source, out_dir, dataset=None):
         skipped=[0, 0], wandb_id=None, scaler=torch.amp.GradScaler('cpu').state_dict(),
         model=arguments, tokenizer=meta, config=run)
     saver = checkpoint.Saver(out_dir, keep=1)
-    path = saver.save(iteration, parameters, nanogpt_optimizer(source, saved, parameters), state)
+    with announced(f'writing {out_dir}'):
+        path = saver.save(iteration, parameters, nanogpt_optimizer(source, saved, parameters), state)
     if saver.problem:
         raise OSError(f'{out_dir} could not be written ({saver.problem})')
     print(f'wrote {path}: continue with python sample.py --out_dir={out_dir}, '

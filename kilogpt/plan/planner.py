@@ -112,7 +112,7 @@ class Planner:
                 with contextlib.suppress(ValueError):
                     layouts.append((keys | constant, self.layout(keys | constant)))
         rows = []
-        for keys, layout in tqdm(layouts, 'layouts', delay=1, leave=False):
+        for keys, layout in tqdm(layouts, 'layouts', delay=1, leave=False, disable=None):
             for batch, split in self._batches(layout):
                 for mode in MODES:
                     row = self.row(keys | batch | dict(activation_checkpoint=mode), layout, split)

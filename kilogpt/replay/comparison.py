@@ -170,7 +170,8 @@ class Comparison:
         if not self.n_compared:
             raise ValueError(f'{self.run.out_dir}/metrics.jsonl has no line for the computed iterations with '
                              'the same batches, so nothing was compared: replay another iteration')
-        text = f'replay: {self.n_compared} iterations agree with {self.run.out_dir}/metrics.jsonl'
+        what = '1 iteration agrees' if self.n_compared == 1 else f'{self.n_compared} iterations agree'
+        text = f'replay: {what} with {self.run.out_dir}/metrics.jsonl'
         if self.n_exact == self.n_compared:
             return f'{text} to the bit'
         loss, norm = self.largest_differences

@@ -1,5 +1,6 @@
 """The commands of kilogpt.convert."""
 import re
+import sys
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from kilogpt.convert.weights import export_weights, import_weights
 from model import GPT, GPTConfig
 
 
-def test_commands(tmp_path):
+def test_commands(tmp_path, monkeypatch, capsys):
     out_dir, model, _ = make_run(tmp_path / 'run', moments=True)
     done = run_script('kilogpt.convert', 'inspect', out_dir)
     facts = 'iteration 3, tokens 2304, val_loss 2.5, best_val_loss 2.5, checksums correct'
@@ -24,7 +25,10 @@ def test_commands(tmp_path):
 
     main(['export', out_dir, f'{tmp_path}/hf', '--dtype=bfloat16'])
     assert {p.dtype for p in load_file(tmp_path / 'hf' / 'model.safetensors').values()} == {torch.bfloat16}
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)  # a terminal says what is being done
     main(['import', f'{tmp_path}/hf', f'{tmp_path}/again'])
+    shown = capsys.readouterr().err
+    assert f'reading {tmp_path}/hf ...' in shown and f'writing {tmp_path}/again ...' in shown
     arguments = '--device=cpu --num_samples=1 --max_new_tokens=30 --start=AB'.split()
     imported = run_forked('sample.py', f'--out_dir={tmp_path}/again', *arguments)
     direct = run_forked('sample.py', f'--init_from={tmp_path}/hf', *arguments)

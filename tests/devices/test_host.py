@@ -39,6 +39,7 @@ def test_threads_spin_only_without_an_idle_team():
     assert sleeping < spinning / 2 and sleeping < spinning_again / 2
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.skipif(available_cpus() < 2, reason='needs two CPUs')
 def test_busy_machine_is_named_and_changes_no_loss(dataset, tmp_path):
