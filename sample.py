@@ -6,6 +6,7 @@
 """
 import codecs
 import itertools
+import pathlib
 import sys
 
 import torch
@@ -79,13 +80,15 @@ def load_model():
 
 def read_prompt():
     """(text, tokens) of the prompt given by `start`: itself, the content of a file, or standard input."""
-    if start == '-':
-        text = sys.stdin.read()
-    elif start.startswith('FILE:'):
-        with open(start.removeprefix('FILE:'), encoding='utf-8') as file:
-            text = file.read()
-    else:
+    if start != '-' and not start.startswith('FILE:'):
         return start, tokenizer.encode_prompt(start)
+    try:
+        if start == '-':
+            text = sys.stdin.read()
+        else:
+            text = pathlib.Path(start.removeprefix('FILE:')).read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise ValueError(f'start is {start!r}, but that text is not UTF-8 ({error}): convert it') from None
     return text, tokenizer.encode(text)
 
 

@@ -104,6 +104,14 @@ def test_gpt2_folder_continues_a_prompt_as_transformers_does(tmp_path, vocabular
         assert texts_of(done) == [tokenizer.decode(expected[0].tolist())]
 
 
+def test_prompt_that_is_not_utf8_is_named(trained, tmp_path):
+    path = tmp_path / 'latin-1.txt'
+    path.write_bytes(b'CAF\xe9')
+    done = sample(trained, f'--start=FILE:{path}', check=False)
+    sentence = f"start is 'FILE:{path}', but that text is not UTF-8"
+    assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize('arguments, words', [
     (['--out_dir=/nonexistent'], 'no checkpoint to sample from'),
