@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+from data.tokenizer import get_tokenizer
+
 DATA = os.path.dirname(os.path.abspath(__file__))
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
 
@@ -65,3 +67,12 @@ def read_meta(folder):
         raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
                          f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
     return meta
+
+
+def find_meta(name):
+    """The meta of a tokenizer: `name` is a dataset that has it, or the tokenizer itself.
+
+    Raises the errors of read_meta and get_tokenizer.
+    """
+    folder = os.path.join(DATA, name)
+    return read_meta(folder) if os.path.isdir(folder) else get_tokenizer(dict(tokenizer=name)).meta()
