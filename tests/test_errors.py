@@ -264,8 +264,8 @@ def test_dataset_with_another_tokenizer_is_refused(train, whole, dataset, tmp_pa
 def test_gpt2_finetuned_on_characters_is_refused(train, tmp_path):
     """nanoGPT's ckpt.pt does not name its tokenizer, but this is the size to which it pads GPT-2's tokens."""
     arguments = dict(n_layer=1, n_head=2, n_embd=8, block_size=32, bias=False, vocab_size=50304, dropout=0.0)
-    model = GPT(GPTConfig(**arguments))
-    torch.save(dict(model=pack_qkv(dict(model.named_parameters())), model_args=arguments), tmp_path / 'ckpt.pt')
+    weights = pack_qkv(dict(GPT(GPTConfig(**arguments)).named_parameters()))
+    torch.save(dict(model=weights, model_args=arguments), tmp_path / 'ckpt.pt')
     refused = train(f'--init_from={tmp_path}/ckpt.pt', check=False)
     assert_one_sentence(refused, 'ckpt.pt has the tokenizer gpt2', 'has char (65', '--dataset')
 
