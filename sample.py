@@ -17,6 +17,7 @@ from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.parts import replace_all
 from kilogpt.loaded.load import load_model
 from kilogpt.parallel.processes import find_device, resolve_dtype
+from kilogpt.settings import check_sampling
 
 # --- configuration ------------------------------------------------------------------------------------------
 # model
@@ -25,10 +26,10 @@ out_dir = 'out'  # folder of the run to sample from
 which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
 tokenizer = ''  # for models that do not name theirs: 'gpt2', 'bytes', ... or a dataset that has the same
 # prompt
-start = '\n'  # text to continue; 'FILE:prompt.txt' reads a file, '-' standard input
+start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input
 # sampling
-num_samples = 10  # samples, drawn in one batch; the first is shown as it grows
+num_samples: int | None = None  # samples, drawn in one batch, the first shown live; None = 10, interactive 1
 max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
 temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all
@@ -45,19 +46,19 @@ config = configure(globals())
 
 
 def read_prompt():
-    """The prompt given by `start`: the text itself, the content of a file, or standard input."""
+    """(text, tokens) of the prompt given by `start`: itself, the content of a file, or standard input."""
     if start == '-':
-        return sys.stdin.read()
-    if start.startswith('FILE:'):
+        text = sys.stdin.read()
+    elif start.startswith('FILE:'):
         with open(start.removeprefix('FILE:'), encoding='utf-8') as file:
-            return file.read()
-    return start
+            text = file.read()
+    else:
+        return start, tokenizer.encode_prompt(start)
+    return text, tokenizer.encode(text)
 
 
 with exit_on_error():
-    for key, least in (('num_samples', 1), ('max_new_tokens', 1), ('temperature', 0)):
-        if config[key] < least:
-            raise ValueError(f'{key} is {config[key]}: it must be at least {least}')
+    check_sampling(config)
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
@@ -71,7 +72,9 @@ with exit_on_error():
     source = out_dir if init_from == 'resume' else init_from
     model, tokenizer, path, state = load_model(source, which, tokenizer)
     print(f'{path}, val loss {state.get("val_loss")}', file=sys.stderr)
-    prompt = read_prompt()
+    prompt = None if interactive else read_prompt()
+if num_samples is None:
+    num_samples = 1 if interactive else 10
 if compile is None:
     # Compiling takes a minute and saves milliseconds for each token. After block_size tokens, the compiled
     # step is not used, since the whole window is read again for each token.
@@ -98,9 +101,9 @@ generator = torch.Generator(device).manual_seed(seed)
 
 
 @torch.inference_mode(device.type == 'cpu')  # 5% less time for a token; on GPUs the step is compiled
-def show(prompt):
+def show(prompt, tokens):
     """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
-    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs at least one token
+    tokens = tokens or [tokenizer.eot or 0]  # the model needs at least one token
     decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
     texts = [prompt] * num_samples
     has_ended = [False] * num_samples
@@ -126,11 +129,11 @@ if interactive:
         except EOFError:
             break
         try:
-            show(line)
+            show(line, tokenizer.encode_prompt(line))
         except KeyboardInterrupt:  # Ctrl-C ends only this text
             print()
         except ValueError as error:  # a character outside the model's alphabet
             print(f'error: {error}', file=sys.stderr)
 else:
     with exit_on_error():
-        show(prompt)
+        show(*prompt)

@@ -16,6 +16,7 @@ class Tokenizer:
     """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), and these methods:
 
     encode(text): a list of ids. Text that looks like a special token is ordinary text.
+    encode_prompt(text): the same, except that text that looks like a special token becomes that token.
     decode_bytes(ids): UTF-8 bytes. A list of ids may end inside a character, so join the bytes of successive
         lists before decoding.
     describe_as_bpe(): vocabulary {token as Hugging Face writes it: id}, merges [[left, right]], the pattern
@@ -23,6 +24,9 @@ class Tokenizer:
     """
     eot = None
     gains_from_processes = True  # False = encoding takes no longer than sending the text to another process
+
+    def encode_prompt(self, text):
+        return self.encode(text)
 
     def encode_to_numpy(self, text):
         """Return encode(text) as an array of integers."""
@@ -162,6 +166,9 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
+
+    def encode_prompt(self, text):
+        return self.encoding.encode(text, allowed_special='all')
 
     def encode_to_numpy(self, text):
         try:

@@ -1,5 +1,6 @@
 """The edits of the training loop in docs/edit.md, applied as printed: they resume to the bit, in every layout."""
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -7,7 +8,7 @@ import shutil
 
 import pytest
 from helpers import (FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_tensors, read_metrics,
-                     read_tensors, run_forked)
+                     read_tensors, run_forked, sampled)
 
 PAGE = pathlib.Path(ROOT, 'docs', 'edit.md').read_text('utf-8')
 EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  # {heading: diff}
@@ -78,9 +79,8 @@ def test_edited_run_resumes_to_the_bit(edit, tmp_path, title):
     assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(whole.out_dir))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('layout', LAYOUTS)
-@pytest.mark.parametrize('title', EDITS)
+# Of seven edits and four layouts, every third pair meets each edit and each layout.
+@pytest.mark.parametrize('title, layout', sampled(list(itertools.product(EDITS, LAYOUTS)), 3))
 def test_edited_run_follows_one_process_in_every_layout(edit, tmp_path, title, layout):
     train, arguments = edit(title), LAYOUTS[layout].split()
     run = train(*arguments, nproc=2)

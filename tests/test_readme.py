@@ -117,7 +117,7 @@ SLOW_SESSIONS = dict(
              ONE_LAYOUT),
     ],
     documents=[
-        step("python data/openwebtext/prepare.py --input='documents/*.jsonl' --out=mydocuments",
+        step('python data/text/prepare.py --input=documents --out=mydocuments',
              '--num_proc=1 --tokenizer=bytes'),
     ],
     layouts=[

@@ -10,6 +10,7 @@ from kilogpt.convert import weights
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
+from kilogpt.settings import check_sampling
 from model import GPT, GPTConfig
 
 
@@ -32,13 +33,15 @@ class LoadedRun:
 
     @torch.inference_mode()
     def generate(self, prompt='\n', max_new_tokens=500, num_samples=None, temperature=0.8, top_k=200,
-                 top_p=None, stop=False, seed=1337):
+                 top_p=1.0, stop=False, seed=1337):
         """Return the prompt with its continuation, or a list of num_samples such texts.
 
         The arguments are the keys of sample.py, which gives the same texts with dtype=float32.
         """
+        check_sampling(dict(num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature,
+                            top_k=top_k, top_p=top_p, seed=seed))
         eot = self.tokenizer.eot
-        tokens = self.tokenizer.encode(prompt) or [eot or 0]  # the model needs at least one token
+        tokens = self.tokenizer.encode_prompt(prompt) or [eot or 0]  # the model needs at least one token
         device = next(self.model.parameters()).device
         drawn = self.model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,

@@ -6,12 +6,16 @@ cause errors far above the tolerance of 1e-4.
 import dataclasses
 import json
 import os
+import shutil
+import socket
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+
+from helpers import run_forked
 
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt import checkpoint
@@ -263,6 +267,24 @@ def test_damaged_folders_are_refused(folders, tmp_path):
     (tmp_path / 'model.safetensors').write_bytes((folders['gpt2'] / 'model.safetensors').read_bytes()[:-100])
     with pytest.raises(ValueError, match='model.safetensors is damaged'):
         read_weights(str(tmp_path))
+
+
+def test_hub_that_does_not_answer_is_asked_once_and_weights_in_the_cache_need_no_hub(folders, tmp_path):
+    """The hub accepts connections and is silent. The client alone would try for minutes."""
+    with socket.create_server(('127.0.0.1', 0)) as hub:
+        env = dict(HF_ENDPOINT=f'http://127.0.0.1:{hub.getsockname()[1]}', HF_HOME=str(tmp_path))
+        failed = run_forked('kilogpt.convert', 'inspect', 'gpt2', env=env, check=False, timeout=60)
+        assert failed.stderr.startswith('error: gpt2 is neither a folder nor in the Hugging Face cache')
+        assert 'ReadTimeout' in failed.stderr and failed.returncode == 1
+        offline = run_forked('kilogpt.convert', 'inspect', 'gpt2', env=env | dict(HF_HUB_OFFLINE='1'),
+                             check=False)
+        assert 'OfflineModeIsEnabled' in offline.stderr and offline.stderr.count('\n') == 1
+        cached = tmp_path / 'hub' / 'models--openai-community--gpt2'
+        (cached / 'refs').mkdir(parents=True)
+        (cached / 'refs' / 'main').write_text('a1')
+        shutil.copytree(folders['gpt2'], cached / 'snapshots' / 'a1')
+        found = run_forked('kilogpt.convert', 'inspect', 'gpt2', env=env, timeout=60)
+        assert f'block_size {TINY["block_size"]}, ' in found.stdout
 
 
 def test_biases_trained_elsewhere_are_imported(tmp_path):

@@ -120,6 +120,8 @@ def test_bad_input_is_an_exception(trained, source, options, words):
     (lambda run: run.loss('A'), "'A' has 1 token"),
     (lambda run: run.loss('a'), "character 'a' is not among the 65"),
     (lambda run: run.generate('a'), "character 'a' is not among the 65"),
+    (lambda run: run.generate('A', temperature=-1), 'temperature is -1: it must be'),
+    (lambda run: run.generate('A', num_samples=0), 'num_samples is 0: it must be at least 1'),
 ])
 def test_bad_text_is_an_exception(trained, call, words):
     with pytest.raises(ValueError, match=words):
