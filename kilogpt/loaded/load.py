@@ -26,10 +26,11 @@ class LoadedRun:
 
     def __init__(self, source, which, tokenizer, device):
         device = find_device(device)
-        self.model, self.tokenizer, self.path, state = load_model(source, which, tokenizer)
+        self.model, self.tokenizer, self.path, state = load_model(os.path.normpath(source), which, tokenizer)
         self.model.to(device).eval()
         self.config = state.get('config', {}) | state['model']
-        self.metrics = _metrics(os.path.dirname(os.path.dirname(self.path)))
+        is_checkpoint = 'config' in state  # out_dir/ckpt/iter_*
+        self.metrics = _metrics(os.path.dirname(os.path.dirname(self.path))) if is_checkpoint else []
 
     @torch.inference_mode()
     def generate(self, prompt='\n', max_new_tokens=500, num_samples=None, temperature=0.8, top_k=200,
@@ -122,4 +123,4 @@ def _metrics(out_dir):
     if not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
         return []
     lines, evals = read_metrics(out_dir)
-    return [lines.get(i, {}) | evals.get(i, {}) for i in sorted(lines | evals)]
+    return [evals.get(i, {}) | lines.get(i, {}) for i in sorted(lines | evals)]
