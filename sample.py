@@ -71,7 +71,8 @@ with exit_on_error():
                          'train one, or set --out_dir')
     source = out_dir if init_from == 'resume' else init_from
     model, tokenizer, path, state = load_model(source, which, tokenizer)
-    print(f'{path}, val loss {state.get("val_loss")}', file=sys.stderr)
+    if 'val_loss' in state:
+        print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
     prompt = None if interactive else read_prompt()
 if num_samples is None:
     num_samples = 1 if interactive else 10

@@ -246,8 +246,8 @@ def get_tokenizer(meta):
     if meta['tokenizer'] != 'char':
         return BPETokenizer(meta['tokenizer'])
     if not meta.get('chars'):
-        raise ValueError("tokenizer 'char' needs its alphabet, but there are no `chars` in the dataset's "
-                         'meta.json')
+        raise ValueError("tokenizer 'char' needs its alphabet, which is in `chars` of a dataset's meta.json: "
+                         'set tokenizer to a dataset that has it')
     return CharTokenizer(meta['chars'])
 
 

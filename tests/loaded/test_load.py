@@ -112,6 +112,7 @@ def test_damaged_checkpoint_is_left_out(trained, tmp_path, capsys):
     (ROOT, {}, 'has no .*safetensors.* no checkpoint in ckpt/'),
     (None, dict(which='first'), "which is 'first': choose best or latest"),
     (None, dict(tokenizer='latin'), "unknown tokenizer 'latin'"),
+    (None, dict(tokenizer='char'), "'char' needs its alphabet.*set tokenizer to a dataset"),
     (None, dict(tokenizer='bytes'), 'bytes has 256 tokens, but the model .* has 65: set --tokenizer'),
     (None, dict(device='gpu'), "device is 'gpu'"),
 ])
