@@ -11,23 +11,21 @@ import sys
 
 import torch
 
-from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert import weights
 from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.parts import replace_all
-from kilogpt.parallel.dtensor import fill
+from kilogpt.loaded.load import load_model
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.settings import check_sampling
-from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
 # model
-init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2*', a Hugging Face folder or a ckpt.pt
+init_from = 'resume'  # 'resume' (out_dir), a run, a checkpoint, 'gpt2*', a Hugging Face folder or a ckpt.pt
 out_dir = 'out'  # folder of the run to sample from
 which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
+tokenizer = ''  # for models that do not name theirs: 'gpt2', 'bytes', ... or a dataset that has the same
 # prompt
 start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input
@@ -48,36 +46,6 @@ compile: bool | None = None  # compile the step from token to token; None = on a
 config = configure(globals())
 
 
-def find_checkpoint():
-    """The path of the checkpoint in out_dir that `which` selects, or of another if that one is damaged."""
-    paths = checkpoint.find(out_dir)
-    if which == 'best' and paths:
-        paths.insert(0, checkpoint.find_best(out_dir))
-    for path in paths:
-        problem = checkpoint.damage(path)
-        if not problem:
-            return path
-        print(f'{path} is damaged ({problem}): trying another', file=sys.stderr)
-    raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: train one, or set --out_dir')
-
-
-def load_model():
-    """(model, tokenizer) as given by init_from and out_dir."""
-    if init_from == 'resume':
-        path = find_checkpoint()
-        state = checkpoint.read_state(path)
-        print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
-        tokenizer = get_tokenizer(state['tokenizer'])
-        model = GPT(GPTConfig(**state['model']), seed=None)
-        checkpoint.load(path, list(model.named_parameters()))
-    else:
-        arguments, tensors, meta = weights.read_weights(init_from)
-        tokenizer = get_tokenizer(meta)
-        model = GPT(GPTConfig(**arguments), seed=None)
-        fill(model.named_parameters(), lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
-    return model, tokenizer
-
-
 def read_prompt():
     """(text, tokens) of the prompt given by `start`: itself, the content of a file, or standard input."""
     if start != '-' and not start.startswith('FILE:'):
@@ -94,8 +62,6 @@ def read_prompt():
 
 with exit_on_error():
     check_sampling(config)
-    if which not in ('best', 'latest'):
-        raise ValueError(f'which is {which!r}: choose best or latest')
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
@@ -103,7 +69,13 @@ with exit_on_error():
         raise ValueError(f'quantize=int8 works only on CPUs, but the device is {device}: '
                          'set --dtype=bfloat16 instead, or --device=cpu')
     dtype = getattr(torch, resolve_dtype(dtype, device))
-    model, tokenizer = load_model()
+    if init_from == 'resume' and not checkpoint.choose(out_dir):
+        raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: '
+                         'train one, or set --out_dir')
+    source = out_dir if init_from == 'resume' else init_from
+    model, tokenizer, path, state = load_model(source, which, tokenizer)
+    if 'val_loss' in state:
+        print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
     prompt = None if interactive else read_prompt()
 if num_samples is None:
     num_samples = 1 if interactive else 10

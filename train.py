@@ -173,9 +173,8 @@ with exit_on_error():
     watchdog.beat()
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
-    source, tensors, saved, model_args = weights.find_start(
-        init_from, config | dict(vocab_size=meta['vocab_size']), all_islands.find_checkpoint, processes,
-        out_dir)
+    source, tensors, saved, model_args, meta = weights.find_start(
+        init_from, config, meta, all_islands.find_checkpoint, processes, out_dir)
     watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------

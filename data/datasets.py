@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from data.fetch import write_atomically
-from data.tokenizer import CharTokenizer
+from data.tokenizer import CharTokenizer, get_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
@@ -163,3 +163,13 @@ def fingerprint(folder):
                 digest.update(file.read(DIGEST_BLOCK_BYTES))
         shards[os.path.basename(path)] = [size, digest.hexdigest()]
     return shards
+
+
+def find_meta(name):
+    """The meta of a tokenizer: `name` is a dataset that has it, or the tokenizer itself.
+
+    Raises the errors of read_meta and get_tokenizer.
+    """
+    folder = dataset_folder(name)
+    is_dataset = _has_tokens(folder) or os.path.exists(os.path.join(folder, 'meta.json'))
+    return read_meta(folder) if is_dataset else get_tokenizer(dict(tokenizer=name)).meta()

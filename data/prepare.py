@@ -314,4 +314,4 @@ def write_random_tokens(folder, vocab_size, count=2 ** 22):
         tokens = np.random.default_rng(seed).integers(0, vocab_size, size=count, dtype=dtype)
         tokens.tofile(os.path.join(folder, f'{split}.bin'))
     with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:
-        json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)
+        json.dump(dict(vocab_size=vocab_size, dtype=dtype), file)

@@ -1,5 +1,6 @@
 """Bad input ends a run with one clear sentence and exit code 1. Damaged checkpoints are passed over."""
 import functools
+import hashlib
 import json
 import shutil
 import socket
@@ -8,11 +9,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 from data.datasets import fingerprint
 from data.loader import SCAN_TOKENS
 from helpers import (FAULTS, ROOT, curve, first_iterations, newest_state, run_script, saved_iterations,
                      side_by_side)
+from kilogpt.convert.hugging_face import pack_qkv
+from model import GPT, GPTConfig
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -237,6 +241,47 @@ def test_damaged_weights_of_another_run_are_refused(train, whole, tmp_path):
     other = damaged(whole, tmp_path / 'a', *[flip_a_byte] * 4)
     refused = train(f'--init_from={other}', check=False)
     assert_one_sentence(refused, 'is damaged')
+
+
+# --- tokenizers -----------------------------------------------------------------------------------------
+
+def with_meta(dataset, folder, **entries):
+    """Copy a dataset, with other entries in its meta.json; an entry of None is removed."""
+    copy = shutil.copytree(dataset, folder)
+    meta = json.loads((copy / 'meta.json').read_text()) | entries
+    meta = {key: value for key, value in meta.items() if value is not None}
+    (copy / 'meta.json').write_text(json.dumps(meta))
+    return copy
+
+
+def test_dataset_with_another_tokenizer_is_refused(train, whole, dataset, tmp_path):
+    """In a finetuned and a resumed run, with another alphabet and another kind of tokenizer."""
+    chars = json.loads((dataset / 'meta.json').read_text())['chars']
+    reversed_chars = with_meta(dataset, tmp_path / 'reversed', chars=chars[::-1])
+    refused = train(f'--init_from={whole.out_dir}', f'--dataset={reversed_chars}', check=False)
+    digests = [hashlib.sha256(''.join(text).encode()).hexdigest()[:8] for text in (chars, chars[::-1])]
+    both = [f'char (65 characters, digest {digest})' for digest in digests]
+    assert_one_sentence(refused, f'the tokenizer {both[0]}', f'has {both[1]}', 'set --dataset')
+    in_bytes = with_meta(dataset, tmp_path / 'bytes', tokenizer='bytes', chars=None)
+    refused = train('--init_from=resume', f'--dataset={in_bytes}',
+                    out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'), check=False)
+    assert_one_sentence(refused, f'the tokenizer {both[0]}', 'bytes', '--dataset', '--init_from=scratch')
+
+
+def test_gpt2_finetuned_on_characters_is_refused(train, tmp_path):
+    """nanoGPT's ckpt.pt does not name its tokenizer, but this is the size to which it pads GPT-2's tokens."""
+    arguments = dict(n_layer=1, n_head=2, n_embd=8, block_size=32, bias=False, vocab_size=50304, dropout=0.0)
+    weights = pack_qkv(dict(GPT(GPTConfig(**arguments)).named_parameters()))
+    torch.save(dict(model=weights, model_args=arguments), tmp_path / 'ckpt.pt')
+    refused = train(f'--init_from={tmp_path}/ckpt.pt', check=False)
+    assert_one_sentence(refused, 'ckpt.pt has the tokenizer gpt2', 'has char (65', '--dataset')
+
+
+def test_run_on_nameless_tokens_keeps_the_tokenizer_of_its_model(train, whole, dataset, tmp_path):
+    nameless = with_meta(dataset, tmp_path / 'nameless', tokenizer=None, chars=None)
+    run = train(f'--init_from={whole.out_dir}', f'--dataset={nameless}', '--max_iters=1')
+    theirs, ours = newest_state(run.out_dir)['tokenizer'], newest_state(whole.out_dir)['tokenizer']
+    assert theirs == ours and theirs['tokenizer'] == 'char'
 
 
 # --- what a checkpoint decides --------------------------------------------------------------------------

@@ -72,7 +72,8 @@ SESSIONS = dict(
         step('python train.py config/finetune_shakespeare.py --init_from=nanoGPT/out/ckpt.pt', SMALL),
         step('python sample.py --init_from=nanoGPT/out/ckpt.pt --start="Once"', FEW_TOKENS),
         step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt '
-             '--dataset=shakespeare_char'),
+             '--tokenizer=shakespeare_char'),
+        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
     ],
     help=[
         step('python train.py --help'),
@@ -263,16 +264,15 @@ runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the repository, with small random datasets of a hundred characters, a book and documents."""
+    """A copy of the repository, with small random datasets of a hundred tokens, a book and documents."""
     folder = tmp_path / 'kiloGPT'
     unwanted = shutil.ignore_patterns('.*', 'out', 'out-*', '__pycache__', 'wandb', '*.bin', 'meta.json',
                                       'input.txt')
     shutil.copytree(ROOT, folder, ignore=unwanted)
     for name in ('shakespeare_char', 'shakespeare', 'openwebtext'):
         write_random_tokens(folder / 'data' / name, len(string.printable), count=2 ** 13)
-        meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char',
-                    chars=string.printable)
-        (folder / 'data' / name / 'meta.json').write_text(json.dumps(meta))
+    meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char', chars=string.printable)
+    (folder / 'data' / 'shakespeare_char' / 'meta.json').write_text(json.dumps(meta))
     for name in ('books', 'documents', 'nanoGPT/out'):
         (folder / name).mkdir(parents=True)
     (folder / 'books' / 'book.txt').write_text((folder / 'LICENSE').read_text() * 4)

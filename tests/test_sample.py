@@ -63,6 +63,10 @@ def test_best_checkpoint_is_sampled_unless_the_latest_is_asked_for(train):
     best, latest = saved_iterations(run.out_dir)
     assert f'iter_{best:08d}' in sample(run.out_dir, '--num_samples=1').stderr
     assert f'iter_{latest:08d}' in sample(run.out_dir, '--num_samples=1', '--which=latest').stderr
+    # As in train.py, init_from can be a run or a checkpoint.
+    assert f'iter_{best:08d}' in sample('nowhere', '--num_samples=1', f'--init_from={run.out_dir}').stderr
+    one = run.out_dir / 'ckpt' / f'iter_{latest:08d}'
+    assert f'iter_{latest:08d}' in sample('nowhere', '--num_samples=1', f'--init_from={one}').stderr
 
 
 def test_conversation_survives_a_character_outside_the_alphabet(trained):

@@ -57,7 +57,7 @@ def test_char_and_byte_tokenizers():
     assert get_tokenizer({'tokenizer': 'bytes'}).encode('é\ud800') == [0xC3, 0xA9, ord('?')]
     with pytest.raises(ValueError, match="'latin'.*'char', 'bytes'.*gpt2"):
         get_tokenizer({'tokenizer': 'latin'})
-    with pytest.raises(ValueError, match='chars'):
+    with pytest.raises(ValueError, match="'char' needs its alphabet.*set tokenizer to a dataset"):
         get_tokenizer({'tokenizer': 'char'})
 
 

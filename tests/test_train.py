@@ -11,6 +11,7 @@ import torch
 
 from data.datasets import read_meta
 from data.loader import TokenLoader
+from kilogpt import checkpoint
 from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
                      newest_tensors, read_lines, read_run, saved_iterations, start_script)
 from model import GPT, GPTConfig
@@ -298,6 +299,9 @@ def test_weights_of_another_run_come_from_its_best_checkpoint(train, variants, t
     best = saved_iterations(diverging.out_dir)[0]
     new = train(f'--init_from={diverging.out_dir}', '--eval_only', out_dir=tmp_path / 'not' / 'there')
     assert list(new.evals) == [0] and new.evals[0]['val_loss'] == diverging.evals[best]['val_loss']
+    latest = checkpoint.find(diverging.out_dir)[0]
+    new = train(f'--init_from={latest}', '--eval_only')
+    assert new.evals[0]['val_loss'] == diverging.evals[checkpoint.iteration_of(latest)]['val_loss']
 
 
 def test_gpt2_weights_from_a_hugging_face_folder_are_finetuned(train_all, dataset, tmp_path):

@@ -12,8 +12,8 @@ import shutil
 import torch
 import torch.distributed as dist
 
-from data.datasets import DATA, read_meta
-from data.tokenizer import get_tokenizer
+from data.datasets import find_meta
+from data.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import announced
 from kilogpt.convert.hugging_face import (
@@ -46,8 +46,9 @@ def read_weights(source):
     infinity is in them. Of several processes, each looks for these in a share of the tensors.
     """
     if not os.path.exists(source) and source not in GPT2_NAMES:
-        raise ValueError(f'init_from is {source!r}: use scratch, resume, auto, {", ".join(GPT2_NAMES)}, '
-                         "a folder of weights or nanoGPT's ckpt.pt")
+        raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
+                         f"a Hugging Face folder, nanoGPT's ckpt.pt, or {', '.join(GPT2_NAMES)} "
+                         '(and --init_from of train.py takes scratch, resume, auto)')
     read = read_nanogpt if os.path.isfile(source) else read_hugging_face
     try:
         arguments, weights, meta = read(source)
@@ -68,22 +69,25 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
-def find_start(init_from, keys, find_checkpoint, processes, out_dir):
-    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
+def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
+    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments, meta).
 
-    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist.
-    keys: the values of train.py's keys, with the vocab_size of the data; they define a new model.
+    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
+    model has another tokenizer than the dataset.
+    keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
+    meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
+        not name one.
     find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
     """
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    new_model = {name: keys[name] for name in fields if name in keys}
+    new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
     block_size = new_model['block_size']
-    source, tensors, saved, arguments = None, None, {}, new_model
+    source, tensors, saved, arguments, model_meta = None, None, {}, new_model, None
     if init_from in ('resume', 'auto'):
         source, saved = find_checkpoint()
-        arguments = saved.get('model', new_model)
+        arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
     elif init_from != 'scratch':
-        source, tensors, arguments = find_initial(init_from, processes)
+        source, tensors, arguments, model_meta = find_initial(init_from, processes)
     if init_from == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
@@ -91,7 +95,36 @@ def find_start(init_from, keys, find_checkpoint, processes, out_dir):
         raise ValueError(
             f'block_size is {block_size}, but the model of {source or init_from} has only '
             f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
-    return source, tensors, saved, arguments
+    meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
+    return source, tensors, saved, arguments, meta
+
+
+def join_tokenizers(model_meta, source, meta, dataset):
+    """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
+
+    ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
+    """
+    theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: '
+            'set --dataset to data with the tokenizer of the model, or --init_from=scratch')
+    if theirs and not ours:
+        return meta | {key: model_meta[key] for key in ('tokenizer', 'chars') if key in model_meta}
+    return meta
+
+
+def choose_tokenizer(name, stored, source, vocab_size):
+    """The meta of the tokenizer to use with a model: find_meta(name), or the stored meta if the name is ''.
+
+    ValueError if the tokenizer has more tokens than the vocab_size of the model of `source`.
+    """
+    meta = find_meta(name) if name else stored
+    if meta and meta['vocab_size'] > vocab_size:
+        raise ValueError(
+            f'{name or source} has {meta["vocab_size"]} tokens, but the model of {source} has {vocab_size}: '
+            'set --tokenizer to the tokenizer of its training, or to a dataset that has the same')
+    return meta
 
 
 def initial_values(tensors, model, seed):
@@ -105,18 +138,20 @@ def initial_values(tensors, model, seed):
 
 
 def find_initial(init_from, processes):
-    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments).
+    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
 
-    init_from: a run's folder, for its best checkpoint (tensors are None), or a source of read_weights, for
-    tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a damaged checkpoint.
+    init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
+    read_weights, for tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a
+    damaged checkpoint.
     """
-    path = processes.share(checkpoint.find_best(init_from) if processes.is_main else None)
+    path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
     if not path:
-        arguments, tensors, _ = read_weights(init_from)
-        return None, tensors, arguments
+        arguments, tensors, meta = read_weights(init_from)
+        return None, tensors, arguments, meta
     if problem := checkpoint.damage_on_any(path, processes):
         raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best one is used')
-    return path, None, checkpoint.read_state(path)['model']
+    state = checkpoint.read_state(path)
+    return path, None, state['model'], state['tokenizer']
 
 
 def pad_rows(tensor, shape, rows=slice(None)):
@@ -182,7 +217,8 @@ def find_safetensors(folder):
         names = sorted(set(read_json(index)['weight_map'].values()))
     for name in ('config.json', *names):
         if not os.path.exists(os.path.join(folder, name)):
-            raise OSError(f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights')
+            raise OSError(f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights '
+                          'and has no checkpoint in ckpt/')
     return names
 
 
@@ -253,10 +289,11 @@ def read_nanogpt(path):
 
 # --- from a run ---------------------------------------------------------------------------------------------
 
-def export_weights(source, target, which='best', dtype='float32'):
+def export_weights(source, target, which='best', dtype='float32', tokenizer=''):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
 
     source, which: as in checkpoint.choose. dtype: 'float32', 'bfloat16' or 'float16'.
+    tokenizer: as in choose_tokenizer.
     target: a new file that ends with .pt for nanoGPT, or a new folder for Hugging Face.
     """
     path = checkpoint.choose(source, which)
@@ -273,6 +310,7 @@ def export_weights(source, target, which='best', dtype='float32'):
         lack = 'nanoGPT does not have' if to_nanogpt else 'no standard form has'
         raise ValueError(f'{path} has {", ".join(unknown)}, which {lack}: '
                          'use the checkpoint with our own sample.py and train.py')
+    state['tokenizer'] = choose_tokenizer(tokenizer, state['tokenizer'], path, config.vocab_size)
     write = write_nanogpt if to_nanogpt else write_hugging_face
     with announced(f'writing {target}'):
         write(target, path, config, state, getattr(torch, dtype))
@@ -323,7 +361,7 @@ def write_hugging_face(target, path, config, state, dtype):
     """Write a checkpoint as a folder for transformers: GPT-2, Llama, Qwen3, or a mixture of experts."""
     from safetensors.torch import save_file
     weights, _ = load_unpadded(path, config, with_optimizer=False)
-    tokenizer = get_tokenizer(state['tokenizer']) if state['tokenizer'] else None
+    tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
     end = tokenizer.eot if tokenizer else None
     ends = dict(bos_token_id=end, eos_token_id=end)
     theirs = dict(
@@ -351,21 +389,16 @@ def write_hugging_face(target, path, config, state, dtype):
 
 # --- to a run -----------------------------------------------------------------------------------------------
 
-def import_weights(source, out_dir, dataset=None):
+def import_weights(source, out_dir, tokenizer=''):
     """Make a run's folder out_dir with a checkpoint of weights of other software.
 
     source: as in read_weights. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
-    dataset: its meta.json names the tokenizer if the source does not. ValueError if out_dir has checkpoints.
+    tokenizer: as in choose_tokenizer. ValueError if out_dir has checkpoints.
     """
     if checkpoint.find(out_dir):
         raise ValueError(f'{out_dir} already has checkpoints: choose another folder')
     arguments, weights, meta = read_weights(source)
-    if dataset:
-        meta = read_meta(os.path.join(DATA, dataset))
-    if meta and meta['vocab_size'] > arguments['vocab_size']:
-        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, but the weights have '
-                         f'{arguments["vocab_size"]}: prepare and name the dataset that they were '
-                         'trained with')
+    meta = choose_tokenizer(tokenizer, meta, source, arguments['vocab_size'])
     parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
     with announced(f'reading {source}'):
         for name, parameter in parameters:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_weights import TINY, make_run, randomize, save_run
 
 from kilogpt.convert.__main__ import inspect, main
-from kilogpt.convert.weights import export_weights, import_weights
+from kilogpt.convert.weights import export_weights
 from model import GPT, GPTConfig
 
 
@@ -42,9 +42,10 @@ def test_bad_commands(tmp_path, capsys):
     assert done.stderr == f'error: {tmp_path}/run already exists: choose another target\n'
     with pytest.raises(ValueError, match='no checkpoint to export'):
         export_weights(str(tmp_path), str(tmp_path / 'hf'))
-    with pytest.raises(ValueError, match='openwebtext has 50257 tokens, but the weights have 97'):
-        export_weights(out_dir, str(tmp_path / 'hf'))
-        import_weights(str(tmp_path / 'hf'), str(tmp_path / 'again'), dataset='openwebtext')
+    export_weights(out_dir, str(tmp_path / 'hf'))
+    for option in ('--tokenizer', '--dataset'):  # the second is its former name
+        with pytest.raises(SystemExit, match='bytes has 256 tokens, but the model of .*hf has 97: set --tok'):
+            main(['import', f'{tmp_path}/hf', f'{tmp_path}/again', f'{option}=bytes'])
     inspect(str(tmp_path / 'hf'))
     assert re.search(r'^model: .*\bblock_size 64, ', capsys.readouterr().out, re.M)
     path = tmp_path / 'run' / 'ckpt' / 'iter_00000003' / 'state.json'
