@@ -52,7 +52,7 @@ FIGURE = [
          '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 '
          '--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0', SMALL),
     step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "the same command line=out-shakespeare-char" '
-         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" --x=seconds '
+         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" '
          '--out=assets/loss.png'),
 ]
 SESSIONS = dict(
