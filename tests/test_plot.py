@@ -203,7 +203,7 @@ def test_picture_has_tokens_and_seconds_and_names_data_and_machine(folder, tmp_p
         (path / 'ckpt' / 'iter_00000002' / 'state.json').write_text(
             json.dumps(dict(machine=[2, processor, 1, '2.13'])))
         return sources.read_run(str(path))
-    a, b, c = run('a', 'shakespeare_char'), run('b', 'data/shakespeare_char'), run('c', 'owt', 'NVIDIA H100')
+    a, b, c = run('a', 'shakespeare_char'), run('b', 'data/shakespeare_char/'), run('c', 'owt', 'NVIDIA H100')
     figure = figure_of([a, b], ['tokens', 'seconds'], tmp_path)
     assert [panel.get_xlabel() for panel in figure.axes] == ['tokens', 'seconds']
     about = 'shakespeare_char; AMD EPYC, 2 process(es) of 1 thread(s)'
@@ -213,7 +213,8 @@ def test_picture_has_tokens_and_seconds_and_names_data_and_machine(folder, tmp_p
     # Without --x there are both panels. A run that has nothing to draw, or no tokens, is not passed over.
     (tmp_path / 'n.log').write_text(NANOGPT.partition('\n')[2])
     drawn = []
-    monkeypatch.setattr(plot, 'draw', lambda runs, axes, out: drawn.append(([run.name for run in runs], axes)))
+    monkeypatch.setattr(
+        plot, 'draw', lambda runs, axes, out: drawn.append(([run.name for run in runs], axes)))
     for arguments in (['a', 'b'], ['a', folder(name='nothing')], ['a', f'n={tmp_path}/n.log']):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, 'argv', ['plot.py', *arguments])

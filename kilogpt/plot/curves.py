@@ -69,10 +69,10 @@ def draw(runs, axes, path):
 
 def describe_runs(runs):
     """The data and the machine of all runs in one line, or in a line for each run that tells them."""
-    about = {run.name: run.about for run in runs if run.about}
-    if len(set(about.values())) <= 1:
-        return next(iter(about.values()), '')
-    return '\n'.join(f'{name}: {text}' for name, text in about.items())
+    known = [run for run in runs if run.about]
+    if len({run.about for run in known}) == 1:
+        return known[0].about
+    return '\n'.join(f'{run.name}: {run.about}' for run in known)
 
 
 def speed_curve(run, color):
@@ -89,7 +89,8 @@ def draw_losses(panel, colored, x):
         training = averaged(curve_of(run.train, KEYS[x], 'loss', color))
         validation = curve_of(run.evals, KEYS[x], 'val_loss', color)
         panel.plot(training.x, training.y, color=color, linewidth=1, alpha=0.4 if validation.x else 1.0)
-        panel.plot(validation.x, validation.y, 'o', color=color, markersize=5 if len(validation.x) < 50 else 2)
+        size = 5 if len(validation.x) < 50 else 2
+        panel.plot(validation.x, validation.y, 'o', color=color, markersize=size)
         shown, kind = (validation, 'last') if validation.x else (training, 'last training mean')
         drawn.append([curve for curve in (training, validation) if curve.x])
         labelled.append(shown._replace(label=f'{run.name}  {kind} {shown.y[-1]:.2f}', end=shown.y[-1]))

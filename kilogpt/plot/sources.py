@@ -93,7 +93,7 @@ def describe_folder(folder):
     facts = []
     try:
         with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
-            facts.append(os.path.basename(json.load(file)['dataset']))
+            facts.append(os.path.basename(os.path.normpath(json.load(file)['dataset'])))
         newest = max(glob.glob(os.path.join(glob.escape(folder), 'ckpt', 'iter_*', 'state.json')))
         with open(newest, encoding='utf-8') as file:
             processes, processor, threads, _ = json.load(file)['machine']
