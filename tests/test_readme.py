@@ -16,7 +16,7 @@ PAGES = [pathlib.Path(ROOT, 'README.md'), *sorted(pathlib.Path(ROOT, 'docs').glo
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 
 SHAPE = '--device=cpu --compile=False --n_layer=2 --n_head=4 --n_embd=32 --block_size=64 --batch_size=2 '
-ITERATIONS = '--max_iters=2 --lr_decay_iters=2 --eval_interval=2 --eval_iters=1 --log_interval=1 '
+ITERATIONS = '--max_iters=2 --lr_decay_iters=0 --eval_interval=2 --eval_iters=1 --log_interval=1 '
 SMALL = f'{SHAPE} {ITERATIONS} --gradient_accumulation_steps=1 --wandb_log=False'
 MANY = f'{SMALL} --gradient_accumulation_steps=8'
 FEW_TOKENS = '--device=cpu --num_samples=2 --max_new_tokens=8'
@@ -52,7 +52,7 @@ FIGURE = [
          '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 '
          '--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0', SMALL),
     step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "the same command line=out-shakespeare-char" '
-         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" --x=seconds '
+         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" '
          '--out=assets/loss.png'),
 ]
 SESSIONS = dict(

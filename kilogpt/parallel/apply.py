@@ -295,7 +295,7 @@ class Parallel:
 
 
 def describe_layout(parallel, optimizer, batch_size, islands):
-    """Lines about a model that is laid out: the degrees of many processes, the bytes, the batch, and notes."""
+    """Lines about a model that is laid out: degrees of many processes, bytes, the batch, and notes."""
     layout, processes, global_batch = parallel.layout, parallel.processes, parallel.global_batch
     parameters, moments = (processes.max(n) for n in bytes_held(parallel.named_parameters(), optimizer))
     lines, where = [f'layout      {layout.describe()}'], 'on a rank'
