@@ -20,6 +20,11 @@ CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
 # Among the processes that share the experts, the rows of the busiest one over their mean. A guess.
 LOAD_IMBALANCE = 1.2
 GAPS = 0.06  # memory lost between tensors, as a share of their bytes; fitted (docs/layouts.md)
+# The same for processes on CPUs, fitted to the runs in LOG.md of 2026-11-25.
+CPU_PROCESS = 0.34e9  # bytes of Python and PyTorch, and of what they load before the first iteration
+CPU_COMPILER = 0.13e9  # bytes of torch.compile
+# glibc keeps what is freed (cpu.keep_freed_memory), and a later tensor of another size takes new memory.
+CPU_GAPS = 0.13
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,7 @@ class Work:
     async_tp: bool = False
     load_imbalance: float = LOAD_IMBALANCE
     device: str = 'cuda'  # or 'cpu', where attention and norms keep other activations
+    saves_in_background: bool = False  # the checkpoint's copy is in the memory that is predicted
 
     @classmethod
     def of(cls, config, layout, device, split=None):
@@ -48,7 +54,11 @@ class Work:
         batch_size = config['batch_size']
         split = split or layout.split_batch(batch_size * config['gradient_accumulation_steps'], batch_size)
         same = {key: config[key] for key in cls.__dataclass_fields__ if key in config and key != 'device'}
-        return cls(*split, **same, device=device)
+        saves_in_background = False
+        if device == 'cpu':  # as in train.py; with a GPU, the copy is in host memory
+            saves = (config['keep_checkpoints'] > 0 or config['eval_iters'] > 0) and not config['eval_only']
+            saves_in_background = saves and config['async_checkpoint'] and not config['cpu_offload']
+        return cls(*split, **same, device=device, saves_in_background=saves_in_background)
 
     @property
     def width(self):
@@ -61,7 +71,8 @@ def memory(shape, layout, work):
 
     Parts: parameters, gradients and moments (those kept from one iteration to the next), gathered (copies by
     FSDP2 or autocast, and gradients before their reduction), activations, logits (all of the loss), buffers
-    (of pipelines). The allocator's reserve is not included: see `reserve`.
+    (of pipelines), copies (of the state, on CPUs, for saves in the background). The allocator's reserve is
+    not included: see `reserve`.
     """
     n_blocks = [Stage.sum(stages).n_blocks for stages in shape.stages(layout, work.block_size)]
     # The first ranks hold the most micro-batches, and the last rank has the head.
@@ -73,8 +84,13 @@ def memory(shape, layout, work):
 
 
 def reserve(total, work):
-    """Bytes that CUDA, NCCL and the gaps between tensors take in addition to `total` bytes of tensors."""
-    return 0 if work.device == 'cpu' else CONTEXT + GAPS * total
+    """Bytes that a process takes in addition to `total` bytes of tensors.
+
+    On GPUs these are CUDA, NCCL and the gaps between tensors; on CPUs Python, PyTorch and such gaps.
+    """
+    if work.device == 'cpu':
+        return CPU_PROCESS + CPU_COMPILER * work.compile + CPU_GAPS * total
+    return CONTEXT + GAPS * total
 
 
 def state(shape, layout, work, rank):
@@ -139,7 +155,9 @@ def phases(shape, layout, work, rank):
     if work.cpu_offload and work.device != 'cpu':  # the state is in host memory
         sharded = dict.fromkeys(sharded, 0)
         gradients_before = gradients = 0
-    resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers)
+    copies = _copied_bytes(sharded, layout) if work.saves_in_background else 0
+    resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers,
+                    copies=copies)
     return {
         'loss': resident | dict(
             gradients=gradients_before, gathered=gathered, activations=activations, logits=logits),
@@ -154,6 +172,13 @@ def phases(shape, layout, work, rank):
             logits=0),
         'step': resident | dict(gradients=sharded['gradients'], gathered=0, activations=0, logits=0),
     }
+
+
+def _copied_bytes(sharded, layout):
+    """Bytes that a process copies for a checkpoint. Processes that hold the same tensors share the work."""
+    replicas = layout.dp_replicate if layout.uses_fsdp else layout.dp * layout.cp
+    of_moments = 1 if layout.zero_stage == 1 else replicas  # ZeRO-1 has divided the moments already
+    return sharded['parameters'] / replicas + sharded['moments'] / of_moments
 
 
 class WholeBytes(NamedTuple):
