@@ -48,8 +48,8 @@ def predict_memory(model, layout, config, device_type, available):
 
 def _bytes_of(shape, layout, config, device_type):
     work = memory_model.Work.of(config, layout, device_type)
-    total = sum(memory_model.memory(shape, layout, work).values())
-    return total + memory_model.reserve(total, work)
+    parts = memory_model.memory(shape, layout, work)
+    return sum(parts.values()) + memory_model.reserve(parts, work)
 
 
 def _changes(layout, config, device_type):
