@@ -111,7 +111,7 @@ def train(arguments, out_dir, processes=1, **keys):
 def predict(arguments, processes, gpu):
     """A layout's predicted_gb and predicted_ms by kilogpt.plan. RuntimeError with its error if it fails."""
     command = [sys.executable, '-m', 'kilogpt.plan', *arguments, f'--gpus={processes}', f'--gpu={gpu}',
-               '--as_given', '--json']
+               '--as_given', '--json', '--async_checkpoint=False']  # `train_command` does not save
     # The module is found from any folder, and paths in the arguments stay relative to the user's.
     path = os.pathsep.join(filter(None, [ROOT, os.environ.get('PYTHONPATH')]))
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=path))

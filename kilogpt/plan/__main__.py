@@ -190,7 +190,7 @@ def check(planner, options, arguments):
     if options.json:
         print(json.dumps(results))
         return
-    planner.config['compile'] = False  # the dry run does not compile either
+    planner.config |= dict(compile=False, async_checkpoint=False)  # the dry run neither compiles nor saves
     memory = planner.row_as_given()['memory']
     predicted = {part: 1e9 * count for part, count in memory.items() if part != 'reserve'}
     print('\n'.join(dry_run.table(results, predicted)))
