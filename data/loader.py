@@ -56,8 +56,9 @@ def open_splits(folder, block_size, vocab_size, meta, seed, processes, evaluates
     if processes.any(sizes != processes.share(sizes)):
         raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
                          'here): copy one folder to all of them')
-    for sentence in find_oddities(folder, meta, loaders) if processes.is_first else ():
-        processes.say(f'warning: {sentence}')
+    if processes.is_first:
+        for sentence in find_oddities(folder, meta, loaders):
+            print(f'warning: {sentence}', flush=True)
     return loaders if evaluates else (*loaders, None)
 
 

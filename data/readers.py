@@ -110,9 +110,9 @@ def read_pieces(path, field='text'):
                 yield text, False
     except UnicodeDecodeError as error:
         before = error.object[:error.start].decode(errors='replace')[-20:]
-        place = f' after {before!r}' if before else ''
-        raise ValueError(f'{path} is not UTF-8 text: it has the byte 0x{error.object[error.start]:02x}{place};'
-                         ' convert it, for example with iconv') from None
+        what = f'the byte 0x{error.object[error.start]:02x}' + (f' after {before!r}' if before else '')
+        raise ValueError(f'{path} is not UTF-8 text: it has {what}; convert it, for example with '
+                         'iconv') from None
     except OSError as error:
         raise ValueError(f'{path} cannot be read: {error}') from None
 
