@@ -13,6 +13,7 @@ import torch
 
 from kilogpt import checkpoint
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.devices import host
 from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.parts import replace_all
@@ -65,6 +66,7 @@ with exit_on_error():
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
+    host.prepare(lambda line: print(line.strip(), file=sys.stderr))
     if quantize == 'int8' and device.type != 'cpu':
         raise ValueError(f'quantize=int8 works only on CPUs, but the device is {device}: '
                          'set --dtype=bfloat16 instead, or --device=cpu')
