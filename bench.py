@@ -41,6 +41,7 @@ from typing import NamedTuple
 
 from data.prepare import write_random_tokens
 from kilogpt import script_runs
+from kilogpt.configurator import expect_closed_pipe
 from kilogpt.machines import Machine, write_machine
 from kilogpt.plan.time_model import bubble
 
@@ -300,6 +301,7 @@ def parse_arguments():
 
 
 def main():
+    expect_closed_pipe()
     options, arguments = parse_arguments()
     layouts = script_runs.parse_layouts(options.layouts, options.nproc_per_node)
     layouts = layouts or [('', options.nproc_per_node, [])]

@@ -6,31 +6,32 @@
 """
 import codecs
 import itertools
+import pathlib
 import sys
 
 import torch
 
-from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert import weights
+from kilogpt.devices import host
 from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.parts import replace_all
-from kilogpt.parallel.dtensor import fill
+from kilogpt.loaded.load import load_model
 from kilogpt.parallel.processes import find_device, resolve_dtype
-from model import GPT, GPTConfig
+from kilogpt.settings import check_sampling
 
 # --- configuration ------------------------------------------------------------------------------------------
 # model
-init_from = 'resume'  # 'resume' (a checkpoint in out_dir), 'gpt2*', a Hugging Face folder or a ckpt.pt
+init_from = 'resume'  # 'resume' (out_dir), a run, a checkpoint, 'gpt2*', a Hugging Face folder or a ckpt.pt
 out_dir = 'out'  # folder of the run to sample from
 which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
+tokenizer = ''  # for models that do not name theirs: 'gpt2', 'bytes', ... or a dataset that has the same
 # prompt
-start = '\n'  # text to continue; 'FILE:prompt.txt' reads a file, '-' standard input
+start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input
 # sampling
-num_samples = 10  # samples, drawn in one batch; the first is shown as it grows
+num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 if interactive
 max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
 temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all
@@ -46,61 +47,40 @@ compile: bool | None = None  # compile the step from token to token; None = on a
 config = configure(globals())
 
 
-def find_checkpoint():
-    """The path of the checkpoint in out_dir that `which` selects, or of another if that one is damaged."""
-    paths = checkpoint.find(out_dir)
-    if which == 'best' and paths:
-        paths.insert(0, checkpoint.find_best(out_dir))
-    for path in paths:
-        problem = checkpoint.damage(path)
-        if not problem:
-            return path
-        print(f'{path} is damaged ({problem}): trying another', file=sys.stderr)
-    raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: train one, or set --out_dir')
-
-
-def load_model():
-    """(model, tokenizer) as given by init_from and out_dir."""
-    if init_from == 'resume':
-        path = find_checkpoint()
-        state = checkpoint.read_state(path)
-        print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
-        tokenizer = get_tokenizer(state['tokenizer'])
-        model = GPT(GPTConfig(**state['model']), seed=None)
-        checkpoint.load(path, list(model.named_parameters()))
-    else:
-        arguments, tensors, meta = weights.read_weights(init_from)
-        tokenizer = get_tokenizer(meta)
-        model = GPT(GPTConfig(**arguments), seed=None)
-        fill(model.named_parameters(), lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
-    return model, tokenizer
-
-
 def read_prompt():
-    """The prompt given by `start`: the text itself, the content of a file, or standard input."""
-    if start == '-':
-        return sys.stdin.read()
-    if start.startswith('FILE:'):
-        with open(start.removeprefix('FILE:'), encoding='utf-8') as file:
-            return file.read()
-    return start
+    """(text, tokens) of the prompt given by `start`: itself, the content of a file, or standard input."""
+    if start != '-' and not start.startswith('FILE:'):
+        return start, tokenizer.encode_prompt(start)
+    try:
+        if start == '-':
+            text = sys.stdin.read()
+        else:
+            text = pathlib.Path(start.removeprefix('FILE:')).read_text(encoding='utf-8')
+    except UnicodeDecodeError as error:
+        raise ValueError(f'start is {start!r}, but that text is not UTF-8 ({error}): convert it') from None
+    return text, tokenizer.encode(text)
 
 
 with exit_on_error():
-    for key, least in (('num_samples', 1), ('max_new_tokens', 1), ('temperature', 0)):
-        if config[key] < least:
-            raise ValueError(f'{key} is {config[key]}: it must be at least {least}')
-    if which not in ('best', 'latest'):
-        raise ValueError(f'which is {which!r}: choose best or latest')
+    check_sampling(config)
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
+    host.prepare(lambda line: print(line.strip(), file=sys.stderr))
     if quantize == 'int8' and device.type != 'cpu':
         raise ValueError(f'quantize=int8 works only on CPUs, but the device is {device}: '
                          'set --dtype=bfloat16 instead, or --device=cpu')
     dtype = getattr(torch, resolve_dtype(dtype, device))
-    model, tokenizer = load_model()
-    prompt = read_prompt()
+    if init_from == 'resume' and not checkpoint.choose(out_dir):
+        raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: '
+                         'train one, or set --out_dir')
+    source = out_dir if init_from == 'resume' else init_from
+    model, tokenizer, path, state = load_model(source, which, tokenizer)
+    if 'val_loss' in state:
+        print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
+    prompt = None if interactive else read_prompt()
+if num_samples is None:
+    num_samples = 1 if interactive else 10
 if compile is None:
     # Compiling takes a minute and saves milliseconds for each token. After block_size tokens, the compiled
     # step is not used, since the whole window is read again for each token.
@@ -127,9 +107,9 @@ generator = torch.Generator(device).manual_seed(seed)
 
 
 @torch.inference_mode(device.type == 'cpu')  # 5% less time for a token; on GPUs the step is compiled
-def show(prompt):
+def show(prompt, tokens):
     """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
-    tokens = tokenizer.encode(prompt) or [tokenizer.eot or 0]  # the model needs at least one token
+    tokens = tokens or [tokenizer.eot or 0]  # the model needs at least one token
     decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
     texts = [prompt] * num_samples
     has_ended = [False] * num_samples
@@ -155,11 +135,11 @@ if interactive:
         except EOFError:
             break
         try:
-            show(line)
+            show(line, tokenizer.encode_prompt(line))
         except KeyboardInterrupt:  # Ctrl-C ends only this text
             print()
         except ValueError as error:  # a character outside the model's alphabet
             print(f'error: {error}', file=sys.stderr)
 else:
     with exit_on_error():
-        show(prompt)
+        show(*prompt)

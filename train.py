@@ -20,17 +20,17 @@ os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
 import torch
 from torch.profiler import record_function
 
-from data.datasets import open_dataset
+from data.datasets import fingerprint, open_dataset
 from data.loader import open_splits
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert import weights
-from kilogpt.devices import cpu
+from kilogpt.devices import host
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
-from kilogpt.optim import build_optimizer, scheduled_lr, set_lr
+from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import Parallel, describe_layout
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
@@ -38,7 +38,7 @@ from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dt
 from kilogpt.plan.fits import describe_memory
 from kilogpt.profiler import Profiler
 from kilogpt.run import Run, RunFolder, hook_states, hook_tensors, restore_hooks, weights_for_evaluation
-from kilogpt.settings import check_settings, compare_settings
+from kilogpt.settings import check_settings, lr_of, settle_settings
 from kilogpt.signals import Signals, StopRequest
 from kilogpt.watchdog import Watchdog
 from model import GPT, GPTConfig
@@ -63,7 +63,8 @@ wandb_project = 'owt'  # project in Weights & Biases
 wandb_run_name = 'gpt2'  # run name in Weights & Biases
 tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
-dataset = 'openwebtext'  # a folder in data/, or any other path
+dataset = 'openwebtext'  # a name in data/ (or else in the current folder), or a path to a folder
+accept_new_data = False  # resume although the files of the dataset have changed since the checkpoint
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
 block_size = 1024  # tokens in a sequence
@@ -110,7 +111,7 @@ spike_factor = 5.0  # with on_spike: gradient norms above this many times their 
 decay_lr = True  # False = constant learning rate, without warm-up
 lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
 warmup_iters = 2000  # iterations of linear warm-up
-lr_decay_iters = 600000  # iteration at which min_lr is reached; about max_iters
+lr_decay_iters = 600000  # iteration at which min_lr is reached; 0 = max_iters
 min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate / 10
 # layout: data parallelism (DDP or FSDP2) takes the processes that tp, cp and pp leave
 zero_stage = 0  # 0 = DDP; 1 = DDP, optimizer sharded; 2 = FSDP2; 3 = FSDP2, parameters freed after forward
@@ -125,7 +126,7 @@ activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but ma
 cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
 grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
 comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
-# islands: groups of processes that train apart and exchange parameters now and then (DiLoCo)
+# islands: groups of processes that train separately and exchange parameters at intervals (DiLoCo)
 islands = 1  # number of groups; each has the layout above and a share of each iteration's sequences
 outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, else no exchange
 outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
@@ -144,7 +145,7 @@ device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available,
 dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); 'auto' follows the device
 fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
 deterministic = False  # equal runs give equal bits on GPUs too, at some cost in speed
-compile = True  # torch.compile; falls back to eager where there is no compiler
+compile = True  # torch.compile; falls back to eager without a compiler
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------
@@ -152,7 +153,6 @@ config = configure(globals())
 
 # --- set-up: processes, data, and what the run starts from --------------------------------------------------
 stop_request = StopRequest()
-cpu.keep_freed_memory()
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
 
 with exit_on_error():
@@ -162,30 +162,30 @@ with exit_on_error():
     processes = Processes(device, 1 if outer_store else islands)
     layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
     processes.join(layout, backend, comm_timeout)
+    host.prepare(processes.say)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
     all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))
     out_dir = all_islands.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
     data_dir, meta = open_dataset(dataset, processes)
+    shards = processes.share(fingerprint(data_dir) if processes.is_main else None)
     watchdog.beat()
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
-    source, tensors, saved, model_args = weights.find_start(
-        init_from, config | dict(vocab_size=meta['vocab_size']), all_islands.find_checkpoint, processes,
-        out_dir)
-    if saved:
-        compare_settings(config, saved, source, processes.say)
+    source, tensors, saved, model_args, meta = weights.find_start(
+        init_from, config, meta, all_islands.find_checkpoint, processes, out_dir)
     watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
 global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
 
 with exit_on_error():
-    train_loader, val_loader = open_splits(
-        data_dir, block_size, model_args['vocab_size'], meta, seed, processes)
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
+    config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
+    train_loader, val_loader = open_splits(
+        data_dir, block_size, model_args['vocab_size'], meta, seed, processes, eval_iters > 0)
     size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
@@ -232,9 +232,7 @@ meter = metrics.Meter(log, run, processes, dtype, flops_per_token, layout.tp, _s
 # --- what the loop calls ------------------------------------------------------------------------------------
 def lr_at(iteration):
     """The learning rate of the update that follows `iteration` finished ones."""
-    if not decay_lr:
-        return learning_rate
-    return scheduled_lr(iteration, lr_schedule, learning_rate, min_lr, warmup_iters, lr_decay_iters)
+    return lr_of(config, iteration)
 
 
 @torch.no_grad()
@@ -261,7 +259,7 @@ def save(in_background=False):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
     state = run.state() | guard.state() | hook_states(hooks) | dict(
         wandb_id=log.wandb_id, model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
-        machine=processes.machine())
+        shards=shards, machine=processes.machine())
     with watchdog.waits_for_storage():
         saver.wait()
         log.save_written(run.iteration, run.clock.now())
@@ -303,7 +301,7 @@ while True:
                     losses = evaluate()
                 if losses:
                     run.note(losses['val_loss'])
-                    log.eval(dict(iter=run.iteration) | losses | parallel.balance.loads())
+                    log.eval(meter.stamp() | losses | parallel.balance.loads())
             run.end_if_stopped(signals)
             run.end_if_finished()
             if run.needs_save(signals, saver):

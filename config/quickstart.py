@@ -8,6 +8,7 @@ dataset = 'shakespeare_char'
 gradient_accumulation_steps = 1
 beta2 = 0.99
 warmup_iters = 100
+lr_decay_iters = 0  # follows max_iters
 pos, norm, mlp, qk_norm, n_kv_head = 'rope', 'rmsnorm', 'swiglu', True, 2
 
 if torch.cuda.is_available():
@@ -16,7 +17,7 @@ if torch.cuda.is_available():
     batch_size, block_size = 64, 256
     n_layer, n_head, n_embd, dropout = 6, 6, 384, 0.2
     learning_rate, min_lr = 1e-3, 1e-4
-    max_iters = lr_decay_iters = 5000
+    max_iters = 5000
 else:
     compile = False  # compiling would take longer than the run
     eval_interval, eval_iters, log_interval = 140, 10, 20
@@ -24,4 +25,4 @@ else:
     n_layer, n_head, n_embd = 2, 4, 128
     tie_weights, zero_init, optimizer, muon_momentum = False, True, 'muon', 0.85
     learning_rate, min_lr, lr_schedule, warmup_iters = 1.2e-2, 0.0, 'linear', 5
-    max_iters = lr_decay_iters = 140
+    max_iters = 140

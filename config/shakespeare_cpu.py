@@ -17,4 +17,5 @@ dropout = 0.0  # two passes overfit little
 optimizer, muon_momentum = 'muon', 0.85
 learning_rate, min_lr, lr_schedule, warmup_iters = 1e-2, 0.0, 'linear', 20
 beta2 = 0.99
-max_iters = lr_decay_iters = 480
+max_iters = 480
+lr_decay_iters = 0  # follows max_iters

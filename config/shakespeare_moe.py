@@ -18,4 +18,5 @@ expert_hidden = 192  # two of them are as wide as the MLP of mlp=swiglu
 
 learning_rate, min_lr, lr_schedule, warmup_iters = 3e-3, 0.0, 'linear', 50
 beta2 = 0.99
-max_iters = lr_decay_iters = 600
+max_iters = 600
+lr_decay_iters = 0  # follows max_iters

@@ -24,6 +24,6 @@ min_lr = 0.0
 lr_schedule = 'wsd'
 warmup_iters = 500
 max_iters = 20000  # 10B tokens
-lr_decay_iters = 20000
+lr_decay_iters = 0  # follows max_iters
 eval_interval = 1000
 log_interval = 10

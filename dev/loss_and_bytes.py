@@ -72,7 +72,7 @@ def print_table(results, reference):
               f'| {statistics.mean(percents):+.1f}% |')
 
 
-def draw(results, reference, path):
+def draw(results, reference, dataset, path):
     figure, axes = pyplot.subplots(figsize=(7, 3.5), layout='constrained')
     for (interval, _, sent_as), runs in results.items():
         percents = percents_above(runs, reference)
@@ -86,7 +86,11 @@ def draw(results, reference, path):
     axes.axhline(0, color='grey', linewidth=0.8)
     axes.set(xscale='log', xlim=(0.3, 500), xlabel='times fewer bytes than DDP',
              ylabel='validation loss above DDP, %',
-             title=f'{ISLANDS} islands, {ITERATIONS:,} iterations: outer_interval (sent as)')
+             title=f'{dataset}, {PARAMETERS:,} parameters, {ITERATIONS:,} iterations of {ISLANDS} islands; '
+                   'float32 on CPUs')
+    axes.title.set_size('medium')
+    axes.text(0.02, 0.25, 'points: mean and range of the seeds\nlabels: outer_interval (sent as)', fontsize=8,
+              transform=axes.transAxes)
     figure.savefig(path, dpi=120)
 
 
@@ -105,7 +109,7 @@ def main():
             print(seed, name, *result, file=sys.stderr, flush=True)
     reference = results.pop('DDP')
     print_table(results, reference)
-    draw(results, reference, ROOT / 'assets' / 'islands.png')
+    draw(results, reference, pathlib.Path(dataset).name, ROOT / 'assets' / 'islands.png')
 
 
 if __name__ == '__main__':

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from data.datasets import dataset_folder
 from data.prepare import write_random_tokens
 from kilogpt.script_runs import ROOT, as_arguments, timed, train, train_command
 
@@ -93,7 +94,7 @@ def compare_train(nanogpt, arguments, options, folder):
 def dataset_of(arguments):
     """The folder of the dataset given in train.py's arguments."""
     names = [a.partition('=')[2] for a in arguments if a.startswith('--dataset=')]
-    return os.path.join(ROOT, 'data', names[-1] if names else 'openwebtext')
+    return dataset_folder(names[-1] if names else 'openwebtext')
 
 
 def link_data(dataset, folder):

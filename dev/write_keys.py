@@ -10,9 +10,9 @@ TITLE = '''# Every key
 
 This page is what `--help` prints. `python dev/write_keys.py` writes it.
 
-A value on the command line is read as the type of its key. Integers are accepted where a float is wanted,
-booleans are `true` or `false` in any case, and `--flag` alone means true. In a config file a key is an
-assignment, `n_layer = 6`.
+A value on the command line is read as the type of its key. Integers are accepted where a float is wanted, and
+whole numbers such as `1e3` where an integer is. Booleans are `true` or `false` in any case, and `--flag` alone
+means true. In a config file a key is an assignment, `n_layer = 6`.
 '''
 KEY = re.compile(r'  --(?P<key>\w+)=(?P<default>.+?) +'
                  r'(?P<type>(int|float|bool|str)( or None)?) +(?P<meaning>.+)')
@@ -33,8 +33,8 @@ def section(script, text):
         if found and not in_table:
             lines += ['', '| key | default | type | meaning |', '| --- | --- | --- | --- |']
         if found:
-            lines.append(f'| `{found["key"]}` | `{found["default"]}` '
-                         f'| {found["type"]} | {found["meaning"]} |')
+            meaning = found['meaning'].replace('|', r'\|')  # as in <|endoftext|>
+            lines.append(f'| `{found["key"]}` | `{found["default"]}` | {found["type"]} | {meaning} |')
         elif line:
             lines += ['', f'**{line}**']
         in_table = bool(found)

@@ -4,3 +4,17 @@ The files of this folder serve a single run (optim.py, metrics.py, checkpoint.py
 subfolder has one subject; its __init__.py describes it and says which file to read first. docs/files.md lists
 all files.
 """
+
+
+def load(source, which='best', tokenizer='', device='auto'):
+    """Load a trained model: a LoadedRun, with model, tokenizer, config, metrics, generate and loss.
+
+    source: a run's folder, one of its checkpoints (out_dir/ckpt/iter_*), a Hugging Face folder of GPT-2,
+        Llama or Qwen3, a ckpt.pt of nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'.
+    which: the 'best' or 'latest' checkpoint of a run.
+    tokenizer: a tokenizer ('gpt2', for example), or a dataset that has the same, for a source without one.
+    device: as the key of sample.py.
+    ValueError, OSError or ImportError, each with one sentence, if the input is wrong or missing.
+    """
+    from kilogpt.loaded.load import LoadedRun  # takes seconds, because it imports torch
+    return LoadedRun(source, which, tokenizer, device)

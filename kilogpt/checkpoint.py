@@ -25,7 +25,9 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, SoftFileLock, Timeout
 
-from kilogpt.checkpoint_files import ShardWriter, becomes_true, checksum, safe_reader, size_of, write_json
+from kilogpt.checkpoint_files import (
+    ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, write_json)
+from kilogpt.configurator import announced
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 
@@ -241,13 +243,15 @@ def damage(path, rank=0, world_size=1):
             expected = sorted(json.load(file).items())
     except (OSError, ValueError):
         return 'checksums.json cannot be read'
-    for name, written in expected[rank::world_size]:
-        try:
-            found = checksum(os.path.join(path, name))
-        except OSError as error:
-            return f'{name} cannot be read: {error.strerror}'
-        if found != written:
-            return f'{name} is not as it was written'
+    mine = expected[rank::world_size]
+    with announced(f'verifying {path} ({sum(size for _, (size, _) in mine) / 1e9:.1f} GB)'):
+        for name, written in mine:
+            try:
+                found = checksum(os.path.join(path, name))
+            except OSError as error:
+                return f'{name} cannot be read: {error.strerror}'
+            if found != written:
+                return f'{name} is not as it was written'
     return None
 
 
@@ -312,9 +316,10 @@ def _all_gather(value):
 
 
 def load(path, parameters, optimizer=None):
-    """Fill parameters and the optimizer's state from a checkpoint. ValueError if it is of another model.
+    """Fill parameters and the optimizer's state from a checkpoint.
 
     parameters: [(name, parameter)], sharded or not; parameters of one name are copies of each other.
+    ValueError if the checkpoint is of another model, or has NaN or infinity in it.
     """
     stored = stored_tensors(path)
     for name, parameter in parameters:
@@ -324,7 +329,10 @@ def load(path, parameters, optimizer=None):
             raise ValueError(f'{path} holds {content} where the model has {name} {tuple(parameter.shape)}')
     if optimizer is not None:
         _allocate_state(optimizer, stored)
-    load_tensors(path, [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)])
+    named_tensors = [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)]
+    with announced(f'loading {path}'):
+        load_tensors(path, named_tensors)
+    check_finite(path, named_tensors, 'delete this checkpoint to use another one')
 
 
 def load_tensors(path, named_tensors):

@@ -256,6 +256,27 @@ def safe_reader(path):
     return Reader(path)
 
 
+def check_finite(path, named_tensors, advice):
+    """Raise ValueError if tensors that were read from `path` have NaN or infinity in them.
+
+    named_tensors: [(name, tensor)]. Of a DTensor, each process checks its part.
+    advice: the end of the sentence.
+    """
+    counts = {}  # {name: (how many values are not finite, how many there are)}
+    for name, tensor in named_tensors:
+        part = local_part(tensor)
+        # A sum takes much less time than isfinite. It is finite only if all values are.
+        if part.is_floating_point() and not part.sum(dtype=torch.float32).isfinite():
+            count = part.numel() - int(part.float().isfinite().sum())
+            if count:  # otherwise the sum has overflowed
+                counts[name] = count, part.numel()
+    if counts:
+        name, (count, size) = next(iter(counts.items()))
+        more = f'; the first of {len(counts)} such tensors' if len(counts) > 1 else ''
+        raise ValueError(
+            f'{path} has NaN or infinity in {name} ({count:,} of {size:,} values{more}): {advice}')
+
+
 # --- files --------------------------------------------------------------------------------------------------
 
 def write_file(path, content):

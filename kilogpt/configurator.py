@@ -6,8 +6,10 @@ Arguments apply in order, and the last one wins. A config file is Python and is 
 you trust. A `.json` file, such as the `config.json` that a run writes to its out_dir, works as well.
 """
 import ast
+import atexit
 import contextlib
 import difflib
+import functools
 import io
 import json
 import os
@@ -24,6 +26,7 @@ _CONFIG_TYPES = (bool, int, float, str, type(None))
 @contextlib.contextmanager
 def exit_on_error():
     """A context in which ValueError, OSError and ImportError end the script: one sentence, exit code 1."""
+    expect_closed_pipe()
     try:
         yield
     except (ValueError, OSError, ImportError) as error:
@@ -31,7 +34,42 @@ def exit_on_error():
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.
             sys.stderr.reconfigure(write_through=False)
-        sys.exit(f'error: {error}')
+        sys.exit(1 if _is_of_closed_pipe(error) else f'error: {error}')
+
+
+@functools.cache  # once is enough
+def expect_closed_pipe():
+    """Make the script end without a word when the reader of its output, such as `head`, has closed the pipe.
+
+    `configure` and `exit_on_error` call this.
+    """
+    sys.excepthook = _report_error
+    atexit.register(_flush_output)
+
+
+def _report_error(kind, error, trace):
+    """sys.excepthook: print the traceback, but nothing for a closed pipe."""
+    if not _is_of_closed_pipe(error):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _is_of_closed_pipe(error):
+    """Whether an exception is that the reader of the output has closed the pipe. It could be of a socket."""
+    if isinstance(error, BrokenPipeError):
+        try:
+            print(flush=True)
+        except BrokenPipeError:
+            return True
+    return False
+
+
+def _flush_output():
+    """Flush stdout, into nothing if the pipe is closed."""
+    try:
+        sys.stdout.flush()
+    except OSError:  # BrokenPipeError, or on Windows EINVAL
+        # Python flushes stdout again at exit, which would print a traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def configure(script, argv=None):
@@ -43,12 +81,14 @@ def configure(script, argv=None):
     A key takes values of the type of its default, or of the types in its annotation (`top_k: int | None =
     200`). An unknown key or a value of the wrong type ends the script with one sentence.
     """
+    expect_closed_pipe()
     argv = list(sys.argv[1:] if argv is None else argv)
     config = {key: value for key, value in script.items()
               if not key.startswith('_') and isinstance(value, _CONFIG_TYPES)}
     key_types = _types_of_keys(config, script.get('__annotations__', {}))
     if '--help' in argv or '-h' in argv:
-        _print_to_end(_help(script['__file__'], config, key_types))
+        with contextlib.suppress(OSError):  # the reader of a pipe may stop before the end
+            print(_help(script['__file__'], config, key_types))
         sys.exit(0)
     with exit_on_error():
         while argv:
@@ -62,6 +102,22 @@ def configure(script, argv=None):
                     config[key] = _check(key, value, config, key_types, argument)
     script.update(config)
     return config
+
+
+@contextlib.contextmanager
+def announced(what):
+    """A context in which a terminal shows what the script is doing. Files and CI logs get nothing.
+
+    Of torchrun's processes the first one shows it.
+    """
+    is_shown = sys.stderr.isatty() and os.environ.get('RANK', '0') == '0'
+    if is_shown:
+        print(f'{what} ...', end='\r', file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if is_shown:
+            print('\033[K', end='', file=sys.stderr, flush=True)  # clears the line
 
 
 def config_of(path, argv):
@@ -147,8 +203,8 @@ def _parse(text, accepted_types):
     if bool in accepted_types and text.lower() in ('true', 'false'):
         return text.lower() == 'true'
     with contextlib.suppress(ValueError, SyntaxError):
-        value = ast.literal_eval(text)
-        if type(value) in accepted_types or (float in accepted_types and type(value) is int):
+        value = _as_number(ast.literal_eval(text), accepted_types)
+        if type(value) in accepted_types:
             return value
     if float in accepted_types:
         with contextlib.suppress(ValueError):
@@ -156,16 +212,24 @@ def _parse(text, accepted_types):
     return text
 
 
+def _as_number(value, accepted_types):
+    """3 as 3.0 if only floats are accepted, 1e3 as 1000 if only integers are; any other value as it is."""
+    if type(value) is int and int not in accepted_types and float in accepted_types:
+        return float(value)
+    if type(value) is float and float not in accepted_types and int in accepted_types and value.is_integer():
+        return int(value)
+    return value
+
+
 def _check(key, value, config, key_types, where):
-    """The value, an int as a float if the key takes floats. ValueError if the key or the type is wrong."""
+    """The value, a number as a number of the key's type. ValueError if the key or the type is wrong."""
     if key not in config:
         similar = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
         hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
         if where != 'the command line':
             hint += ' (a helper variable in a config file must start with _)'
         raise ValueError(f'unknown key {key!r} in {where}{hint}')
-    if type(value) is int and float in key_types[key]:
-        return float(value)
+    value = _as_number(value, key_types[key])
     if type(value) not in key_types[key]:
         expected = ' or '.join(key_type.__name__ for key_type in key_types[key])
         raise ValueError(f'{key} takes {expected}, but {where} gives {value!r}')
@@ -202,12 +266,3 @@ def _help(path, config, key_types):
         setting = f'  --{key}={config[key]!r}'
         lines.append(f'{setting:<35} {type_names:<8} {comment}'.rstrip())
     return '\n'.join(lines)
-
-
-def _print_to_end(text):
-    """Print a text, unless the reader of a pipe (`head`, for example) has closed it."""
-    try:
-        print(text, flush=True)
-    except OSError:  # BrokenPipeError, or on Windows EINVAL
-        # Python flushes stdout again at exit, which would print a traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -116,7 +116,7 @@ class Metrics:
             f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}'))
 
     def eval(self, line):
-        """Write an evaluation line: iter train_loss val_loss."""
+        """Write an evaluation line: iter tokens seconds train_loss val_loss."""
         self._write(line, (
             f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, val loss {line["val_loss"]:.4f}'))
 
@@ -223,6 +223,11 @@ class Meter:
         self.flops_per_token, self.loss_copies, self.started = flops_per_token, loss_copies, started
         peak = peak_flops(processes.device, dtype)
         self.peak_flops = peak and peak * processes.world_size
+
+    def stamp(self):
+        """{'iter', 'tokens', 'seconds'} of the run at this moment: seconds since the process started."""
+        return dict(iter=self.run.iteration, tokens=self.run.tokens,
+                    seconds=time.perf_counter() - self.started)
 
     def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update. Its times are means over the iterations since the previous line.

@@ -332,5 +332,5 @@ class RunFolder:
         if earlier:
             self.processes.say(f'{self.out_dir} held an earlier run: moved to {earlier}')
         with open(os.path.join(self.out_dir, 'config.json'), 'w', encoding='utf-8') as file:
-            # A run that repeats this run is not profiled.
-            json.dump(config | dict(profile=False), file, indent=1)
+            # A run that repeats this run is not profiled, and looks at its data.
+            json.dump(config | dict(profile=False, accept_new_data=False), file, indent=1)

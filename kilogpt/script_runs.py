@@ -10,6 +10,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+from kilogpt.configurator import announced
 from kilogpt.parallel.layout import SCHEDULES
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -36,6 +37,8 @@ def parse_layouts(text, processes=0):
     Exits with one sentence if a layout is wrong.
     """
     layouts = [' '.join(layout.split()) for layout in text.split(';')]
+    if text and not any(layouts):
+        sys.exit(f'error: --layouts={text!r} names no layout: such as --layouts="dp2; tp2"')
     return [(layout, *parse_layout(layout, processes)) for layout in layouts if layout]
 
 
@@ -77,7 +80,8 @@ def parse_layout(layout, default_processes):
 
 def train_command(arguments, out_dir, **keys):
     """Command line of a run that only trains and logs. keys: settings, which override the arguments."""
-    keys = dict(wandb_log=False, log_interval=1, eval_iters=0, keep_checkpoints=0, init_from='scratch') | keys
+    keys = dict(wandb_log=False, log_interval=1, eval_iters=0, keep_checkpoints=0, init_from='scratch',
+                lr_decay_iters=0) | keys
     return [os.path.join(ROOT, 'train.py'), *arguments, *as_arguments(out_dir=out_dir, **keys)]
 
 
@@ -91,7 +95,8 @@ def train(arguments, out_dir, processes=1, **keys):
     if processes > 1:
         launcher += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
     command = [*launcher, *train_command(arguments, out_dir, **keys)]
-    run = subprocess.run(command, capture_output=True, text=True)
+    with announced('training'):
+        run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(last_error(run.stderr))
     with open(os.path.join(out_dir, 'config.json'), encoding='utf-8') as file:
@@ -106,8 +111,10 @@ def train(arguments, out_dir, processes=1, **keys):
 def predict(arguments, processes, gpu):
     """A layout's predicted_gb and predicted_ms by kilogpt.plan. RuntimeError with its error if it fails."""
     command = [sys.executable, '-m', 'kilogpt.plan', *arguments, f'--gpus={processes}', f'--gpu={gpu}',
-               '--as_given', '--json']
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+               '--as_given', '--json', '--async_checkpoint=False']  # `train_command` does not save
+    # The module is found from any folder, and paths in the arguments stay relative to the user's.
+    path = os.pathsep.join(filter(None, [ROOT, os.environ.get('PYTHONPATH')]))
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=path))
     if done.returncode:
         raise RuntimeError(last_error(done.stderr))
     row, = json.loads(done.stdout)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 pytest.register_assert_rewrite('helpers')
-from helpers import FAULTS, TINY, end_servers, read_metrics, run_forked, side_by_side
+from helpers import FAULTS, TINY, end_servers, read_lines, run_forked, side_by_side
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -56,8 +56,7 @@ def train(dataset, tmp_path_factory):
     out_dir: the folder of the run, a new one by default. base: arguments instead of TINY.
     runner: run_script launches train.py as a user does; run_forked, with its options, is the default.
 
-    Returns the run: `out_dir`; `lines` and `evals` from read_metrics, empty if no iteration began; and what
-    the
+    Returns the run: `out_dir`; `lines` and `evals` from read_lines, empty if no iteration began; and what the
     runner returns: `stdout`, `stderr`, `returncode`, ...
     """
     def train(*arguments, out_dir=None, base=TINY, runner=run_forked, **options):
@@ -65,7 +64,7 @@ def train(dataset, tmp_path_factory):
         if runner is run_forked:
             options['faults'] = [FAULTS / 'small_products.py', *options.get('faults', ())]
         done = runner('train.py', *base, f'--dataset={dataset}', f'--out_dir={folder}', *arguments, **options)
-        lines, evals = read_metrics(folder) if (folder / 'metrics.jsonl').exists() else ({}, {})
+        lines, evals = read_lines(folder) if (folder / 'metrics.jsonl').exists() else ({}, {})
         return SimpleNamespace(out_dir=folder, lines=lines, evals=evals, **vars(done))
     return train
 

@@ -14,6 +14,7 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from kilogpt import checkpoint
@@ -59,6 +60,16 @@ def copy_repository(folder, *more, root=ROOT):
     return folder
 
 
+def sampled(cases, share, start=0):
+    """Cases for `parametrize`: every `share`-th is a slow test, which CI runs; the others are run by hand.
+
+    start: index of the first slow one. Cases that differ little would otherwise take CI beyond its limit.
+    """
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)),
+                         marks=pytest.mark.slow if i % share == start else pytest.mark.matrix)
+            for i, case in enumerate(cases)]
+
+
 # --- launching scripts ----------------------------------------------------------------------------------
 
 def start_script(script, *arguments, nproc=1, env=None, cwd=None):
@@ -71,7 +82,7 @@ def start_script(script, *arguments, nproc=1, env=None, cwd=None):
         command += ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={nproc}']
     command += [os.path.join(ROOT, script)] if script.endswith('.py') else ['-m', script]
     return subprocess.Popen([*command, *map(str, arguments)], text=True, cwd=cwd or ROOT,
-                            env=dict(os.environ, OMP_NUM_THREADS='1', **(env or {})),
+                            env=os.environ | dict(OMP_NUM_THREADS='1') | (env or {}),
                             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -214,9 +225,17 @@ def wait_until(condition, process, seconds=120):
 
 # --- what runs leave ------------------------------------------------------------------------------------
 
-def read_run(out_dir):
-    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` from read_metrics."""
+def read_lines(out_dir):
+    """read_metrics of a run's folder; the evaluations have only their iteration and what was evaluated."""
     lines, evals = read_metrics(out_dir)
+    for line in evals.values():
+        del line['tokens'], line['seconds']
+    return lines, evals
+
+
+def read_run(out_dir):
+    """A run as its folder shows it now: `out_dir`, and `lines` and `evals` from read_lines."""
+    lines, evals = read_lines(out_dir)
     return SimpleNamespace(out_dir=pathlib.Path(out_dir), lines=lines, evals=evals)
 
 

@@ -99,6 +99,7 @@ def test_words_of_a_layout_become_arguments_and_a_number_of_processes():
 @pytest.mark.parametrize('text, message', [
     ('dp2; zero3 zbw', "'zbw': the words of a layout are dpN"),
     ('dp0', 'not 0'),
+    (' ; ', "--layouts=' ; ' names no layout"),
     ('tp2 pp2', 'multiple of tp × cp × pp = 4 processes, not 2'),
 ])
 def test_wrong_layout_is_a_sentence(text, message):

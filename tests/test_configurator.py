@@ -1,6 +1,9 @@
 """Config files and command lines override a script's globals by type, in order; errors are one sentence."""
+import contextlib
 import functools
+import io
 import json
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +11,7 @@ import sys
 import pytest
 from helpers import ROOT, run_script
 
-from kilogpt.configurator import config_of, configure
+from kilogpt.configurator import announced, config_of, configure, exit_on_error
 
 SCRIPT = '''"""What the script does."""
 import os
@@ -47,7 +50,8 @@ def test_defaults_are_kept_and_only_plain_globals_are_keys():
 @pytest.mark.parametrize('arguments, key, value', [
     ('--steps=3', 'steps', 3), ('--steps 3', 'steps', 3),
     ('--steps=1_000', 'steps', 1000), ('--steps -3', 'steps', -3), ('--steps=1 --steps=2', 'steps', 2),
-    ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0),
+    ('--steps=1e3', 'steps', 1000), ('--steps=2.0', 'steps', 2), ('--top_k=1e2', 'top_k', 100),
+    ('--out_dir=1e3', 'out_dir', '1e3'), ('--rate=1e-3', 'rate', 1e-3), ('--rate=1', 'rate', 1.0),
     ('--rate -1', 'rate', -1.0), ('--rate=inf', 'rate', float('inf')),
     ('--flag', 'flag', True), ('--flag=TRUE', 'flag', True), ('--flag=true', 'flag', True),
     ('--flag True', 'flag', True), ('--flag --steps=3', 'flag', True),
@@ -69,6 +73,7 @@ def test_command_line(arguments, key, value):
     ('--qqq=1', "unknown key 'qqq' .*--help lists them all"),
     ('--later=2', "unknown key 'later'"), ('--os=2', "unknown key 'os'"),
     ('--steps=3.5', "steps takes int, but the command line gives '3.5'"),
+    ('--steps=1e-3', "steps takes int, .*'1e-3'"), ('--steps=1e999', "steps takes int, .*'1e999'"),
     ('--steps=many', "steps takes int, .*'many'"),
     ('--steps=true', 'steps takes int'), ('--steps=', 'steps takes int'),
     ('--rate=fast', "rate takes float, .*'fast'"),
@@ -86,10 +91,11 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
 def test_files_and_arguments_apply_in_order(tmp_path):
     one, two = tmp_path / 'one.py', tmp_path / 'two.py'
     one.write_text('steps = 1\nrate = 1\n')
-    two.write_text('steps = steps + 10\n')  # reads the value so far, as in nanoGPT
+    two.write_text('steps = steps + 1e1\n')  # reads the value so far, as in nanoGPT
     assert result(one, two)['steps'] == 11 and result(two, one)['steps'] == 1
     assert result(one, '--steps=5', two)['steps'] == 15 and result(one, two, '--steps=5')['steps'] == 5
     assert result('--steps=5', one)['steps'] == 1
+    assert type(result(two)['steps']) is int
     assert result(one)['rate'] == 1.0 and type(result(one)['rate']) is float
 
 
@@ -109,7 +115,7 @@ def test_config_file_of_nanogpt_works(tmp_path):
      r"unknown key 'stepz' in .*a.py; did you mean steps\? \(a helper variable .* must start with _\)"),
     ('a.py', 'helper = 3', "unknown key 'helper' in .*a.py"),
     ('a.py', 'steps = "3"', "steps takes int, but .*a.py gives '3'"),
-    ('a.py', 'steps = 2.0', 'steps takes int, but .*a.py gives 2.0'),
+    ('a.py', 'steps = 2.5', 'steps takes int, but .*a.py gives 2.5'),
     ('a.py', 'flag = 1', 'flag takes bool, but .*a.py gives 1'),
     ('a.py', 'steps = None', 'steps takes int, but .*a.py gives None'),
     ('a.py', 'steps = [1]', 'steps takes int'),
@@ -172,6 +178,30 @@ def test_help_whose_reader_stops_shows_no_traceback(tmp_path):
     assert process.returncode == 0
 
 
+@pytest.mark.parametrize('statement, code', [
+    ('print("text")', 0),  # written when Python exits
+    ('print("text", flush=True)', 1), ('with exit_on_error(): print("text", flush=True)', 1)])
+def test_output_whose_reader_has_gone_ends_a_script_without_a_word(statement, code):
+    script = f"""from kilogpt.configurator import configure, exit_on_error
+configure(globals(), [])
+input()
+{statement}
+"""
+    with subprocess.Popen([sys.executable, '-c', script], text=True, cwd=ROOT, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=os.environ | dict(PYTHONUNBUFFERED='')) as process:
+        process.stdout.close()  # as `head` does
+        process.stdin.write('go on\n')
+        process.stdin.close()
+        assert process.stderr.read() == ''
+    assert process.returncode == code
+
+
+def test_broken_pipe_of_a_socket_is_an_error():
+    with pytest.raises(SystemExit, match='error: of a socket'), exit_on_error():
+        raise BrokenPipeError('of a socket')
+
+
 @functools.cache
 def help_of(script):
     """The finished process of a script's --help, which lists every import on stderr."""
@@ -196,3 +226,17 @@ def test_scripts_import_a_library_only_where_they_need_it(script):
                 for line in help_of(script).stderr.splitlines() if line.startswith('import time:')}
     optional = {'datasets', 'wandb', 'matplotlib', 'tiktoken', 'gigatoken', 'transformers', 'torchao'}
     assert 'torch' in imported and not imported & optional
+
+
+def test_announcement_is_for_terminals_of_the_first_process_and_is_cleared(monkeypatch):
+    def shown(is_terminal, rank):
+        stderr = io.StringIO()
+        stderr.isatty = lambda: is_terminal
+        monkeypatch.setattr(sys, 'stderr', stderr)
+        monkeypatch.setenv('RANK', rank)
+        with contextlib.suppress(ValueError), announced('waiting'):
+            assert stderr.getvalue() == 'waiting ...\r' * (is_terminal and rank == '0')
+            raise ValueError
+        return stderr.getvalue()
+    assert shown(True, '0') == 'waiting ...\r\033[K'
+    assert shown(False, '0') == shown(True, '1') == ''

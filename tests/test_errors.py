@@ -1,5 +1,6 @@
 """Bad input ends a run with one clear sentence and exit code 1. Damaged checkpoints are passed over."""
 import functools
+import hashlib
 import json
 import shutil
 import socket
@@ -8,9 +9,14 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
+from data.datasets import fingerprint
 from data.loader import SCAN_TOKENS
-from helpers import FAULTS, ROOT, curve, first_iterations, run_script, saved_iterations, side_by_side
+from helpers import (FAULTS, ROOT, curve, first_iterations, newest_state, run_script, saved_iterations,
+                     side_by_side)
+from kilogpt.convert.hugging_face import pack_qkv
+from model import GPT, GPTConfig
 
 
 # --- bad arguments --------------------------------------------------------------------------------------
@@ -26,6 +32,8 @@ BAD_ARGUMENTS = {
     'negative batch': (['--batch_size=-3'], 'batch_size', '-3', 'at least 1'),
     'negative evaluation': (['--eval_iters=-1'], 'eval_iters', '-1', 'negative'),
     'schedule': (['--lr_schedule=cosin'], 'lr_schedule', 'cosin', 'wsd'),
+    'rate of 0': (['--lr_decay_iters=3', '--min_lr=0'], 'lr_decay_iters is 3', 'iteration 3', 'max_iters=12'),
+    'negative decay': (['--lr_decay_iters=-1'], 'lr_decay_iters', '-1', 'negative'),
     'dropout': (['--dropout=1.5'], 'dropout', '1.5'),
     'dtype': (['--dtype=float8'], 'dtype', 'float8', 'bfloat16'),
     'no GPU': (['--device=cuda'], 'device=cuda', '--device=cpu'),
@@ -35,6 +43,7 @@ BAD_ARGUMENTS = {
     'openwebtext not prepared': (['--dataset=openwebtext'], 'python data/openwebtext/prepare.py'),
     'alien token': (['--dataset={tmp}/alien'], 'token 65', 'vocab_size is 65', 'train.bin'),
     'alien token in a large file': (['--dataset={tmp}/large'], 'token 65', 'vocab_size is 65'),
+    'four bytes a token': (['--dataset={tmp}/wide'], 'train.bin', 'uint16', '4 bytes', '"dtype": "uint32"'),
     'half a token': (['--dataset={tmp}/half'], 'train.bin', 'truncated'),
     'fewer tokens than written': (['--dataset={tmp}/fewer'], 'val.bin', '3000', 'truncated'),
     'block size': (['--block_size=3000'], 'block_size=3000', '3000 tokens', 'val', '2999'),
@@ -60,6 +69,9 @@ def inputs(dataset, tmp_path_factory):
     tokens.tofile(folder / 'alien' / 'train.bin')
     # This file is too large to be searched as a whole at the start.
     np.full(SCAN_TOKENS + 64, 65, dtype='<u2').tofile(folder / 'large' / 'train.bin')
+    (folder / 'wide').mkdir()
+    tokens.astype('<u4').tofile(folder / 'wide' / 'train.bin')
+    shutil.copy(dataset / 'val.bin', folder / 'wide')
     with open(folder / 'half' / 'train.bin', 'ab') as file:
         file.truncate(39_999)
     meta = json.loads((dataset / 'meta.json').read_text())
@@ -231,15 +243,85 @@ def test_damaged_weights_of_another_run_are_refused(train, whole, tmp_path):
     assert_one_sentence(refused, 'is damaged')
 
 
+# --- tokenizers -----------------------------------------------------------------------------------------
+
+def with_meta(dataset, folder, **entries):
+    """Copy a dataset, with other entries in its meta.json; an entry of None is removed."""
+    copy = shutil.copytree(dataset, folder)
+    meta = json.loads((copy / 'meta.json').read_text()) | entries
+    meta = {key: value for key, value in meta.items() if value is not None}
+    (copy / 'meta.json').write_text(json.dumps(meta))
+    return copy
+
+
+def test_dataset_with_another_tokenizer_is_refused(train, whole, dataset, tmp_path):
+    """In a finetuned and a resumed run, with another alphabet and another kind of tokenizer."""
+    chars = json.loads((dataset / 'meta.json').read_text())['chars']
+    reversed_chars = with_meta(dataset, tmp_path / 'reversed', chars=chars[::-1])
+    refused = train(f'--init_from={whole.out_dir}', f'--dataset={reversed_chars}', check=False)
+    digests = [hashlib.sha256(''.join(text).encode()).hexdigest()[:8] for text in (chars, chars[::-1])]
+    both = [f'char (65 characters, digest {digest})' for digest in digests]
+    assert_one_sentence(refused, f'the tokenizer {both[0]}', f'has {both[1]}', 'set --dataset')
+    in_bytes = with_meta(dataset, tmp_path / 'bytes', tokenizer='bytes', chars=None)
+    refused = train('--init_from=resume', f'--dataset={in_bytes}',
+                    out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'), check=False)
+    assert_one_sentence(refused, f'the tokenizer {both[0]}', 'bytes', '--dataset', '--init_from=scratch')
+
+
+def test_gpt2_finetuned_on_characters_is_refused(train, tmp_path):
+    """nanoGPT's ckpt.pt does not name its tokenizer, but this is the size to which it pads GPT-2's tokens."""
+    arguments = dict(n_layer=1, n_head=2, n_embd=8, block_size=32, bias=False, vocab_size=50304, dropout=0.0)
+    weights = pack_qkv(dict(GPT(GPTConfig(**arguments)).named_parameters()))
+    torch.save(dict(model=weights, model_args=arguments), tmp_path / 'ckpt.pt')
+    refused = train(f'--init_from={tmp_path}/ckpt.pt', check=False)
+    assert_one_sentence(refused, 'ckpt.pt has the tokenizer gpt2', 'has char (65', '--dataset')
+
+
+def test_run_on_nameless_tokens_keeps_the_tokenizer_of_its_model(train, whole, dataset, tmp_path):
+    nameless = with_meta(dataset, tmp_path / 'nameless', tokenizer=None, chars=None)
+    run = train(f'--init_from={whole.out_dir}', f'--dataset={nameless}', '--max_iters=1')
+    theirs, ours = newest_state(run.out_dir)['tokenizer'], newest_state(whole.out_dir)['tokenizer']
+    assert theirs == ours and theirs['tokenizer'] == 'char'
+
+
 # --- what a checkpoint decides --------------------------------------------------------------------------
 
 @pytest.mark.quick
 def test_checkpoint_decides_the_model_of_a_resumed_run_which_says_so(train, whole, tmp_path):
     resumed = train('--init_from=resume', '--n_layer=3', '--learning_rate=0.02', '--max_iters=13',
                     out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'))
-    assert 'resuming with another n_layer: 2 -> 3 (the checkpoint decides)\n' in resumed.stdout
+    assert f'the model is that of {resumed.out_dir}/ckpt/iter_00000012: n_layer=2 (not 3)\n' in resumed.stdout
     assert 'resuming with another learning_rate: 0.01 -> 0.02\n' in resumed.stdout
+    assert 'the learning rate jumps at iteration 12: the last update had 0.00122' in resumed.stdout
+    assert 'warning: the learning rate stays at min_lr=0.001 from lr_decay_iters=12' in resumed.stdout
     assert '29,856 parameters' in resumed.stdout and list(resumed.lines) == list(range(1, 14))
+    config = json.loads((resumed.out_dir / 'config.json').read_text())
+    assert (config['n_layer'], config['learning_rate']) == (2, 0.02)
+    assert newest_state(resumed.out_dir)['config'] == config
+
+
+def test_finished_run_that_is_resumed_says_what_to_raise(train, whole, tmp_path):
+    resumed = train('--init_from=auto', out_dir=shutil.copytree(whole.out_dir, tmp_path / 'a'),
+                    faults=[FAULTS / 'terminal.py'])
+    for text in ('verifying', 'loading'):
+        assert f'{text} {resumed.out_dir}/ckpt/iter_00000012' in resumed.stderr
+    assert 'nothing is left to do: the checkpoint has 12 iterations, and max_iters is 12' in resumed.stdout
+    assert 'warning' not in resumed.stdout
+
+
+def test_resumed_run_finds_that_its_dataset_was_replaced(train, dataset, tmp_path):
+    data = shutil.copytree(dataset, tmp_path / 'data')
+    options = [f'--dataset={data}', '--eval_iters=1']
+    first = train(*options, '--max_iters=1')
+    (data / 'train.bin').write_bytes((dataset / 'train.bin').read_bytes()[::-1][1:] + b'\0')
+    refused = train(*options, '--init_from=resume', out_dir=first.out_dir, check=False)
+    assert_one_sentence(refused, str(data), 'train.bin has other content', '--accept_new_data=True')
+    accepted = train(*options, '--init_from=resume', '--accept_new_data=True', '--max_iters=2',
+                     out_dir=first.out_dir)
+    assert 'continues with other batches' in accepted.stdout and list(accepted.lines) == [1, 2]
+    # The acceptance is for these data, not for the next change.
+    assert newest_state(first.out_dir)['shards'] == fingerprint(data)
+    assert json.loads((first.out_dir / 'config.json').read_text())['accept_new_data'] is False
 
 
 def test_state_of_another_optimizer_is_refused(train):

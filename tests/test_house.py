@@ -21,7 +21,7 @@ FLOORS = [
     {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/profiler.py',
      'kilogpt/run.py', 'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
     {'kilogpt/convert'},
-    {'kilogpt/islands', 'kilogpt/plan', 'kilogpt/plot', 'kilogpt/prove', 'kilogpt/replay'},
+    {'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/plot', 'kilogpt/prove', 'kilogpt/replay'},
     {'bench.py', 'kilogpt/meet.py', 'sample.py', 'train.py'},
 ]
 # What one person reads in an evening, and how long it may be.

@@ -1,7 +1,5 @@
 """The loader reads every token of an epoch once, with any shards and processes, and refuses bad data."""
 import itertools
-import json
-import pickle
 import tempfile
 import threading
 
@@ -12,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.loader
-from data.datasets import read_meta
 from data.loader import Batches, Prefetcher, TokenLoader, shuffled
 from kilogpt.parallel.layout import Layout
 
@@ -170,6 +167,9 @@ def test_files_with_and_without_a_header_are_read_alike(tmp_path, names, dtype, 
     ('train.bin', dict(tokens=[*range(99), 200]), 'train.bin holds the token 200, but vocab_size is 200'),
     ('train_2.bin', dict(tokens=[200] + [0] * 99), 'train_2.bin holds the token 200, but vocab_size is 200'),
     ('train.bin', None, 'has neither train.bin nor train_'),
+    ('train.bin', b'<!DOCTYPE html>\n' * 9, "train.bin is text .* '<!DOCTYPE html>.*prepare.py --input"),
+    ('train.bin', ('a' * 1023 + 'é').encode(), "train.bin is text that begins with 'aaa"),
+    ('train.bin', b'\x93NUMPY\x01\0' + bytes(200), 'train.bin is a .npy file.* tofile'),
 ], ids=str)
 def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
     write(tmp_path / 'train.bin', range(100))
@@ -215,31 +215,14 @@ def test_bad_token_in_a_large_file_is_refused_when_read(tmp_path, monkeypatch):
 def test_too_few_tokens_are_refused_with_a_block_size_that_fits(tmp_path):
     write(tmp_path / 'train.bin', range(10))
     assert load(tmp_path, block_size=9).batch(np.array([0]))[1].tolist() == [list(range(1, 10))]
-    message = '10 tokens in its train split.*block_size=10 needs 11: set block_size to 9'
+    message = '10 tokens in its train split.*block_size=10 needs 11: set block_size to 9 or less$'
     with pytest.raises(ValueError, match=message):
         load(tmp_path, block_size=10)
-
-
-def test_meta_pkl_is_never_unpickled(tmp_path):
-    class Malicious:
-        def __reduce__(self):
-            return open, (str(tmp_path / 'it ran'), 'w')
-    (tmp_path / 'meta.pkl').write_bytes(pickle.dumps(Malicious()))
-    with pytest.raises(ValueError, match='meta.pkl but no meta.json'):
-        read_meta(tmp_path)
-    (tmp_path / 'meta.json').write_text(json.dumps(U16))
-    assert read_meta(tmp_path) == U16 and not (tmp_path / 'it ran').exists()
-
-
-@pytest.mark.parametrize('text', [
-    '', '{"vocab_size": 65', '[]', '"x"', '{}', '{"vocab_size": 65}', '{"dtype": "uint16"}',
-    '{"vocab_size": 65, "dtype": "int8"}', '{"vocab_size": "65", "dtype": "uint16"}'])
-def test_bad_meta_json_is_refused_by_name(tmp_path, text):
-    # Without a meta.json, the tokens are GPT-2's.
-    assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
-    (tmp_path / 'meta.json').write_text(text)
-    with pytest.raises(ValueError, match='^[^\n]*meta.json[^\n]*$'):
-        read_meta(tmp_path)
+    with pytest.raises(ValueError, match='has neither val.bin nor val_.*, or set eval_iters to 0'):
+        load(tmp_path, 'val')
+    (tmp_path / 'train.bin').rename(tmp_path / 'val.bin')
+    with pytest.raises(ValueError, match='10 tokens in its val split.* 9 or less, or set eval_iters to 0'):
+        load(tmp_path, 'val', block_size=10)
 
 
 # --- reading ahead ------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """python -m kilogpt.plot as a user runs it, and what it reads from runs."""
 import json
+import pathlib
 import sys
 
 import pytest
@@ -54,14 +55,14 @@ def test_picture_of_folders_and_a_text(folder, tmp_path):
 
 @pytest.mark.parametrize('arguments, message', [
     (['c'], 'c has no metrics.jsonl'),
-    (['LOG', '--x=tokens'], 'nanogpt.log does not say how many tokens it has trained on'),
+    (['OTHER', '--x=tokens'], 'other.log does not say how many tokens it has trained on'),
     (['EMPTY'], 'has no line such as "step 250'),
-    (['EVALUATED'], 'have no loss to draw'),
+    (['NOTHING'], 'there is nothing to draw: give folders of runs that have trained'),
 ])
 def test_wrong_sources_are_one_sentence(folder, tmp_path, monkeypatch, arguments, message):
-    (tmp_path / 'nanogpt.log').write_text(NANOGPT)
+    (tmp_path / 'other.log').write_text(NANOGPT.partition('\n')[2])
     (tmp_path / 'empty').write_text('')
-    paths = dict(LOG=f'{tmp_path}/nanogpt.log', EMPTY=f'{tmp_path}/empty', EVALUATED=folder())
+    paths = dict(OTHER=f'{tmp_path}/other.log', EMPTY=f'{tmp_path}/empty', NOTHING=folder())
     monkeypatch.setattr(sys, 'argv', ['plot.py', *(paths.get(argument, argument) for argument in arguments)])
     with pytest.raises(SystemExit, match=message):
         plot.main()
@@ -70,7 +71,7 @@ def test_wrong_sources_are_one_sentence(folder, tmp_path, monkeypatch, arguments
 def test_missing_matplotlib_is_one_sentence(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, 'matplotlib', None)
     with pytest.raises(SystemExit, match='pip install matplotlib'):
-        curves.draw([sources.read_run(folder(training(1)))], 'iterations', 'none.png')
+        curves.draw([sources.read_run(folder(training(1)))], ['iterations'], 'none.png')
 
 
 def test_curve_is_named_after_its_path_or_by_the_user(folder):
@@ -80,11 +81,22 @@ def test_curve_is_named_after_its_path_or_by_the_user(folder):
     assert sources.read_run(folder(training(1), name='lr=1e-3')).name == 'lr=1e-3'
 
 
-def test_evaluation_gets_the_time_of_the_latest_training_line(folder):
+def test_evaluation_of_an_older_version_gets_the_time_of_the_latest_training_line(folder):
     run = sources.read_run(folder(evaluation(0, 4.0), training(2, seconds=6.0), evaluation(3, 3.0),
                                   training(4, seconds=9.0), evaluation(4, 2.0)))
     assert seconds_of(run.evals) == {0: 0, 3: 6, 4: 9}
     assert [line['tokens'] for line in run.evals] == [0, 200, 400]
+
+
+def test_evaluation_has_its_own_seconds_which_add_up_over_processes(folder):
+    """The second process resumes at 2 and evaluates again; the third repeats no line."""
+    run = sources.read_run(folder(
+        evaluation(0, 4.0) | dict(seconds=2.0, tokens=0), training(1, seconds=5.0), training(2, seconds=6.0),
+        evaluation(2, 3.5) | dict(seconds=8.0, tokens=200), training(3, seconds=9.0),
+        evaluation(2, 3.5) | dict(seconds=4.0, tokens=200), training(3, seconds=5.0),
+        training(4, seconds=3.0), evaluation(4, 3.0) | dict(seconds=4.0, tokens=400)))
+    assert seconds_of(run.evals) == {0: 2, 2: 13, 4: 18}
+    assert seconds_of(run.train) == {1: 5, 2: 6, 3: 14, 4: 17}
 
 
 def test_resumed_run_adds_up_the_seconds_of_its_processes(folder):
@@ -113,22 +125,28 @@ def test_iterations_between_nanogpts_lines_take_as_long_as_a_logged_one(tmp_path
     assert seconds_of(run.train) == {1: 0.9, 11: at_10, 21: at_20, 31: at_20 + 10 * 0.03}
     assert seconds_of(run.evals) == {0: 0, 20: at_10}
     assert [line['val_loss'] for line in run.evals] == [4.2823, 2.4447]
+    assert [line['tokens'] for line in run.evals] == [0, 20 * 16384] and run.train[1]['tokens'] == 11 * 16384
 
 
 def axes_of(runs, x, tmp_path):
-    """The panels of a picture of runs."""
+    """The panels of a picture of runs over x."""
+    return figure_of(runs, [x], tmp_path).axes
+
+
+def figure_of(runs, axes, tmp_path):
     from matplotlib import pyplot
-    curves.draw(runs, x, tmp_path / 'curves.png')
-    axes = pyplot.gcf().axes
+    curves.draw(runs, axes, tmp_path / 'curves.png')
+    figure = pyplot.gcf()
     pyplot.close()
-    return axes
+    return figure
 
 
 def test_throughput_is_drawn_beside_losses_only_over_iterations(folder, tmp_path):
     runs = [sources.read_run(folder(training(1), training(2, tokens_per_sec=400.0), evaluation(2, 3.0)))]
     loss, speed = axes_of(runs, 'iterations', tmp_path)
-    assert [text.get_text() for text in loss.texts] == ['out-a  3.00']
-    assert [text.get_text() for text in speed.texts] == ['out-a  300']
+    assert [text.get_text() for text in loss.texts] == ['out-a  last 3.00']
+    label, = speed.texts
+    assert label.get_text() == 'out-a  median 300' and label.xy == (2, 300)
     assert len(axes_of(runs, 'tokens', tmp_path)) == 1
     (tmp_path / 'nanogpt.log').write_text(NANOGPT)
     assert len(axes_of([sources.read_run(f'{tmp_path}/nanogpt.log')], 'iterations', tmp_path)) == 1
@@ -164,4 +182,45 @@ def test_labels_do_not_overlap(folder, tmp_path):
 def test_run_without_evaluations_is_drawn_with_its_training_loss(folder, tmp_path):
     run = sources.read_run(folder(training(1), training(2, loss=2.5)))
     axes, = axes_of([run], 'seconds', tmp_path)
-    assert [text.get_text() for text in axes.texts] == ['out-a (training)  2.50']
+    assert [text.get_text() for text in axes.texts] == ['out-a  last training mean 2.50']
+
+
+def test_evaluations_are_points_and_training_losses_a_line_of_means(folder, tmp_path):
+    """Nobody knows the validation loss between evaluations, and the noise of 1,000 losses fills an area."""
+    noisy = [training(i, loss=3.0 + i % 2) for i in range(1, 1001)]
+    run = sources.read_run(folder(evaluation(0, 4.0), *noisy, evaluation(1000, 2.0)))
+    line, points = axes_of([run], 'tokens', tmp_path)[0].lines
+    assert points.get_linestyle() == 'None' and points.get_marker() == 'o'
+    assert list(points.get_xdata()) == [0, 100_000] and list(points.get_ydata()) == [4.0, 2.0]
+    assert list(line.get_ydata()) == [3.5] * 100 and line.get_xdata()[0] == 550
+
+
+def test_picture_has_tokens_and_seconds_and_names_data_and_machine(folder, tmp_path, monkeypatch, capsys):
+    def run(name, dataset, processor='model name\t: AMD EPYC'):
+        path = pathlib.Path(folder(evaluation(0, 4.0), training(2), evaluation(2, 3.0), name=name))
+        (path / 'config.json').write_text(json.dumps(dict(dataset=dataset)))
+        (path / 'ckpt' / 'iter_00000002').mkdir(parents=True)
+        (path / 'ckpt' / 'iter_00000002' / 'state.json').write_text(
+            json.dumps(dict(machine=[2, processor, 1, '2.13'])))
+        return sources.read_run(str(path))
+    a, b, c = run('a', 'shakespeare_char'), run('b', 'data/shakespeare_char/'), run('c', 'owt', 'NVIDIA H100')
+    figure = figure_of([a, b], ['tokens', 'seconds'], tmp_path)
+    assert [panel.get_xlabel() for panel in figure.axes] == ['tokens', 'seconds']
+    about = 'shakespeare_char; AMD EPYC, 2 process(es) of 1 thread(s)'
+    assert figure.get_suptitle() == about
+    assert figure_of([a, c], ['seconds'], tmp_path).get_suptitle() == (
+        f'a: {about}\nc: owt; NVIDIA H100, 2 process(es) of 1 thread(s)')
+    # Without --x there are both panels. A run that has nothing to draw, or no tokens, is not passed over.
+    (tmp_path / 'n.log').write_text(NANOGPT.partition('\n')[2])
+    drawn = []
+    monkeypatch.setattr(
+        plot, 'draw', lambda runs, axes, out: drawn.append(([run.name for run in runs], axes)))
+    for arguments in (['a', 'b'], ['a', folder(name='nothing')], ['a', f'n={tmp_path}/n.log']):
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(sys, 'argv', ['plot.py', *arguments])
+        plot.main()
+    assert drawn == [(['a', 'b'], ['tokens', 'seconds']), (['a'], ['tokens', 'seconds']),
+                     (['a', 'n'], ['seconds'])]
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        'nothing has no loss to draw: left out (train for longer, or with eval_iters)',
+        'n does not say how many tokens it has trained on: drawn against seconds alone']

@@ -1,19 +1,23 @@
 """The datasets' prepare.py as a user runs them. There is no network: connections are refused at once."""
+import gzip
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 from helpers import ROOT
 from hypothesis import given, settings, strategies
 
-from data import prepare
+from data import prepare, readers
 from data.tokenizer import CharTokenizer, get_tokenizer
 
 NOWHERE = 'http://127.0.0.1:9'  # the discard port, where no one listens
@@ -97,6 +101,144 @@ def test_ids_of_parts_are_those_of_the_whole_text(gpt2, text, size):
     assert ''.join(parts) == text
     assert join(map(gpt2.encode, parts)) == gpt2.encode(text)
     assert len(list(prepare.cut_text('word\n' * 20, size))) > 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(strategies.lists(strategies.text('ab\n', min_size=1, max_size=30), max_size=8), strategies.booleans(),
+       strategies.integers(0, 200))
+def test_splits_and_cuts_of_documents_lose_nothing(texts, are_documents, border):
+    pieces = [(text, are_documents) for text in texts]
+    size = sum(map(len, texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, 'LONGEST_PART', 50)
+        patch.setattr(prepare.cut_text, '__defaults__', (5,))
+        parts = []
+        for begin, end in (0, border), (border, size):
+            parts += prepare.cut_pieces(prepare.clip(iter(pieces), begin, end))
+    assert ''.join(text for text, _ in parts) == ''.join(texts) and all(text for text, _ in parts)
+    if are_documents:  # each ends where it ended, and the one at the border once more there
+        ends, position = set(), 0
+        for text, ends_document in parts:
+            position += len(text)
+            ends |= {position} if ends_document else set()
+        assert ends == set(itertools.accumulate(map(len, texts))) | {border} & set(range(1, size))
+    else:
+        assert not any(ends_document for _, ends_document in parts)
+        assert all(len(text) < 50 + 30 for text, _ in parts)
+
+
+def write_file(path, content):
+    """Write bytes, compressed if the path ends in .gz or .zst."""
+    with pyarrow.output_stream(path, compression='detect') as file:
+        file.write(content)
+
+
+def json_lines(rows):
+    return ''.join(json.dumps(row) + '\n' for row in rows).encode()
+
+
+@pytest.mark.parametrize('compression', ['', '.gz', '.zst', '.bz2', '.lz4'])
+def test_files_are_read_as_their_endings_say(tmp_path, monkeypatch, compression):
+    monkeypatch.setattr(readers, 'PIECE', 7)
+    rows = [dict(text='one\r\n'), dict(text=None), dict(text='', id=3), dict(text='日本 🙂')]
+    for name, content, expected in [
+            ('a.txt', '\ufeffüber\r\nalles\n'.encode(), [('über\nal', False), ('les\n', False)]),
+            ('b.MD', b'', []),
+            ('c', b'no ending', [('no endi', False), ('ng', False)]),
+            ('d.jsonl', json_lines(rows) + b'\n', [('one\r\n', True), ('', True), ('日本 🙂', True)]),
+            ('e.json', json.dumps(rows).encode(), [('one\r\n', True), ('', True), ('日本 🙂', True)])]:
+        path = f'{tmp_path}/{name}{compression}'
+        write_file(path, content)
+        assert list(readers.read_pieces(path)) == expected
+        assert readers.measure([path]) == {path: sum(len(text) for text, _ in expected)}
+    if compression:
+        monkeypatch.setitem(sys.modules, 'pyarrow', None)
+        with pytest.raises(ImportError, match=f'e.json{compression} needs pyarrow.*: pip install pyarrow'):
+            readers.measure([path])
+
+
+def test_columns_of_parquet_are_read(tmp_path):
+    path = f'{tmp_path}/a.parquet'
+    pyarrow.parquet.write_table(pyarrow.table(dict(text=['a', None, 'c'], content=['d', 'e', 'f'])), path)
+    assert list(readers.read_pieces(path)) == [('a', True), ('c', True)]
+    assert ''.join(readers.read_texts([path], 'content')) == 'def'
+
+
+def test_files_that_cannot_be_read_are_named_and_left_out(tmp_path, monkeypatch, capsys):
+    gz = gzip.compress(WORDS.encode())
+    parquet = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.table(dict(content=['a'])), parquet)
+    parquet = parquet.getvalue().to_pybytes()
+    bad = {
+        'latin.txt': (b'un caf\xe9 noir', "is not UTF-8 text: it has the byte 0xe9 after 'un caf'; conv"),
+        'latin.jsonl': (b'{"text": "caf\xe9"}', 'is not UTF-8 text: it has the byte 0xe9'),
+        'cut.txt.gz': (gz[:len(gz) // 2], 'cannot be read: Truncated'),
+        'alien.zst': (b'plain text', 'cannot be read: '),
+        'words.jsonl': (b'{"text": "a"}\nwords\n', 'has no JSON in line 2: '),
+        'number.jsonl': (b'{"text": "a"}\n3\n', "has no 'text' field, only 3: set --text_field"),
+        'fields.jsonl': (json_lines([dict(a=1, b=2)]), "has no 'text' field, only a, b: set --text_field"),
+        'list.jsonl': (json_lines([dict(text=['x'])]), "has ['x'] as its 'text' field, which must"),
+        'fields.parquet': (parquet, "has no 'text' field, only content: set --text_field"),
+        'cut.parquet': (parquet[:-30], 'cannot be read: Parquet')}
+    paths = []
+    for name, (content, _) in bad.items():
+        (tmp_path / name).write_bytes(content)
+        paths.append(str(tmp_path / name))
+        with pytest.raises(ValueError, match='^' + re.escape(f'{tmp_path}/{name} {bad[name][1]}')):
+            readers.measure(paths[-1:])
+    (tmp_path / 'good.txt').write_text('good')
+    good = str(tmp_path / 'good.txt')
+    assert readers.measure([*paths, good]) == {good: 4}
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines] == [['left', 'out:', path] for path in paths]
+    monkeypatch.setattr(readers, 'MOST_PROBLEMS', 2)
+    readers.measure([*paths, good])
+    assert capsys.readouterr().out.splitlines() == [*lines[:2], 'left out: 8 more files']
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path):
+    path = f'{tmp_path}/a.txt.gz'
+    write_file(path, b'some words in a line\n' * 2_000_000)  # 42 MB
+    tracemalloc.start()
+    sizes = readers.measure([path])
+    n_train = sum(len(text) for text, _ in prepare.text_splits(sizes, 0.1)['train'](0))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert n_train == 37_800_000 and peak < 15e6
+
+
+def test_folder_of_all_kinds(run_prepare, tmp_path, gpt2):
+    """One file that is not UTF-8 does not stop the rest; val has the last part of each file."""
+    (tmp_path / 'in/more').mkdir(parents=True)
+    documents = [f'document {i} {"x" * i}\n' for i in range(40)]
+    rows = [dict(content=text, id=i) for i, text in enumerate(documents)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'in/b.parquet')
+    write_file(f'{tmp_path}/in/a.txt', WORDS.encode())
+    write_file(f'{tmp_path}/in/c.jsonl.zst', json_lines(rows))
+    write_file(f'{tmp_path}/in/more/d.txt.gz', WORDS[::-1].encode())
+    (tmp_path / 'in/latin.txt').write_bytes(b'caf\xe9')
+    for ignored in '.hidden.txt', 'e.pdf', 'f':
+        (tmp_path / 'in' / ignored).write_text('ignored')
+    output = run_prepare('text', '--input=in', '--text_field=content', '--num_proc=2', '--val_fraction=0.25',
+                         '--out=a/b')
+    assert 'left out 2 files in in with other endings: .pdf, none' in output
+    assert 'left out: in/latin.txt is not UTF-8 text: it has the byte 0xe9; convert it' in output
+    assert f'wrote {tmp_path}/a/b\n' in output
+    meta, train, val = load(tmp_path / 'a/b')
+    expected = {'train': [], 'val': []}
+    for texts in [WORDS], documents, documents, [WORDS[::-1]]:
+        border = int(sum(map(len, texts)) * 0.75)
+        for text in texts:
+            for split, part in ('train', text[:max(0, border)]), ('val', text[max(0, border):]):
+                expected[split] += [*gpt2.encode(part), gpt2.eot] if part else []
+            border -= len(text)
+    assert same(train, expected['train']) and same(val, expected['val'])
+
+
+def test_all_text_can_be_for_training(run_prepare, tmp_path):
+    (tmp_path / 'a.txt').write_text('abc')
+    run_prepare('text', '--input=a.txt', '--tokenizer=bytes', '--val_fraction=0')
+    assert read_files(tmp_path / 'out') == {'train.bin': b'a\0b\0c\0'}
 
 
 def test_shakespeare_char_uses_the_text_in_its_folder(run_prepare, tmp_path):
@@ -252,8 +394,9 @@ def documents_and_ids(gpt2):
 def test_openwebtext_from_files(run_prepare, tmp_path, gpt2):
     documents, ids = documents_and_ids(gpt2)
     lines = [json.dumps({'text': text, 'url': '-'}) + '\n' for text in documents]
-    (tmp_path / 'a.jsonl').write_text(''.join(lines))
-    run_prepare('openwebtext', '--input=a.jsonl', '--num_proc=1', '--shard_tokens=0')
+    (tmp_path / 'in').mkdir()
+    (tmp_path / 'in/a.jsonl').write_text(''.join(lines))
+    run_prepare('openwebtext', '--input=in', '--num_proc=1', '--shard_tokens=0')
     meta, train, val = load(tmp_path / 'out')
     assert val in ids  # one document in 2000, at least one
     ends = [i + 1 for i, token in enumerate(train) if token == gpt2.eot]
@@ -262,7 +405,6 @@ def test_openwebtext_from_files(run_prepare, tmp_path, gpt2):
 
 @pytest.mark.slow
 def test_fineweb_from_files(run_prepare, tmp_path, gpt2):
-    import pyarrow.parquet
     documents, ids = documents_and_ids(gpt2)
     table = pyarrow.table({'id': list(range(40)), 'text': documents})
     pyarrow.parquet.write_table(table, tmp_path / 'b.parquet')
@@ -281,8 +423,10 @@ def test_errors_of_text(run_failing_prepare, tmp_path):
     (tmp_path / 'a.txt').write_text('abc')
     (tmp_path / 'empty.txt').write_text('')
     (tmp_path / 'latin.txt').write_bytes(b'caf\xe9')
+    (tmp_path / 'empty').mkdir()
     for arguments, message in [
             (['--input=a.txt,b*.txt'], "no file 'b*.txt'"),
+            (['--input=empty'], 'empty has no file that ends in .txt, .md, .jsonl'),
             ([], '--input'),
             (['--input=a.txt', '--tokenizer=gpt3'], "unknown tokenizer 'gpt3'"),
             (['--input=empty.txt', '--tokenizer=char'], 'val.bin'),
@@ -313,7 +457,7 @@ def test_errors_of_documents(run_failing_prepare, tmp_path):
     (tmp_path / 'a.jsonl').write_text('{"content": "no text"}\n')
     (tmp_path / 'a.csv').write_text('text\n')
     assert "has no 'text' field, only content" in run_failing_prepare('fineweb', '--input=a.jsonl')
-    assert '.parquet' in run_failing_prepare('fineweb', '--input=a.csv')
+    assert 'end in .csv and .jsonl, but' in run_failing_prepare('fineweb', '--input=a.csv,a.jsonl')
     assert 'Skylion007/openwebtext cannot be loaded' in run_failing_prepare('openwebtext')
     (tmp_path / 'path').mkdir()
     (tmp_path / 'path/datasets.py').write_text('raise ImportError')

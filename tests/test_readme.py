@@ -18,7 +18,7 @@ PAGES = [pathlib.Path(ROOT, 'README.md'), *sorted(pathlib.Path(ROOT, 'docs').glo
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 
 SHAPE = '--device=cpu --compile=False --n_layer=2 --n_head=4 --n_embd=32 --block_size=64 --batch_size=2 '
-ITERATIONS = '--max_iters=2 --lr_decay_iters=2 --eval_interval=2 --eval_iters=1 --log_interval=1 '
+ITERATIONS = '--max_iters=2 --lr_decay_iters=0 --eval_interval=2 --eval_iters=1 --log_interval=1 '
 SMALL = f'{SHAPE} {ITERATIONS} --gradient_accumulation_steps=1 --wandb_log=False'
 MANY = f'{SMALL} --gradient_accumulation_steps=8'
 FEW_TOKENS = '--device=cpu --num_samples=2 --max_new_tokens=8'
@@ -54,7 +54,7 @@ FIGURE = [
          '--log_interval=1 --block_size=64 --batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 '
          '--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0', SMALL),
     step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "the same command line=out-shakespeare-char" '
-         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" --x=seconds '
+         '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" '
          '--out=assets/loss.png'),
 ]
 SESSIONS = dict(
@@ -74,7 +74,8 @@ SESSIONS = dict(
         step('python train.py config/finetune_shakespeare.py --init_from=nanoGPT/out/ckpt.pt', SMALL),
         step('python sample.py --init_from=nanoGPT/out/ckpt.pt --start="Once"', FEW_TOKENS),
         step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt '
-             '--dataset=shakespeare_char'),
+             '--tokenizer=shakespeare_char'),
+        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
     ],
     help=[
         step('python train.py --help'),
@@ -118,7 +119,7 @@ SLOW_SESSIONS = dict(
              ONE_LAYOUT),
     ],
     documents=[
-        step("python data/openwebtext/prepare.py --input='documents/*.jsonl' --out=mydocuments",
+        step('python data/text/prepare.py --input=documents --out=mydocuments',
              '--num_proc=1 --tokenizer=bytes'),
     ],
     layouts=[
@@ -265,13 +266,12 @@ runpy.run_module(sys.argv[0], run_name='__main__', alter_sys=True)
 
 @pytest.fixture
 def checkout(tmp_path):
-    """A copy of the repository, with small random datasets of a hundred characters, a book and documents."""
+    """A copy of the repository, with small random datasets of a hundred tokens, a book and documents."""
     folder = copy_repository(tmp_path / 'kiloGPT', 'assets', 'bench.py', 'dev', 'docs', 'LICENSE', 'sample.py')
     for name in ('shakespeare_char', 'shakespeare', 'openwebtext'):
         write_random_tokens(folder / 'data' / name, len(string.printable), count=2 ** 13)
-        meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char',
-                    chars=string.printable)
-        (folder / 'data' / name / 'meta.json').write_text(json.dumps(meta))
+    meta = dict(vocab_size=len(string.printable), dtype='uint16', tokenizer='char', chars=string.printable)
+    (folder / 'data' / 'shakespeare_char' / 'meta.json').write_text(json.dumps(meta))
     for name in ('books', 'documents', 'nanoGPT/out'):
         (folder / name).mkdir(parents=True)
     (folder / 'books' / 'book.txt').write_text((folder / 'LICENSE').read_text() * 4)

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
-from helpers import run_forked, run_script, saved_iterations
+from helpers import run_forked, run_script, saved_iterations, start_script
 
 
 @pytest.fixture(scope='module')
@@ -63,27 +63,57 @@ def test_best_checkpoint_is_sampled_unless_the_latest_is_asked_for(train):
     best, latest = saved_iterations(run.out_dir)
     assert f'iter_{best:08d}' in sample(run.out_dir, '--num_samples=1').stderr
     assert f'iter_{latest:08d}' in sample(run.out_dir, '--num_samples=1', '--which=latest').stderr
+    # As in train.py, init_from can be a run or a checkpoint.
+    assert f'iter_{best:08d}' in sample('nowhere', '--num_samples=1', f'--init_from={run.out_dir}').stderr
+    one = run.out_dir / 'ckpt' / f'iter_{latest:08d}'
+    assert f'iter_{latest:08d}' in sample('nowhere', '--num_samples=1', f'--init_from={one}').stderr
 
 
 def test_conversation_survives_a_character_outside_the_alphabet(trained):
-    done = sample(trained, '--interactive', '--num_samples=1', '--temperature=0', '--top_k=None',
-                  stdin='A\né\nB\n')
+    done = sample(trained, '--interactive', '--temperature=0', '--top_k=None', stdin='A\né\nB\n')
     assert len(re.findall(r'-{15}', done.stdout)) == 2 and '> A' in done.stdout and '> B' in done.stdout
     assert "'é'" in done.stderr
 
 
+@pytest.mark.parametrize('arguments, count', [
+    ([], 10), (['--interactive'], 1), (['--interactive', '--num_samples=3'], 3)])
+def test_number_of_samples_follows_from_interactive_unless_it_is_given(trained, arguments, count):
+    done = sample(trained, '--start=A', '--max_new_tokens=1', *arguments, stdin='A\n')
+    assert len(re.findall(r'-{15}', done.stdout)) == count
+
+
+def test_reader_that_stops_is_not_an_error(trained):
+    with sample(trained, '--max_new_tokens=100000', runner=start_script) as process:
+        process.stdout.read(1)
+        process.stdout.close()  # as `head` does
+        first, *rest = process.stderr.read().splitlines()
+    assert 'val loss' in first and rest == [] and process.returncode == 1
+
+
 def test_gpt2_folder_continues_a_prompt_as_transformers_does(tmp_path, vocabulary, monkeypatch):
+    """<|endoftext|> is a token on the command line, and ordinary text in a file."""
     from transformers import GPT2Config, GPT2LMHeadModel
     torch.manual_seed(0)
     theirs = GPT2LMHeadModel(GPT2Config(n_positions=64, n_embd=32, n_layer=2, n_head=2)).eval()
     theirs.save_pretrained(tmp_path / 'gpt2')
-    done = run_forked('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', '--start=Hello world',
-                      '--num_samples=1', '--max_new_tokens=20', '--temperature=0', '--dtype=float32',
-                      env=dict(TIKTOKEN_CACHE_DIR=vocabulary))
-    expected = theirs.generate(torch.tensor([[15496, 995]]), max_new_tokens=20, do_sample=False,
-                               pad_token_id=50256)
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
-    assert texts_of(done) == [get_tokenizer(dict(tokenizer='gpt2')).decode(expected[0].tolist())]
+    tokenizer = get_tokenizer(dict(tokenizer='gpt2'))
+    (tmp_path / 'prompt.txt').write_text('<|endoftext|>')
+    for start, tokens in (('Hello world', [15496, 995]), ('<|endoftext|>', [50256]),
+                          (f'FILE:{tmp_path}/prompt.txt', tokenizer.encode('<|endoftext|>'))):
+        done = run_forked('sample.py', f'--init_from={tmp_path}/gpt2', '--device=cpu', f'--start={start}',
+                          '--num_samples=1', '--max_new_tokens=20', '--temperature=0', '--dtype=float32')
+        expected = theirs.generate(torch.tensor([tokens]), max_new_tokens=20, do_sample=False,
+                                   pad_token_id=50256)
+        assert texts_of(done) == [tokenizer.decode(expected[0].tolist())]
+
+
+def test_prompt_that_is_not_utf8_is_named(trained, tmp_path):
+    path = tmp_path / 'latin-1.txt'
+    path.write_bytes(b'CAF\xe9')
+    done = sample(trained, f'--start=FILE:{path}', check=False)
+    sentence = f"start is 'FILE:{path}', but that text is not UTF-8"
+    assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
 
 
 @pytest.mark.quick
@@ -91,7 +121,9 @@ def test_gpt2_folder_continues_a_prompt_as_transformers_does(tmp_path, vocabular
     (['--out_dir=/nonexistent'], 'no checkpoint to sample from'),
     (['--start=FILE:/nonexistent'], 'No such file'),
     (['--start=é'], "'é'"),
-    (['--num_samples=0'], 'num_samples is 0'),
+    (['--num_samples=0'], 'num_samples is 0: it must be at least 1'),
+    (['--top_k=-1'], 'top_k is -1: it must be at least 0; 0 or None draws from all'),
+    (['--top_p=0'], 'top_p is 0.0: it must be above 0 and at most 1; 1 or None draws from all'),
     (['--quantize=int4'], "quantize is 'int4': choose none or int8"),
     (['--temprature=1'], 'did you mean temperature'),
 ])

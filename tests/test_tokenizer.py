@@ -40,6 +40,7 @@ def test_gpt2_is_gpt2(gpt2):
     assert (gpt2.name, gpt2.vocab_size, gpt2.eot) == ('gpt2', 50257, 50256)
     assert gpt2.meta() == {'vocab_size': 50257, 'dtype': 'uint16', 'tokenizer': 'gpt2'}
     assert 50256 not in gpt2.encode('<|endoftext|>')  # ordinary text
+    assert gpt2.encode_prompt('Hello<|endoftext|> world') == [15496, 50256, 995]
     pieces = [gpt2.decode_bytes([i]) for i in gpt2.encode('🙂')]
     assert len(pieces) > 1 and b''.join(pieces).decode() == '🙂'
     assert gpt2.decode(gpt2.encode('🙂')[:1]) == '\ufffd'
@@ -48,7 +49,7 @@ def test_gpt2_is_gpt2(gpt2):
 def test_char_and_byte_tokenizers():
     char = CharTokenizer.from_text('hello')
     assert char.meta() == {'vocab_size': 4, 'dtype': 'uint16', 'tokenizer': 'char', 'chars': 'ehlo'}
-    assert char.encode('hello') == [1, 0, 2, 2, 3] and char.eot is None
+    assert char.encode('hello') == char.encode_prompt('hello') == [1, 0, 2, 2, 3] and char.eot is None
     from_list = get_tokenizer({'tokenizer': 'char', 'chars': ['e', 'h', 'l', 'o']})
     assert from_list.encode('hello') == [1, 0, 2, 2, 3]
     with pytest.raises(ValueError, match="'z' .* 4 "):
@@ -56,7 +57,7 @@ def test_char_and_byte_tokenizers():
     assert get_tokenizer({'tokenizer': 'bytes'}).encode('é\ud800') == [0xC3, 0xA9, ord('?')]
     with pytest.raises(ValueError, match="'latin'.*'char', 'bytes'.*gpt2"):
         get_tokenizer({'tokenizer': 'latin'})
-    with pytest.raises(ValueError, match='chars'):
+    with pytest.raises(ValueError, match="'char' needs its alphabet.*set tokenizer to a dataset"):
         get_tokenizer({'tokenizer': 'char'})
 
 

@@ -11,8 +11,9 @@ import torch
 
 from data.datasets import read_meta
 from data.loader import TokenLoader
+from kilogpt import checkpoint
 from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
-                     newest_tensors, read_metrics, read_run, saved_iterations, start_script)
+                     newest_tensors, read_lines, read_run, saved_iterations, start_script)
 from model import GPT, GPTConfig
 
 MODEL = dict(block_size=32, vocab_size=65, n_layer=2, n_head=4, n_embd=32, bias=False)  # TINY's
@@ -97,6 +98,10 @@ def test_two_processes_train_as_one_and_one_of_them_prints(train, variants):
     assert_near(two, variants['base'])
     for line in ('iter 1: loss', 'step 6: train loss', 'tokens per iteration'):
         assert two.stdout.count(line) == 1, two.stdout
+    # A single process is not told about layouts.
+    assert '  layout      pp 1 × dp 2 (1 × 2) × cp 1 × tp 1 = 2; zero_stage 0 (DDP)\n' in two.stdout
+    alone = variants['base'].stdout
+    assert 'tokens per iteration' in alone and [word for word in ('pp 1', 'rank') if word in alone] == []
 
 
 def test_three_processes_train_as_one_and_one_resumes_their_checkpoint(train, variants):
@@ -232,9 +237,13 @@ def test_learning_rate_follows_its_schedule(variants):
 # --- compiling ------------------------------------------------------------------------------------------
 
 def test_compiled_run_equals_an_eager_one(train, variants):
-    compiled = train('--compile=True', '--dropout=0.1', '--max_iters=6')
+    compiled = train('--compile=True', '--dropout=0.1', '--max_iters=6', faults=[FAULTS / 'terminal.py'])
     eager = first_iterations(variants['dropout'], 6)  # its random numbers are the same
-    assert 'torch.compile does not work' not in compiled.stdout and 'compiling' in compiled.stdout
+    assert 'torch.compile does not work' not in compiled.stdout
+    # The terminal says what takes so long, and nothing stays there.
+    for text in ('trying torch.compile', 'compiling the model'):
+        assert text in compiled.stderr and text not in compiled.stdout
+    assert compiled.stderr.endswith('\033[K')
     assert curve(compiled) != curve(eager)  # it did compile: sums in another order
     assert_near(compiled, eager)
 
@@ -281,7 +290,7 @@ def test_run_from_scratch_moves_an_earlier_one_aside(train):
     assert list(second.lines) == [1, 2, 3] and second.lines[1] != first.lines[1]
     assert saved_iterations(second.out_dir) == [3]
     (earlier,) = first.out_dir.glob('earlier-*')
-    assert read_metrics(earlier) == (first.lines, first.evals) and saved_iterations(earlier) == [2]
+    assert read_lines(earlier) == (first.lines, first.evals) and saved_iterations(earlier) == [2]
     assert json.loads((earlier / 'config.json').read_text())['seed'] == 1337
 
 
@@ -290,6 +299,9 @@ def test_weights_of_another_run_come_from_its_best_checkpoint(train, variants, t
     best = saved_iterations(diverging.out_dir)[0]
     new = train(f'--init_from={diverging.out_dir}', '--eval_only', out_dir=tmp_path / 'not' / 'there')
     assert list(new.evals) == [0] and new.evals[0]['val_loss'] == diverging.evals[best]['val_loss']
+    latest = checkpoint.find(diverging.out_dir)[0]
+    new = train(f'--init_from={latest}', '--eval_only')
+    assert new.evals[0]['val_loss'] == diverging.evals[checkpoint.iteration_of(latest)]['val_loss']
 
 
 def test_gpt2_weights_from_a_hugging_face_folder_are_finetuned(train_all, dataset, tmp_path):
@@ -316,6 +328,10 @@ def test_gpt2_weights_from_a_hugging_face_folder_are_finetuned(train_all, datase
     assert finetuned.lines[1]['loss'] == pytest.approx(their_first_batch, abs=1e-4)
     assert finetuned.evals[0] == evaluated.evals[0]
     assert finetuned.evals[2]['val_loss'] < finetuned.evals[0]['val_loss']
+    keys = json.loads((finetuned.out_dir / 'config.json').read_text())
+    assert keys['bias'] is True and keys['mlp'] == 'gelu_tanh'
+    assert f"the model is that of {tmp_path}/hf: bias=True (not False), mlp='gelu_tanh' (not 'gelu')" in (
+        finetuned.stdout)
 
 
 # --- stopping -------------------------------------------------------------------------------------------

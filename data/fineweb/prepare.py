@@ -8,25 +8,28 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from data.prepare import fingerprint, load_rows, row_split, write_dataset
+from kilogpt.machines import available_cpus
+from data.prepare import load_rows, row_split, write_dataset
+from data.readers import file_versions, find_files
 from data.tokenizer import get_tokenizer
 
-input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's: globs, separated by commas
-out = 'fineweb'  # output folder, in data/ or absolute
+input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
+out = 'fineweb'  # output folder: a name in data/, or a path
 repository = 'HuggingFaceFW/fineweb'  # on the hub; or 'HuggingFaceFW/fineweb-edu', with the same subsets
 subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ... or 'default' (all)
 streaming = True  # tokenise during the download and keep no text; False = download first (30 GB)
 val_documents = 10_000  # number of documents for val, taken from the beginning
 tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
-num_proc = os.cpu_count() or 1  # number of processes that tokenise
+num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
         encoder = get_tokenizer({'tokenizer': tokenizer})
-        rows = load_rows(input, repository, name=subset, streaming=streaming)
+        paths = find_files(input) if input else []
+        rows = load_rows(paths, repository, name=subset, streaming=streaming)
         count = val_documents if streaming else min(val_documents, len(rows))
         splits = {'val': row_split(rows.take(count)), 'train': row_split(rows.skip(count))}
-        source = [fingerprint(input), repository, subset, val_documents]
+        source = [file_versions(paths), repository, subset, val_documents]
         write_dataset(out, encoder, splits, shard_tokens, num_proc, source)

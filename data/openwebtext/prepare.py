@@ -7,21 +7,24 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from data.prepare import fingerprint, load_rows, row_split, write_dataset
+from kilogpt.machines import available_cpus
+from data.prepare import load_rows, row_split, write_dataset
+from data.readers import file_versions, find_files
 from data.tokenizer import get_tokenizer
 
-input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's: globs, separated by commas
-out = 'openwebtext'  # output folder, in data/ or absolute
+input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
+out = 'openwebtext'  # output folder: a name in data/, or a path
 revision = 'main'  # revision of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
 tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
-num_proc = os.cpu_count() or 1  # number of processes that download and tokenise
+num_proc = available_cpus()  # number of processes that download and tokenise
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
         encoder = get_tokenizer({'tokenizer': tokenizer})
-        rows = load_rows(input, 'Skylion007/openwebtext', revision=revision, num_proc=num_proc)
+        paths = find_files(input) if input else []
+        rows = load_rows(paths, 'Skylion007/openwebtext', revision=revision, num_proc=num_proc)
         rows = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
         splits = {'val': row_split(rows['test']), 'train': row_split(rows['train'])}
-        write_dataset(out, encoder, splits, shard_tokens, num_proc, [fingerprint(input), revision])
+        write_dataset(out, encoder, splits, shard_tokens, num_proc, [file_versions(paths), revision])

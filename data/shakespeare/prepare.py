@@ -4,17 +4,19 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from data.datasets import places_of
 from data.fetch import fetch_shakespeare
-from data.prepare import find_files, text_splits, write_dataset
+from data.prepare import text_splits, write_dataset
+from data.readers import find_files, measure
 from data.tokenizer import get_tokenizer
 
-input = ''  # a text file to use instead; '' = input.txt in the output folder, downloaded if missing
-out = 'shakespeare'  # output folder, in data/ or absolute
+input = ''  # text files to use instead; '' = input.txt in the output folder, downloaded if missing
+out = 'shakespeare'  # output folder: a name in data/, or a path
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        path = find_files(input)[0] if input else fetch_shakespeare(out)
-        print(f'text: {path}')
+        paths = find_files(input) if input else [fetch_shakespeare(places_of(out)[0])]
+        print(f'text: {", ".join(paths)}')
         # train 301,966 and val 36,059 tokens of tiny Shakespeare, as in nanoGPT
-        write_dataset(out, get_tokenizer({'tokenizer': 'gpt2'}), text_splits([path], 0.1))
+        write_dataset(out, get_tokenizer({'tokenizer': 'gpt2'}), text_splits(measure(paths), 0.1))

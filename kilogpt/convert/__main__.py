@@ -11,6 +11,7 @@ import re
 
 import torch
 
+from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import exit_on_error
 from kilogpt.convert.weights import GPT2_NAMES, export_weights, import_weights, load_nanogpt, read_weights
@@ -60,8 +61,7 @@ def print_foreign_weights(source):
 def print_config(arguments, run, meta):
     print_row('model', arguments)
     print_row('run', {key: run[key] for key in RUN_KEYS if key in run})
-    tokenizer = meta['tokenizer'] if meta else 'unknown'
-    print(f'tokenizer: {tokenizer}')
+    print(f'tokenizer: {describe_tokenizer(meta) or "unknown"}')
 
 
 def print_row(title, entries):
@@ -97,6 +97,8 @@ def build_parser():
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     which = dict(choices=('best', 'latest'), default='best',
                  help="the run's checkpoint with the smallest validation loss (default), or the latest")
+    tokenizer = dict(default='', help='for weights that do not name their tokenizer: gpt2, bytes or another '
+                                      'tokenizer, or a dataset that has the same')
 
     command = commands.add_parser('export', help="write a run's weights for transformers or for nanoGPT")
     command.add_argument('source', metavar='OUT_DIR', help="a run's folder, or one of its ckpt/iter_*")
@@ -105,14 +107,14 @@ def build_parser():
     command.add_argument('--which', **which)
     command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32',
                          help='dtype of the weights (default: float32)')
+    command.add_argument('--tokenizer', **tokenizer)
 
     command = commands.add_parser('import', help="make a run's folder from weights trained elsewhere")
     command.add_argument('source', metavar='SOURCE',
                          help="a Hugging Face folder (GPT-2, Llama, Qwen3), nanoGPT's ckpt.pt, gpt2, "
                               'gpt2-medium, gpt2-large or gpt2-xl')
     command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
-    command.add_argument('--dataset', help='a folder in data/ whose meta.json names the tokenizer; for a '
-                                           'SOURCE that does not name it')
+    command.add_argument('--tokenizer', '--dataset', **tokenizer)
 
     command = commands.add_parser('inspect', help='print iteration, losses, config and parameters')
     command.add_argument('source', metavar='SOURCE',

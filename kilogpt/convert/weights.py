@@ -2,21 +2,25 @@
 
 Reading a file never runs code from it: only tensors, plain values and JSON are accepted.
 """
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
 
 import torch
+import torch.distributed as dist
 
-from data.datasets import DATA, read_meta
-from data.tokenizer import get_tokenizer
+from data.datasets import find_meta
+from data.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
+from kilogpt.configurator import announced
 from kilogpt.convert.hugging_face import (
     arguments_from_hugging_face, gpt2_config, keys_without_standard_form, llama_config, pack_qkv, split_qkv,
     tensors_from_gpt2, tensors_from_llama, tensors_to_gpt2, tensors_to_llama)
+from kilogpt.checkpoint_files import check_finite, write_json
 from kilogpt.optim import build_adamw
-from kilogpt.checkpoint_files import write_json
 from model import GPT, GPTConfig
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub
@@ -36,12 +40,15 @@ def read_weights(source):
     source: a Hugging Face folder of GPT-2, Llama or Qwen3 (config.json and safetensors), a ckpt.pt of
     nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
     Returns (GPTConfig arguments, {our name: tensor}, meta of the tokenizer). Tensors have the file's dtype
-    and are mapped into memory, not read yet. The meta is None if the tokenizer is not one of ours.
-    OSError if the weights are not available, ValueError if our model cannot represent them.
+    and are mapped into memory. The meta is None if the tokenizer is not one of ours. A head that differs from
+    the token table is kept, even if the file says that the two are tied.
+    OSError if the weights are not available, ValueError if our model cannot represent them or if NaN or
+    infinity is in them. Of several processes, each looks for these in a share of the tensors.
     """
     if not os.path.exists(source) and source not in GPT2_NAMES:
-        raise ValueError(f'init_from is {source!r}: use scratch, resume, auto, {", ".join(GPT2_NAMES)}, '
-                         "a folder of weights or nanoGPT's ckpt.pt")
+        raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
+                         f"a Hugging Face folder, nanoGPT's ckpt.pt, or {', '.join(GPT2_NAMES)} "
+                         '(and --init_from of train.py takes scratch, resume, auto)')
     read = read_nanogpt if os.path.isfile(source) else read_hugging_face
     try:
         arguments, weights, meta = read(source)
@@ -62,22 +69,25 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
-def find_start(init_from, keys, find_checkpoint, processes, out_dir):
-    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments).
+def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
+    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments, meta).
 
-    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist.
-    keys: the values of train.py's keys, with the vocab_size of the data; they define a new model.
+    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
+    model has another tokenizer than the dataset.
+    keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
+    meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
+        not name one.
     find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
     """
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    new_model = {name: keys[name] for name in fields if name in keys}
+    new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
     block_size = new_model['block_size']
-    source, tensors, saved, arguments = None, None, {}, new_model
+    source, tensors, saved, arguments, model_meta = None, None, {}, new_model, None
     if init_from in ('resume', 'auto'):
         source, saved = find_checkpoint()
-        arguments = saved.get('model', new_model)
+        arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
     elif init_from != 'scratch':
-        source, tensors, arguments = find_initial(init_from, processes)
+        source, tensors, arguments, model_meta = find_initial(init_from, processes)
     if init_from == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
@@ -85,7 +95,36 @@ def find_start(init_from, keys, find_checkpoint, processes, out_dir):
         raise ValueError(
             f'block_size is {block_size}, but the model of {source or init_from} has only '
             f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
-    return source, tensors, saved, arguments
+    meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
+    return source, tensors, saved, arguments, meta
+
+
+def join_tokenizers(model_meta, source, meta, dataset):
+    """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
+
+    ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
+    """
+    theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: '
+            'set --dataset to data with the tokenizer of the model, or --init_from=scratch')
+    if theirs and not ours:
+        return meta | {key: model_meta[key] for key in ('tokenizer', 'chars') if key in model_meta}
+    return meta
+
+
+def choose_tokenizer(name, stored, source, vocab_size):
+    """The meta of the tokenizer to use with a model: find_meta(name), or the stored meta if the name is ''.
+
+    ValueError if the tokenizer has more tokens than the vocab_size of the model of `source`.
+    """
+    meta = find_meta(name) if name else stored
+    if meta and meta['vocab_size'] > vocab_size:
+        raise ValueError(
+            f'{name or source} has {meta["vocab_size"]} tokens, but the model of {source} has {vocab_size}: '
+            'set --tokenizer to the tokenizer of its training, or to a dataset that has the same')
+    return meta
 
 
 def initial_values(tensors, model, seed):
@@ -99,18 +138,20 @@ def initial_values(tensors, model, seed):
 
 
 def find_initial(init_from, processes):
-    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments).
+    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
 
-    init_from: a run's folder, for its best checkpoint (tensors are None), or a source of read_weights, for
-    tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a damaged checkpoint.
+    init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
+    read_weights, for tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a
+    damaged checkpoint.
     """
-    path = processes.share(checkpoint.find_best(init_from) if processes.is_main else None)
+    path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
     if not path:
-        arguments, tensors, _ = read_weights(init_from)
-        return None, tensors, arguments
+        arguments, tensors, meta = read_weights(init_from)
+        return None, tensors, arguments, meta
     if problem := checkpoint.damage_on_any(path, processes):
         raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best one is used')
-    return path, None, checkpoint.read_state(path)['model']
+    state = checkpoint.read_state(path)
+    return path, None, state['model'], state['tokenizer']
 
 
 def pad_rows(tensor, shape, rows=slice(None)):
@@ -142,7 +183,8 @@ def read_hugging_face(source):
     else:
         tensors = tensors_from_llama(tensors, theirs['model_type'], arguments.get('router_balance'))
     if arguments['tie_weights']:
-        tensors.pop('lm_head.weight', None)
+        drop_copied_head(tensors)
+        arguments['tie_weights'] = 'lm_head.weight' not in tensors
     is_gpt2 = theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES
     return arguments, tensors, ours.get('tokenizer', GPT2_META if is_gpt2 else None)
 
@@ -150,9 +192,17 @@ def read_hugging_face(source):
 def download_gpt2(name):
     """The folder in the Hugging Face cache that holds one of GPT2_NAMES, downloaded if necessary."""
     import huggingface_hub
+    names = ['config.json', 'model.safetensors']
+    find = functools.partial(huggingface_hub.snapshot_download, f'openai-community/{name}',
+                             allow_patterns=names)
+    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
+        folder = find(local_files_only=True)
+        if all(os.path.exists(os.path.join(folder, each)) for each in names):
+            return folder
     try:
-        return huggingface_hub.snapshot_download(f'openai-community/{name}',
-                                                 allow_patterns=['config.json', 'model.safetensors'])
+        # The client asks a hub that does not answer again and again, for minutes. This asks once.
+        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=3)
+        return find()
     except Exception as error:  # without a network, the hub's client raises many kinds of errors
         raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be '
                       f'downloaded ({type(error).__name__}): go online or give a folder with its config.json '
@@ -167,7 +217,8 @@ def find_safetensors(folder):
         names = sorted(set(read_json(index)['weight_map'].values()))
     for name in ('config.json', *names):
         if not os.path.exists(os.path.join(folder, name)):
-            raise OSError(f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights')
+            raise OSError(f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights '
+                          'and has no checkpoint in ckpt/')
     return names
 
 
@@ -176,11 +227,26 @@ def load_safetensors(folder, names):
     from safetensors.torch import load_file
     tensors = {}
     for name in names:
+        path = os.path.join(folder, name)
         try:
-            tensors |= load_file(os.path.join(folder, name))
+            in_file = load_file(path)
         except SafetensorError as error:
-            raise ValueError(f'{folder}/{name} is damaged ({error})') from None
+            raise ValueError(f'{path} is damaged ({error})') from None
+        check_share(path, in_file)
+        tensors |= in_file
     return tensors
+
+
+def check_share(path, tensors):
+    """`check_finite` for this process's share of a file's tensors."""
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    check_finite(path, [*tensors.items()][rank::world_size], 'use other weights')
+
+
+def drop_copied_head(tensors):
+    """Delete the output head from {name: tensor} if it equals the token table: tied weights are one."""
+    if tensors.keys() >= {*TOKEN_TABLES} and torch.equal(*(tensors[name] for name in TOKEN_TABLES)):
+        del tensors['lm_head.weight']
 
 
 def read_json(path):
@@ -194,13 +260,14 @@ def read_json(path):
 def load_nanogpt(path):
     """The content of a ckpt.pt, with tensors mapped into memory.
 
-    torch.compile's prefix is removed from the names in `model`, and the causal masks of old versions are
-    dropped.
+    torch.compile's prefix is removed from the names in `model`. The causal masks of old versions are dropped,
+    and so is the head, which is a copy of the token table unless someone has changed nanoGPT's model.
     """
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         saved['model'] = {name.removeprefix('_orig_mod.'): tensor for name, tensor in saved['model'].items()
                           if not name.endswith('.attn.bias')}
+        drop_copied_head(saved['model'])
         saved['model_args'].items()
     except OSError:
         raise
@@ -214,17 +281,19 @@ def read_nanogpt(path):
     """(GPTConfig arguments, {our name: tensor}, tokenizer meta) of a ckpt.pt."""
     saved = load_nanogpt(path)
     arguments = {key: value for key, value in saved['model_args'].items() if key in NANOGPT_KEYS}
-    weights = {name: tensor for name, tensor in saved['model'].items() if name != 'lm_head.weight'}  # tied
+    arguments['tie_weights'] = 'lm_head.weight' not in saved['model']
+    check_share(path, saved['model'])
     default_meta = GPT2_META if arguments['vocab_size'] in GPT2_VOCAB_SIZES else None
-    return arguments, split_qkv(weights), saved.get('tokenizer', default_meta)
+    return arguments, split_qkv(saved['model']), saved.get('tokenizer', default_meta)
 
 
 # --- from a run ---------------------------------------------------------------------------------------------
 
-def export_weights(source, target, which='best', dtype='float32'):
+def export_weights(source, target, which='best', dtype='float32', tokenizer=''):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
 
     source, which: as in checkpoint.choose. dtype: 'float32', 'bfloat16' or 'float16'.
+    tokenizer: as in choose_tokenizer.
     target: a new file that ends with .pt for nanoGPT, or a new folder for Hugging Face.
     """
     path = checkpoint.choose(source, which)
@@ -241,8 +310,10 @@ def export_weights(source, target, which='best', dtype='float32'):
         lack = 'nanoGPT does not have' if to_nanogpt else 'no standard form has'
         raise ValueError(f'{path} has {", ".join(unknown)}, which {lack}: '
                          'use the checkpoint with our own sample.py and train.py')
+    state['tokenizer'] = choose_tokenizer(tokenizer, state['tokenizer'], path, config.vocab_size)
     write = write_nanogpt if to_nanogpt else write_hugging_face
-    write(target, path, config, state, getattr(torch, dtype))
+    with announced(f'writing {target}'):
+        write(target, path, config, state, getattr(torch, dtype))
     print(f'wrote {target} from {path}')
 
 
@@ -290,7 +361,7 @@ def write_hugging_face(target, path, config, state, dtype):
     """Write a checkpoint as a folder for transformers: GPT-2, Llama, Qwen3, or a mixture of experts."""
     from safetensors.torch import save_file
     weights, _ = load_unpadded(path, config, with_optimizer=False)
-    tokenizer = get_tokenizer(state['tokenizer']) if state['tokenizer'] else None
+    tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
     end = tokenizer.eot if tokenizer else None
     ends = dict(bos_token_id=end, eos_token_id=end)
     theirs = dict(
@@ -318,24 +389,20 @@ def write_hugging_face(target, path, config, state, dtype):
 
 # --- to a run -----------------------------------------------------------------------------------------------
 
-def import_weights(source, out_dir, dataset=None):
+def import_weights(source, out_dir, tokenizer=''):
     """Make a run's folder out_dir with a checkpoint of weights of other software.
 
     source: as in read_weights. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
-    dataset: its meta.json names the tokenizer if the source does not. ValueError if out_dir has checkpoints.
+    tokenizer: as in choose_tokenizer. ValueError if out_dir has checkpoints.
     """
     if checkpoint.find(out_dir):
         raise ValueError(f'{out_dir} already has checkpoints: choose another folder')
     arguments, weights, meta = read_weights(source)
-    if dataset:
-        meta = read_meta(os.path.join(DATA, dataset))
-    if meta and meta['vocab_size'] > arguments['vocab_size']:
-        raise ValueError(f'{dataset or source} has {meta["vocab_size"]} tokens, but the weights have '
-                         f'{arguments["vocab_size"]}: prepare and name the dataset that they were '
-                         'trained with')
+    meta = choose_tokenizer(tokenizer, meta, source, arguments['vocab_size'])
     parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
-    for name, parameter in parameters:
-        parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
+    with announced(f'reading {source}'):
+        for name, parameter in parameters:
+            parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
     saved = load_nanogpt(source) if os.path.isfile(source) else {}
     run = saved.get('config', {})
     iteration = saved.get('iter_num', 0)
@@ -347,24 +414,30 @@ def import_weights(source, out_dir, dataset=None):
         skipped=[0, 0], wandb_id=None, scaler=torch.amp.GradScaler('cpu').state_dict(),
         model=arguments, tokenizer=meta, config=run)
     saver = checkpoint.Saver(out_dir, keep=1)
-    path = saver.save(iteration, parameters, nanogpt_optimizer(saved, parameters), state)
+    with announced(f'writing {out_dir}'):
+        path = saver.save(iteration, parameters, nanogpt_optimizer(source, saved, parameters), state)
     if saver.problem:
         raise OSError(f'{out_dir} could not be written ({saver.problem})')
     print(f'wrote {path}: continue with python sample.py --out_dir={out_dir}, '
           f'or train.py --init_from={out_dir}')
 
 
-def nanogpt_optimizer(saved, parameters):
-    """AdamW for our parameters, with the moments in a ckpt.pt's content; None if it has no moments."""
+def nanogpt_optimizer(path, saved, parameters):
+    """AdamW for our parameters, with the moments in a ckpt.pt; None if it has no moments.
+
+    saved: the content of the ckpt.pt.
+    """
     moments = saved.get('optimizer', {}).get('state')
     if not moments:
         return None
     optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
-    names = [name for name in saved['model'] if name != 'lm_head.weight']
-    names.sort(key=lambda name: saved['model'][name].dim() < 2)  # in nanoGPT's optimizer, matrices come first
+    # In nanoGPT's optimizer, matrices come first.
+    names = sorted(saved['model'], key=lambda name: saved['model'][name].dim() < 2)
     step = torch.as_tensor(moments[0]['step']).float()
     for kind in MOMENTS:
-        values = split_qkv({name: moments[i][kind] for i, name in enumerate(names)})
+        values = {name: moments[i][kind] for i, name in enumerate(names)}
+        check_share(path, {f'{kind} of {name}': value for name, value in values.items()})
+        values = split_qkv(values)
         for name, parameter in parameters:
             optimizer.state[parameter] |= {kind: pad_rows(values[name], parameter.shape), 'step': step}
     return optimizer

@@ -1,7 +1,5 @@
 """Faster forms of the model's parts on a CPU, for training and for sampling."""
-import ctypes
 import math
-import sys
 
 import numpy as np
 import torch
@@ -10,20 +8,6 @@ import torch.nn as nn
 from kilogpt.devices import cpu_kernels
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, replace_all, replace_parts
-
-
-def keep_freed_memory():
-    """Let glibc keep large blocks of freed memory for the next iteration.
-
-    By default glibc returns a large block to the system at once, and the system zeroes each new block page by
-    page, which takes half of an iteration's time.
-    """
-    if sys.platform == 'linux':
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-        mallopt = getattr(ctypes.CDLL(None), 'mallopt', None)  # absent from other C libraries, such as musl
-        if mallopt:
-            mallopt(M_MMAP_THRESHOLD, 2 ** 31 - 1)
-            mallopt(M_TRIM_THRESHOLD, 2 ** 31 - 1)
 
 
 def use_faster_parts(model, use_kernels=False):

@@ -10,6 +10,7 @@ import tempfile
 import torch
 from torch.nn import functional as F
 
+from kilogpt.configurator import announced
 from kilogpt.devices.compiler import in_one_line
 
 SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
@@ -55,7 +56,8 @@ def library():
     path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'cpu_kernels-{key.hexdigest()}.so'
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # other processes may compile too
+        # Other processes may compile the file at the same time.
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder, announced(f'compiling {SOURCE.name}'):
             built = os.path.join(folder, path.name)
             subprocess.run([compiler, *FLAGS, f'-I{torch_folder}/include', str(SOURCE), '-o', built,
                             f'-L{torch_folder}/lib', '-ltorch_cpu', '-lc10'],

@@ -1,4 +1,4 @@
-"""Islands: groups of processes that train apart and exchange their parameters now and then (DiLoCo).
+"""Islands: groups of processes that train separately and exchange their parameters at intervals (DiLoCo).
 
 islands.py is the hook that exchanges between islands of one torchrun, with the outer optimizer of
 outer_optimizer.py. jobs.py is the hook of islands that are separate jobs, started at different times: each

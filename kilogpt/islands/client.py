@@ -56,7 +56,7 @@ def authenticate(connection, secret, is_server):
     """
     deadline = time.monotonic() + HANDSHAKE_TIMEOUT
 
-    def check_deadline():  # single bytes, sent now and then, must not keep the connection open
+    def check_deadline():  # single bytes, sent at intervals, must not keep the connection open
         if time.monotonic() > deadline:
             raise TimeoutError('the other end is too slow')
 

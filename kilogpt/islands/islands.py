@@ -1,4 +1,4 @@
-"""Islands: groups of processes that train apart and exchange their parameters now and then.
+"""Islands: groups of processes that train separately and exchange their parameters at intervals.
 
 DiLoCo (Douillard et al. 2023, arXiv 2311.08105): each island makes `outer_interval` updates on its share of
 the data. Then an outer optimizer, SGD with Nesterov momentum, moves the shared parameters towards the mean of

@@ -23,6 +23,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from data.loader import Batches
+from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import replace_parts
@@ -158,12 +159,11 @@ class Parallel:
         A resumed run then adds gradients in the same order as an uninterrupted run.
         read_batch(): a micro-batch (x, y), which one process without a compiler does not need.
         """
-        if self.compiles:
-            self.processes.say('compiling the model (up to a minute or so) ...')
-        elif self.layout.world_size == 1:
+        if self.layout.world_size == 1 and not self.compiles:
             return
         x, y = read_batch()
-        self.forward_backward(x, y)
+        with announced('compiling the model (up to a minute or so)' if self.compiles else 'warming up'):
+            self.forward_backward(x, y)
         self._drop_gradients()
         self.balance.forget()
         if self._zero1:
@@ -295,14 +295,16 @@ class Parallel:
 
 
 def describe_layout(parallel, optimizer, batch_size, islands):
-    """Lines about a model that is laid out: the degrees, the bytes on a rank, the batch, and notes."""
+    """Lines about a model that is laid out: degrees of many processes, bytes, the batch, and notes."""
     layout, processes, global_batch = parallel.layout, parallel.processes, parallel.global_batch
     parameters, moments = (processes.max(n) for n in bytes_held(parallel.named_parameters(), optimizer))
-    lines = [f'layout      {layout.describe()}',
-             f'on a rank   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
-             f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
-             f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, '
-             f'{parallel.micro_steps} micro-step(s) a process']
+    lines, where = [f'layout      {layout.describe()}'], 'on a rank'
+    if layout.world_size * islands == 1:
+        lines, where = [], 'in memory'
+    lines += [f'{where}   parameters {parameters / 1e6:,.1f} MB, optimizer {moments / 1e6:,.1f} MB',
+              f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
+              f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, '
+              f'{parallel.micro_steps} micro-step(s) per process']
     notes = layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes
     return lines + [f'note        {note}' for note in notes]
 

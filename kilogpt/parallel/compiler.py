@@ -5,6 +5,7 @@ import warnings
 import torch
 import torch.distributed as dist
 
+from kilogpt.configurator import announced
 from kilogpt.devices.compiler import compile_failure, in_one_line
 from kilogpt.parallel.layout import SPLIT_BACKWARD
 
@@ -15,7 +16,8 @@ def set_up_compiler(processes, layout, notes):
         notes.append('compile=False: a compiled backward pass cannot be split as '
                      f'pp_schedule={layout.pp_schedule} does')
         return False
-    failure = processes.first_problem(compile_failure(processes.device))
+    with announced('trying torch.compile'):
+        failure = processes.first_problem(compile_failure(processes.device))
     if failure:
         notes.append(f'compile=False: torch.compile does not work here (rank {failure[0]}: {failure[1]})')
     return not failure

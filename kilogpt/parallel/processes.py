@@ -24,9 +24,9 @@ class Processes:
 
     device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
     CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
-    islands: the number of groups of processes that train apart (islands.py). `rank`, `world_size`, `is_main`
-    and all communication but `barrier` and `tell_islands` are within this process's island. Raises ValueError
-    if the islands do not divide the processes.
+    islands: the number of groups of processes that train separately (islands.py). `rank`, `world_size`,
+    `is_main` and all communication but `barrier` and `tell_islands` are within this process's island. Raises
+    ValueError if the islands do not divide the processes.
     """
 
     def __init__(self, device='auto', islands=1):

@@ -16,7 +16,7 @@ import os
 import re
 import sys
 
-from kilogpt.configurator import config_of, exit_on_error
+from kilogpt.configurator import announced, config_of, exit_on_error
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
@@ -185,11 +185,12 @@ def check(planner, options, arguments):
         from kilogpt.plan import dry_run  # here, since the import takes seconds
         ranks = [int(rank) for rank in options.ranks.split(',')] if options.ranks else None
         arguments = [*arguments, f'--dtype={planner.config["dtype"]}']  # of the GPU, not of this machine
-        results = dry_run.dry_run(arguments, options.gpus, ranks)
+        with announced('running an iteration on tensors without memory'):
+            results = dry_run.dry_run(arguments, options.gpus, ranks)
     if options.json:
         print(json.dumps(results))
         return
-    planner.config['compile'] = False  # the dry run does not compile either
+    planner.config |= dict(compile=False, async_checkpoint=False)  # the dry run neither compiles nor saves
     memory = planner.row_as_given()['memory']
     predicted = {part: 1e9 * count for part, count in memory.items() if part != 'reserve'}
     print('\n'.join(dry_run.table(results, predicted)))

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from kilogpt import metrics
+from kilogpt.configurator import announced
 from kilogpt.script_runs import ROOT, last_error
 from kilogpt.parallel.layout import Layout
 from kilogpt.machines import Machine, read_machine, write_machine
@@ -47,8 +48,9 @@ def _run(n_processes, path, *options):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone',
                f'--nproc_per_node={n_processes}', '-m', 'kilogpt.plan.calibrate', os.path.abspath(path),
                *options]
-    done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), capture_output=True,
-                          text=True)
+    with announced('measuring this machine'):
+        done = subprocess.run(command, cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), text=True,
+                              capture_output=True)
     if done.returncode:
         raise ValueError(f'the measurement failed: {last_error(done.stderr)}')
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from data.datasets import DATA, read_meta
+from data.datasets import dataset_folder, read_meta
 from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
@@ -64,7 +64,7 @@ def dry_run(arguments, world_size, ranks=()):
 def _launch(arguments, world_size, rank):
     command = [sys.executable, '-m', 'kilogpt.plan.dry_run', str(rank), str(world_size), *arguments]
     environment = dict(os.environ, OMP_NUM_THREADS='1', CUDA_VISIBLE_DEVICES='')
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     if run.returncode:
         message = last_error(run.stderr).removeprefix('error: ')
         raise ValueError(f'rank {rank}: {message}')
@@ -157,7 +157,7 @@ def run_rank(config):
 def model_config(config):
     """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary is GPT-2's."""
     keys = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
-    vocab_size = read_meta(os.path.join(DATA, config['dataset']))['vocab_size']
+    vocab_size = read_meta(dataset_folder(config['dataset']))['vocab_size']
     return GPTConfig(vocab_size=vocab_size, **{key: config[key] for key in keys})
 
 

@@ -29,7 +29,7 @@ def predict_memory(model, layout, config, device_type, available):
     if predicted <= available:
         return predicted, None
     advice = 'no change of keys makes it fit: use more GPUs'
-    for change in _changes(layout, config):
+    for change in _changes(layout, config, device_type):
         changed = config | change
         try:
             other = dataclasses.replace(layout, zero_stage=changed['zero_stage'])
@@ -48,12 +48,14 @@ def predict_memory(model, layout, config, device_type, available):
 
 def _bytes_of(shape, layout, config, device_type):
     work = memory_model.Work.of(config, layout, device_type)
-    total = sum(memory_model.memory(shape, layout, work).values())
-    return total + memory_model.reserve(total, work)
+    parts = memory_model.memory(shape, layout, work)
+    return sum(parts.values()) + memory_model.reserve(parts, work)
 
 
-def _changes(layout, config):
+def _changes(layout, config, device_type):
     """Yield changes of keys that save memory, in order of the time they cost."""
+    copies = memory_model.Work.of(config, layout, device_type).saves_in_background
+    saves = dict(async_checkpoint=False) if copies else {}
     batches = [{}]
     global_batch = config['batch_size'] * config['gradient_accumulation_steps']
     batch_size = config['batch_size']
@@ -67,5 +69,5 @@ def _changes(layout, config):
     for zero_stage in range(layout.zero_stage, 4):
         for mode in modes:
             for batch in batches:
-                yield batch | dict(activation_checkpoint=mode, zero_stage=zero_stage)
-    yield batches[-1] | dict(activation_checkpoint='full', zero_stage=3, cpu_offload=True)
+                yield saves | batch | dict(activation_checkpoint=mode, zero_stage=zero_stage)
+    yield saves | batches[-1] | dict(activation_checkpoint='full', zero_stage=3, cpu_offload=True)

@@ -20,6 +20,14 @@ CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
 # Among the processes that share the experts, the rows of the busiest one over their mean. A guess.
 LOAD_IMBALANCE = 1.2
 GAPS = 0.06  # memory lost between tensors, as a share of their bytes; fitted (docs/layouts.md)
+# The same for processes on CPUs, fitted to the runs in LOG.md of 2026-11-25.
+CPU_PROCESS = 0.34e9  # bytes of Python and PyTorch, and of what they load before the first iteration
+CPU_COMPILER = 0.13e9  # bytes of torch.compile
+# glibc keeps what is freed (cpu.keep_freed_memory), and a tensor that fits into none of the gaps takes new
+# memory. The largest tensors are logits: a hole of their size stays once a small tensor lies in it, and another
+# one if copies for saves are allocated beside the training.
+CPU_GAPS = 0.13  # as a share of the bytes of all tensors
+CPU_HOLE = 0.4  # as a share of the bytes of logits
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Work:
     async_tp: bool = False
     load_imbalance: float = LOAD_IMBALANCE
     device: str = 'cuda'  # or 'cpu', where attention and norms keep other activations
+    saves_in_background: bool = False  # the checkpoint's copy is in the memory that is predicted
 
     @classmethod
     def of(cls, config, layout, device, split=None):
@@ -48,7 +57,11 @@ class Work:
         batch_size = config['batch_size']
         split = split or layout.split_batch(batch_size * config['gradient_accumulation_steps'], batch_size)
         same = {key: config[key] for key in cls.__dataclass_fields__ if key in config and key != 'device'}
-        return cls(*split, **same, device=device)
+        saves_in_background = False
+        if device == 'cpu':  # as in train.py; with a GPU, the copy is in host memory
+            saves = (config['keep_checkpoints'] > 0 or config['eval_iters'] > 0) and not config['eval_only']
+            saves_in_background = saves and config['async_checkpoint'] and not config['cpu_offload']
+        return cls(*split, **same, device=device, saves_in_background=saves_in_background)
 
     @property
     def width(self):
@@ -61,7 +74,8 @@ def memory(shape, layout, work):
 
     Parts: parameters, gradients and moments (those kept from one iteration to the next), gathered (copies by
     FSDP2 or autocast, and gradients before their reduction), activations, logits (all of the loss), buffers
-    (of pipelines). The allocator's reserve is not included: see `reserve`.
+    (of pipelines), copies (of the state, on CPUs, for saves in the background), other (of the optimizer's
+    step). The allocator's reserve is not included: see `reserve`.
     """
     n_blocks = [Stage.sum(stages).n_blocks for stages in shape.stages(layout, work.block_size)]
     # The first ranks hold the most micro-batches, and the last rank has the head.
@@ -72,9 +86,17 @@ def memory(shape, layout, work):
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
-def reserve(total, work):
-    """Bytes that CUDA, NCCL and the gaps between tensors take in addition to `total` bytes of tensors."""
-    return 0 if work.device == 'cpu' else CONTEXT + GAPS * total
+def reserve(parts, work):
+    """Bytes that a process takes in addition to those of its tensors, the result of `memory`.
+
+    On GPUs these are CUDA, NCCL and the gaps between tensors; on CPUs Python, PyTorch and such gaps.
+    """
+    total = sum(parts.values())
+    if work.device == 'cpu':
+        holes = 2 if work.saves_in_background else 1
+        gaps = CPU_GAPS * total + holes * CPU_HOLE * parts['logits']
+        return CPU_PROCESS + CPU_COMPILER * work.compile + gaps
+    return CONTEXT + GAPS * total
 
 
 def state(shape, layout, work, rank):
@@ -139,7 +161,9 @@ def phases(shape, layout, work, rank):
     if work.cpu_offload and work.device != 'cpu':  # the state is in host memory
         sharded = dict.fromkeys(sharded, 0)
         gradients_before = gradients = 0
-    resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers)
+    copies = _copied_bytes(sharded, layout) if work.saves_in_background else 0
+    resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers,
+                    copies=copies)
     return {
         'loss': resident | dict(
             gradients=gradients_before, gathered=gathered, activations=activations, logits=logits),
@@ -152,8 +176,31 @@ def phases(shape, layout, work, rank):
         'end': resident | dict(
             gradients=max(gradients_before, gradients), gathered=gathered + reduced_ends, activations=0,
             logits=0),
-        'step': resident | dict(gradients=sharded['gradients'], gathered=0, activations=0, logits=0),
+        'step': resident | dict(gradients=sharded['gradients'], gathered=0, activations=0, logits=0,
+                                other=_muon_bytes(shape, layout, work, stages)),
     }
+
+
+def _muon_bytes(shape, layout, work, stages):
+    """Bytes of temporary tensors while Muon, on a CPU, updates the largest list of optim.muon_groups."""
+    config = shape.config
+    if work.optimizer != 'muon' or work.device != 'cpu':
+        return 0
+    hidden = config.n_experts * config.expert_hidden if config.mlp == 'moe' else config.n_hidden
+    attention = 2 * (config.n_head + config.n_kv_head) * config.head_width
+    together = 2 if config.mlp_form == 'swiglu' else 1  # c_fc and c_gate have one shape
+    share = together * hidden / ((together + 1) * hidden + attention)
+    elements = min(2 ** 26, share * shape.updated(stages, layout)[1])
+    # float32: gradient, direction, the matrix before and after a step of Newton-Schulz, three Gram matrices
+    # of about a third of its size. bfloat16: gradient and direction before the cast have the peak.
+    return elements * (19 if work.width == FLOAT32 else 12)
+
+
+def _copied_bytes(sharded, layout):
+    """Bytes that a process copies for a checkpoint. Processes that hold the same tensors share the work."""
+    replicas = layout.dp_replicate if layout.uses_fsdp else layout.dp * layout.cp
+    of_moments = 1 if layout.zero_stage == 1 else replicas  # ZeRO-1 has divided the moments already
+    return sharded['parameters'] / replicas + sharded['moments'] / of_moments
 
 
 class WholeBytes(NamedTuple):

@@ -5,12 +5,11 @@
 import contextlib
 import dataclasses
 import itertools
-import os
 
 import torch
 from tqdm import tqdm
 
-from data.datasets import DATA, read_meta
+from data.datasets import dataset_folder, read_meta
 from kilogpt.parallel.layout import SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.shape import Shape
@@ -40,7 +39,7 @@ class Planner:
         fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
                   if field.name in config}
         # Without the dataset, the vocabulary is GPT-2's.
-        vocab_size = read_meta(os.path.join(DATA, config['dataset']))['vocab_size']
+        vocab_size = read_meta(dataset_folder(config['dataset']))['vocab_size']
         with torch.device('meta'):
             self.model = GPT(GPTConfig(vocab_size=vocab_size, **fields), seed=None)
         self.shape = Shape(self.model)
@@ -67,7 +66,7 @@ class Planner:
             config['compile'] = False  # compiler.py refuses to compile with these schedules
         work = memory_model.Work.of(config, layout, self.machine.device, split)
         memory = memory_model.memory(self.shape, layout, work)
-        memory['reserve'] = memory_model.reserve(sum(memory.values()), work)
+        memory['reserve'] = memory_model.reserve(memory, work)
         durations = time_model.seconds(self.shape, layout, work, self.machine)
         seconds = sum(durations.values())
         flops = self.flops_per_token * self.tokens / seconds
@@ -113,7 +112,7 @@ class Planner:
                 with contextlib.suppress(ValueError):
                     layouts.append((keys | constant, self.layout(keys | constant)))
         rows = []
-        for keys, layout in tqdm(layouts, 'layouts', delay=1, leave=False):
+        for keys, layout in tqdm(layouts, 'layouts', delay=1, leave=False, disable=None):
             for batch, split in self._batches(layout):
                 for mode in MODES:
                     row = self.row(keys | batch | dict(activation_checkpoint=mode), layout, split)

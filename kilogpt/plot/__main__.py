@@ -1,11 +1,13 @@
-"""Draw runs in one picture: validation loss, with the training loss faint behind it.
+"""Draw the losses of runs in one picture, against tokens and against seconds.
 
     python -m kilogpt.plot out-a out-b --out=runs.png
     python -m kilogpt.plot "nanoGPT=nanogpt.log" "quick start=out-quickstart" --x=seconds
 
-A source is the folder of a run, or a text with the console output of nanoGPT. NAME=SOURCE names a curve. If
-the x axis is iterations, throughput is drawn beside the loss. The x axis is logarithmic if runs have very
-different lengths.
+A source is the folder of a run, or a text with the console output of nanoGPT. NAME=SOURCE names a curve.
+Points are evaluations, and a curve's label has the last of them. Nothing is drawn between points, since
+nobody knows the validation loss there. The faint line is the training loss, in means over a hundredth of the
+run. --x=iterations has throughput beside the losses. The x axis is logarithmic if runs have very different
+lengths. The title names the data and the machine, as far as the runs' folders say.
 
 Seconds are wall-clock time. For a folder they include start-up, evaluations and saves, and add up over
 resumed runs. For a text they are the sum of the logged times (kilogpt/plot/sources.py).
@@ -22,15 +24,26 @@ def main():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('sources', nargs='+', metavar='[NAME=]SOURCE',
                         help='the folder of a run, or a text printed by nanoGPT')
-    parser.add_argument('--x', default='iterations', choices=KEYS, help='the x axis (iterations)')
+    parser.add_argument('--x', choices=KEYS, help='the only x axis (default: tokens and seconds)')
     parser.add_argument('--out', default='plot.png', help='file for the picture (plot.png)')
     options = parser.parse_args()
-    runs = [read_run(source) for source in options.sources]
+    runs = []
+    for run in map(read_run, options.sources):
+        if run.has_losses():
+            runs.append(run)
+        else:
+            print(f'{run.name} has no loss to draw: left out (train for longer, or with eval_iters)')
+    if not runs:
+        sys.exit('error: there is nothing to draw: give folders of runs that have trained or evaluated')
+    axes = [options.x] if options.x else ['tokens', 'seconds']
     for run in runs:
-        if any(KEYS[options.x] not in line for line in run.train):
-            sys.exit(f'error: {run.name} does not say how many {options.x} it has trained on: '
-                     'choose --x=seconds or --x=iterations')
-    draw(runs, options.x, options.out)
+        if 'tokens' in axes and not run.has('tokens'):
+            if options.x:
+                sys.exit(f'error: {run.name} does not say how many tokens it has trained on: '
+                         'choose --x=seconds or --x=iterations')
+            print(f'{run.name} does not say how many tokens it has trained on: drawn against seconds alone')
+            axes.remove('tokens')
+    draw(runs, axes, options.out)
 
 
 if __name__ == '__main__':

@@ -7,97 +7,136 @@ from typing import NamedTuple
 
 KEYS = dict(iterations='iter', tokens='tokens', seconds='seconds')  # {value of --x: key in a run's lines}
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000')  # Okabe and Ito
+MOST_MEANS = 100  # a line of more values is drawn as this many means
 
 
 class Curve(NamedTuple):
-    name: str
+    """Values y over x. label: its text beside the axes, at the height `end`."""
     color: str
     x: list
     y: list
+    label: str = ''
+    end: float = 0.0
 
 
-def curve_of(lines, x, y, name, color):
+def curve_of(lines, x, y, color):
     """The Curve of key y over key x, of the lines with a finite y."""
     found = [(line[x], line[y]) for line in lines if line.get(y) is not None and math.isfinite(line[y])]
-    return Curve(name, color, [x for x, _ in found], [y for _, y in found])
+    return Curve(color, [x for x, _ in found], [y for _, y in found])
 
 
-def draw(runs, x, path):
-    """Write a picture of the runs' losses over x: iterations, tokens or seconds."""
+def averaged(curve):
+    """The curve, or if it has many values the means of consecutive ones: noise would fill an area."""
+    size = math.ceil(len(curve.x) / MOST_MEANS)
+    starts = range(0, len(curve.x), max(1, size))
+    return curve._replace(x=[statistics.mean(curve.x[start:start + size]) for start in starts],
+                          y=[statistics.mean(curve.y[start:start + size]) for start in starts])
+
+
+def draw(runs, axes, path):
+    """Write a picture of the runs' losses, with a panel for each of `axes`: iterations, tokens or seconds.
+
+    Iterations alone have a panel of the throughput too.
+    """
     try:
         import matplotlib
     except ImportError:
         sys.exit('error: plots need matplotlib: pip install matplotlib')
     matplotlib.use('Agg')
     from matplotlib import pyplot
-    faint, losses, speeds = [], [], []
-    for run, color in zip(runs, itertools.cycle(COLORS)):
-        training = curve_of(run.train, KEYS[x], 'loss', run.name, color)
-        validation = curve_of(run.evals, KEYS[x], 'val_loss', run.name, color)
-        faint.append(training)
-        losses.append(validation if validation.x else training._replace(name=f'{run.name} (training)'))
-        speeds.append(curve_of(run.train, KEYS[x], 'tokens_per_sec', run.name, color))
-    losses = [curve for curve in losses if curve.x]
-    speeds = [curve for curve in speeds if curve.x and x == 'iterations']
-    if not losses:
-        sys.exit('error: the runs have no loss to draw: train for longer, or with eval_iters')
-    panels = 2 if speeds else 1
-    figure, axes = pyplot.subplots(1, panels, figsize=(2 + 6 * panels, 4.5), squeeze=False,
-                                   layout='constrained')
-    loss_axes = axes[0, 0]
-    for curve in faint:
-        loss_axes.plot(curve.x, curve.y, color=curve.color, alpha=0.25, linewidth=0.7)
-    loss_axes.set_ylabel('validation loss, faint: training (nats per token)')
-    labels = [f'{curve.name}  {curve.y[-1]:.2f}' for curve in losses]
-    draw_panel(loss_axes, losses, x, loss_limits([*losses, *faint]), labels)
+    colored = list(zip(runs, itertools.cycle(COLORS)))
+    speeds = []
+    if axes == ['iterations']:
+        speeds = [speed_curve(run, color) for run, color in colored]
+        speeds = [speed for speed in speeds if speed.x]
+    panels = len(axes) + bool(speeds)
+    figure, (row,) = pyplot.subplots(1, panels, figsize=(2 + 6 * panels, 4.8), squeeze=False,
+                                     layout='constrained')
+    figure.suptitle(describe_runs(runs), fontsize='medium')
+    row[0].set_ylabel('loss in nats per token. Points: validation;\nlines: training, '
+                      'means of a hundredth of the run')
+    for panel, x in zip(row, axes):
+        draw_losses(panel, colored, x)
     if speeds:
-        axes[0, 1].set_ylabel('tokens per second')
-        labels = [f'{curve.name}  {statistics.median(curve.y):,.0f}' for curve in speeds]
-        draw_panel(axes[0, 1], speeds, x, (0, None), labels)
+        row[-1].set_ylabel('tokens per second')
+        row[-1].yaxis.set_major_formatter('{x:,.0f}')
+        for speed in speeds:
+            row[-1].plot(speed.x, speed.y, color=speed.color, linewidth=1)
+        finish_panel(row[-1], speeds, 'iterations', (0, None))
     figure.savefig(path, dpi=150)
     print(f'wrote {path}')
 
 
-def loss_limits(curves):
-    """(bottom, top) of the curves without their first tenths, whose high losses would flatten the rest."""
+def describe_runs(runs):
+    """The data and the machine of all runs in one line, or in a line for each run that tells them."""
+    known = [run for run in runs if run.about]
+    if len({run.about for run in known}) == 1:
+        return known[0].about
+    return '\n'.join(f'{run.name}: {run.about}' for run in known)
+
+
+def speed_curve(run, color):
+    """The Curve of a run's tokens per second, with their median as its label."""
+    curve = curve_of(run.train, 'iter', 'tokens_per_sec', color)
+    median = statistics.median(curve.y) if curve.y else 0.0
+    return averaged(curve)._replace(label=f'{run.name}  median {median:,.0f}', end=median)
+
+
+def draw_losses(panel, colored, x):
+    """Draw validation losses as points and training losses as lines. colored: [(run, color)]."""
+    drawn, labelled = [], []
+    for run, color in colored:
+        training = averaged(curve_of(run.train, KEYS[x], 'loss', color))
+        validation = curve_of(run.evals, KEYS[x], 'val_loss', color)
+        panel.plot(training.x, training.y, color=color, linewidth=1, alpha=0.4 if validation.x else 1.0)
+        size = 5 if len(validation.x) < 50 else 2
+        panel.plot(validation.x, validation.y, 'o', color=color, markersize=size)
+        shown, kind = (validation, 'last') if validation.x else (training, 'last training mean')
+        drawn.append([curve for curve in (training, validation) if curve.x])
+        labelled.append(shown._replace(label=f'{run.name}  {kind} {shown.y[-1]:.2f}', end=shown.y[-1]))
+    finish_panel(panel, labelled, x, loss_limits(drawn))
+
+
+def loss_limits(runs):
+    """(bottom, top) of runs without their first tenths, whose high losses would flatten the rest.
+
+    runs: the curves of each.
+    """
     settled = []
-    for curve in curves:
-        settled += [y for x, y in zip(curve.x, curve.y) if x >= curve.x[-1] / 10]
+    for curves in runs:
+        start = min(curve.x[0] for curve in curves)  # in seconds, training begins later than at 0
+        for curve in curves:
+            begin = start + (curve.x[-1] - start) / 10
+            settled += [y for x, y in zip(curve.x, curve.y) if x >= begin]
     margin = 0.05 * (max(settled) - min(settled)) or 0.1
     return min(settled) - margin, max(settled) + margin
 
 
-def draw_panel(axes, curves, x, y_limits, labels):
-    """Draw curves over x, each with its label to the right of the axes."""
+def finish_panel(panel, curves, x, y_limits):
+    """Scale the axes of a panel to its curves over x, and write their labels."""
     from matplotlib import ticker
-    for curve in curves:
-        if len(curve.x) <= 100:
-            axes.plot(curve.x, curve.y, color=curve.color, linewidth=1.8, marker='o', markersize=3.5)
-        else:
-            axes.plot(curve.x, curve.y, color=curve.color, linewidth=0.8)
     ends = [curve.x[-1] for curve in curves]
     if max(ends) >= 10 * min(ends) > 0:
-        axes.set_xscale('log', nonpositive='mask')
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
+        panel.set_xscale('log', nonpositive='mask')
+        panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
         first = min(min(filter(None, curve.x)) for curve in curves)  # 0 cannot be on a logarithmic axis
-        axes.set_xlim(left=first / 2)
-    axes.xaxis.set_major_formatter(ticker.EngFormatter(sep='') if x == 'tokens' else '{x:,.10g}')
-    axes.set(xlabel=x, ylim=y_limits)
-    axes.grid(alpha=0.25)
-    axes.spines[['top', 'right']].set_visible(False)
-    axes.figure.draw_without_rendering()  # computes the final limits and sizes
-    label_ends(axes, curves, labels)
+        panel.set_xlim(left=first / 2)
+    panel.xaxis.set_major_formatter(ticker.EngFormatter(sep='') if x == 'tokens' else '{x:,.10g}')
+    panel.set(xlabel=x, ylim=y_limits)
+    panel.grid(alpha=0.25)
+    panel.spines[['top', 'right']].set_visible(False)
+    panel.figure.draw_without_rendering()  # computes the final limits and sizes
+    label_ends(panel, curves)
 
 
-def label_ends(axes, curves, labels):
+def label_ends(panel, curves):
     """Write each label beside the axes, at the height of its curve's end or just above the label below."""
-    bottom, top = axes.get_ylim()
-    points = axes.get_window_extent().height / axes.figure.dpi * 72
+    bottom, top = panel.get_ylim()
+    points = panel.get_window_extent().height / panel.figure.dpi * 72
     free = 0.0  # the lowest free height, as a share of the axes' height
-    for curve, label in sorted(zip(curves, labels), key=lambda pair: pair[0].y[-1]):
-        end = curve.x[-1], curve.y[-1]
-        height = max(free, (end[1] - bottom) / (top - bottom))
+    for curve in sorted(curves, key=lambda curve: curve.end):
+        height = max(free, (curve.end - bottom) / (top - bottom))
         free = height + 16 / points
         leader = dict(arrowstyle='-', linestyle=':', color=curve.color, alpha=0.6, relpos=(0, 0.5))
-        axes.annotate(label, end, (1.02, height), textcoords='axes fraction', va='center', color=curve.color,
-                      fontweight='bold', arrowprops=leader)
+        panel.annotate(curve.label, (curve.x[-1], curve.end), (1.02, height), textcoords='axes fraction',
+                       va='center', color=curve.color, fontweight='bold', arrowprops=leader)

@@ -23,6 +23,7 @@ from kilogpt import checkpoint
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.replay.comparison import Comparison, RecordedRun, write_batch
 from kilogpt.script_runs import ROOT, as_arguments
+from kilogpt.settings import decay_iters
 
 # The keys of a replay that differ from the run: it only trains, and saves its last iteration.
 REPLAY_KEYS = dict(log_interval=1, eval_iters=0, eval_interval=2 ** 31, eval_only=False, save_interval=0,
@@ -62,6 +63,7 @@ def replay(out_dir, which, nproc, arguments):
     with tempfile.TemporaryDirectory(dir=out_dir, prefix='replay_') as folder:
         for begin, end in run.segments(which, config['init_from'], config['profile']):
             keys = REPLAY_KEYS | dict(out_dir=os.path.join(folder, str(end)), max_iters=end,
+                                      lr_decay_iters=decay_iters(config),
                                       profile=config['profile'] and end - begin == 1)
             if config['on_spike'] == 'rollback':  # each segment starts from a checkpoint anyway
                 keys['on_spike'] = 'skip'

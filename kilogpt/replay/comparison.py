@@ -10,13 +10,14 @@ from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.processes import find_device, resolve_dtype
+from kilogpt.settings import decay_iters
 
 # Keys of train.py that do not change what an iteration computes.
 FREE_KEYS = {
     'out_dir', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
     'save_interval', 'save_minutes', 'keep_checkpoints', 'async_checkpoint', 'init_from', 'wandb_log',
     'wandb_project', 'wandb_run_name', 'tensorboard', 'max_iters', 'on_nonfinite', 'on_spike', 'spike_factor',
-    'comm_timeout', 'backend', 'profile'}
+    'comm_timeout', 'backend', 'profile', 'accept_new_data'}
 # {dtype: (error of a loss, relative error of a gradient norm)} that another layout or device may cause.
 # Rounding errors grow with the iterations since the checkpoint.
 BOUNDS = {'float32': (1e-3, 1e-2), 'bfloat16': (0.05, 0.2), 'float16': (0.05, 0.2)}
@@ -95,8 +96,12 @@ class RecordedRun:
         return self._has_keys(state, replayed['config']) and state.get('machine') == replayed['machine']
 
     def _has_keys(self, state, config):
-        return state is not None and all(value == config.get(key) for key, value in state['config'].items()
-                                         if key not in FREE_KEYS and key in config)
+        if state is None:
+            return False
+        former = state['config'] | dict(lr_decay_iters=decay_iters(config | state['config']))
+        config = config | dict(lr_decay_iters=decay_iters(config))
+        return all(value == config[key] for key, value in former.items()
+                   if key not in FREE_KEYS and key in config)
 
 
 class Comparison:
@@ -161,8 +166,12 @@ class Comparison:
                             f'all losses before are the same: {", ".join(differing[:3])}')
 
     def summary(self):
-        """A sentence for a replay that agrees with its run."""
-        text = f'replay: {self.n_compared} iterations agree with {self.run.out_dir}/metrics.jsonl'
+        """A sentence for a replay that agrees with its run. ValueError if nothing could be compared."""
+        if not self.n_compared:
+            raise ValueError(f'{self.run.out_dir}/metrics.jsonl has no line for the computed iterations with '
+                             'the same batches, so nothing was compared: replay another iteration')
+        what = '1 iteration agrees' if self.n_compared == 1 else f'{self.n_compared} iterations agree'
+        text = f'replay: {what} with {self.run.out_dir}/metrics.jsonl'
         if self.n_exact == self.n_compared:
             return f'{text} to the bit'
         loss, norm = self.largest_differences

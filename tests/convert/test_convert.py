@@ -1,5 +1,6 @@
 """The commands of kilogpt.convert."""
 import re
+import sys
 
 import pytest
 import torch
@@ -8,11 +9,11 @@ from safetensors.torch import load_file
 from test_weights import TINY, make_run, randomize, save_run
 
 from kilogpt.convert.__main__ import inspect, main
-from kilogpt.convert.weights import export_weights, import_weights
+from kilogpt.convert.weights import export_weights
 from model import GPT, GPTConfig
 
 
-def test_commands(tmp_path):
+def test_commands(tmp_path, monkeypatch, capsys):
     out_dir, model, _ = make_run(tmp_path / 'run', moments=True)
     done = run_script('kilogpt.convert', 'inspect', out_dir)
     facts = 'iteration 3, tokens 2304, val_loss 2.5, best_val_loss 2.5, checksums correct'
@@ -24,7 +25,10 @@ def test_commands(tmp_path):
 
     main(['export', out_dir, f'{tmp_path}/hf', '--dtype=bfloat16'])
     assert {p.dtype for p in load_file(tmp_path / 'hf' / 'model.safetensors').values()} == {torch.bfloat16}
+    monkeypatch.setattr(sys.stderr, 'isatty', lambda: True)  # a terminal says what is being done
     main(['import', f'{tmp_path}/hf', f'{tmp_path}/again'])
+    shown = capsys.readouterr().err
+    assert f'reading {tmp_path}/hf ...' in shown and f'writing {tmp_path}/again ...' in shown
     arguments = '--device=cpu --num_samples=1 --max_new_tokens=30 --start=AB'.split()
     imported = run_forked('sample.py', f'--out_dir={tmp_path}/again', *arguments)
     direct = run_forked('sample.py', f'--init_from={tmp_path}/hf', *arguments)
@@ -38,9 +42,10 @@ def test_bad_commands(tmp_path, capsys):
     assert done.stderr == f'error: {tmp_path}/run already exists: choose another target\n'
     with pytest.raises(ValueError, match='no checkpoint to export'):
         export_weights(str(tmp_path), str(tmp_path / 'hf'))
-    with pytest.raises(ValueError, match='openwebtext has 50257 tokens, but the weights have 97'):
-        export_weights(out_dir, str(tmp_path / 'hf'))
-        import_weights(str(tmp_path / 'hf'), str(tmp_path / 'again'), dataset='openwebtext')
+    export_weights(out_dir, str(tmp_path / 'hf'))
+    for option in ('--tokenizer', '--dataset'):  # the second is its former name
+        with pytest.raises(SystemExit, match='bytes has 256 tokens, but the model of .*hf has 97: set --tok'):
+            main(['import', f'{tmp_path}/hf', f'{tmp_path}/again', f'{option}=bytes'])
     inspect(str(tmp_path / 'hf'))
     assert re.search(r'^model: .*\bblock_size 64, ', capsys.readouterr().out, re.M)
     path = tmp_path / 'run' / 'ckpt' / 'iter_00000003' / 'state.json'

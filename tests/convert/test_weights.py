@@ -6,12 +6,17 @@ cause errors far above the tolerance of 1e-4.
 import dataclasses
 import json
 import os
+import re
+import shutil
+import socket
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+
+from helpers import run_forked
 
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt import checkpoint
@@ -167,8 +172,6 @@ def test_folders_of_transformers_are_imported_and_exported_unchanged(kind, tmp_p
     assert_same_predictions(model_from(tmp_path / 'hf'), in_float32)
     arguments, tensors, meta = read_weights(str(tmp_path / 'hf'))
     assert meta is None
-    with pytest.raises(ValueError, match='which tokenizer .*kilogpt.convert import .* --dataset'):
-        get_tokenizer(meta)
 
     path = tmp_path / 'hf' / 'config.json'
     config = json.loads(path.read_text())
@@ -267,6 +270,24 @@ def test_damaged_folders_are_refused(folders, tmp_path):
         read_weights(str(tmp_path))
 
 
+def test_hub_that_does_not_answer_is_asked_once_and_weights_in_the_cache_need_no_hub(folders, tmp_path):
+    """The hub accepts connections and is silent. The client alone would try for minutes."""
+    with socket.create_server(('127.0.0.1', 0)) as hub:
+        env = dict(HF_ENDPOINT=f'http://127.0.0.1:{hub.getsockname()[1]}', HF_HOME=str(tmp_path))
+        failed = run_forked('kilogpt.convert', 'inspect', 'gpt2', env=env, check=False, timeout=60)
+        assert failed.stderr.startswith('error: gpt2 is neither a folder nor in the Hugging Face cache')
+        assert 'ReadTimeout' in failed.stderr and failed.returncode == 1
+        offline = run_forked('kilogpt.convert', 'inspect', 'gpt2', env=env | dict(HF_HUB_OFFLINE='1'),
+                             check=False)
+        assert 'OfflineModeIsEnabled' in offline.stderr and offline.stderr.count('\n') == 1
+        cached = tmp_path / 'hub' / 'models--openai-community--gpt2'
+        (cached / 'refs').mkdir(parents=True)
+        (cached / 'refs' / 'main').write_text('a1')
+        shutil.copytree(folders['gpt2'], cached / 'snapshots' / 'a1')
+        found = run_forked('kilogpt.convert', 'inspect', 'gpt2', env=env, timeout=60)
+        assert f'block_size {TINY["block_size"]}, ' in found.stdout
+
+
 def test_biases_trained_elsewhere_are_imported(tmp_path):
     """An export of a model without biases has zeros for them. If one is not zero, they are imported."""
     out_dir, *_ = make_run(tmp_path / 'run', FORMS['gpt2_plain'])
@@ -276,6 +297,18 @@ def test_biases_trained_elsewhere_are_imported(tmp_path):
     save_file(tensors, tmp_path / 'hf' / 'model.safetensors')
     arguments, tensors, _ = read_weights(str(tmp_path / 'hf'))
     assert arguments['bias'] and tensors['transformer.h.1.attn.c_k.bias'][8] == 1.0
+
+
+@pytest.mark.parametrize('form', ['gpt2', 'llama_bias', 'qwen3_tied'])
+def test_head_that_differs_from_the_table_is_kept_though_config_says_tied(form, tmp_path):
+    export_weights(make_run(tmp_path / 'run', FORMS[form])[0], str(tmp_path / 'hf'))
+    path = tmp_path / 'hf' / 'model.safetensors'
+    tensors = load_file(path)
+    table = tensors['transformer.wte.weight' if form == 'gpt2' else 'model.embed_tokens.weight']
+    for head, is_tied in ((table.clone(), True), (table + 1, False)):
+        save_file(tensors | {'lm_head.weight': head}, path)
+        assert read_weights(str(tmp_path / 'hf'))[0]['tie_weights'] == is_tied
+        assert model_from(tmp_path / 'hf').lm_head.weight[:97].equal(head)
 
 
 # --- nanoGPT --------------------------------------------------------------------------------------------
@@ -353,6 +386,7 @@ def test_import_from_nanogpt_restores_weights_and_moments(bias, tmp_path):
 def test_file_written_by_nanogpt_is_imported(tmp_path):
     """It has torch.compile's prefix, an old causal mask and a loss tensor, but no optimizer or tokenizer."""
     model = {f'_orig_mod.{name}': 0.2 * torch.randn(shape) for name, shape in nanogpt_shapes(True).items()}
+    model['_orig_mod.lm_head.weight'] = model['_orig_mod.transformer.wte.weight']
     model['_orig_mod.transformer.h.0.attn.bias'] = torch.ones(1, 1, 64, 64)
     args = dict(n_layer=2, n_head=4, n_embd=32, block_size=64, bias=True, vocab_size=97, dropout=0.0)
     content = dict(model=model, model_args=args, iter_num=7, best_val_loss=torch.tensor(1.5),
@@ -368,6 +402,83 @@ def test_file_written_by_nanogpt_is_imported(tmp_path):
     assert (state['iteration'], state['val_loss'], state['tokenizer']) == (7, 1.5, None)
     with pytest.raises(ValueError, match='already has checkpoints'):
         import_weights(str(tmp_path / 'ckpt.pt'), str(tmp_path / 'run'))
+
+
+def test_head_that_nanogpt_did_not_tie_is_imported_with_its_moments(tmp_path):
+    out_dir, _, optimizer = make_run(tmp_path / 'run', moments=True)
+    target = str(tmp_path / 'ckpt.pt')
+    export_weights(out_dir, target)
+    saved = torch.load(target, weights_only=True)
+    names = [name for name in saved['model'] if name != 'lm_head.weight']
+    n_matrices = sum(saved['model'][name].dim() > 1 for name in names)
+    moments = [moment for _, moment in sorted(saved['optimizer']['state'].items())]
+    moments.insert(n_matrices, dict(moments[0], exp_avg=torch.full((97, 32), 5.0)))
+    saved['optimizer']['state'] = dict(enumerate(moments))
+    head = saved['model']['lm_head.weight'] = torch.full((97, 32), 4.0)
+    torch.save(saved, target)
+
+    arguments, tensors, _ = read_weights(target)
+    assert not arguments['tie_weights'] and tensors['lm_head.weight'].equal(head)
+    import_weights(target, str(tmp_path / 'again'))
+    restored = GPT(GPTConfig(**arguments), seed=None)
+    restored_optimizer = build_adamw(restored.named_parameters(), 1e-3, 0.1, (0.9, 0.95))
+    checkpoint.load(checkpoint.find(str(tmp_path / 'again'))[0], list(restored.named_parameters()),
+                    restored_optimizer)
+    moment_of = {name: restored_optimizer.state[p]['exp_avg'] for name, p in restored.named_parameters()}
+    assert restored.lm_head.weight[:97].equal(head) and moment_of['lm_head.weight'][:97].eq(5).all()
+    last_norm = optimizer.param_groups[1]['params'][-1]
+    assert moment_of['transformer.ln_f.bias'].equal(optimizer.state[last_norm]['exp_avg'])
+
+
+# --- values that are not finite -------------------------------------------------------------------------
+
+def test_values_of_a_folder_that_are_not_finite_are_named(folders, tmp_path):
+    link_folder(folders['qwen3'], tmp_path, {})
+    path = tmp_path / 'model.safetensors'
+    tensors = load_file(path)
+    path.unlink()
+    tensors['model.layers.1.self_attn.o_proj.weight'][2, 3:5] = torch.tensor([torch.inf, torch.nan])
+    save_file(tensors, path)
+    sentence = ('model.safetensors has NaN or infinity in model.layers.1.self_attn.o_proj.weight (2 of 1,024 '
+                'values): use other weights')
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        read_weights(str(tmp_path))
+    tensors['model.norm.weight'][0] = -torch.inf
+    save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path)
+    with pytest.raises(ValueError, match=r'values; the first of 2 such tensors\): use other weights'):
+        read_weights(str(tmp_path))
+    finite = {name: torch.full_like(tensor, 3e38) for name, tensor in tensors.items()}  # the sums overflow
+    save_file(finite, path)
+    read_weights(str(tmp_path))
+
+
+def test_values_of_nanogpt_that_are_not_finite_are_named(tmp_path):
+    out_dir, *_ = make_run(tmp_path / 'run', moments=True)
+    path = str(tmp_path / 'ckpt.pt')
+    export_weights(out_dir, path)
+    saved = torch.load(path, weights_only=True)
+    saved['optimizer']['state'][1]['exp_avg_sq'][0] = torch.nan
+    torch.save(saved, path)
+    with pytest.raises(ValueError, match=r'ckpt.pt has NaN .* exp_avg_sq of transformer.wpe.weight \(32 of '):
+        import_weights(path, str(tmp_path / 'again'))
+    saved['model']['transformer.ln_f.bias'][5] = torch.nan
+    torch.save(saved, path)
+    done = run_forked('sample.py', f'--init_from={path}', '--device=cpu', check=False)
+    assert done.stderr == (f'error: {path} has NaN or infinity in transformer.ln_f.bias (1 of 32 values): '
+                           'use other weights\n')
+
+
+def test_values_of_a_checkpoint_that_are_not_finite_are_named(tmp_path):
+    model = GPT(GPTConfig(**TINY))
+    with torch.no_grad():
+        model.transformer.wpe.weight[:, 1] = torch.nan
+    path = save_run(tmp_path, model, list(model.named_parameters()))
+    sentence = (f'{path} has NaN or infinity in model.transformer.wpe.weight (64 of 2,048 values): '
+                'delete this checkpoint to use another one')
+    done = run_forked('sample.py', f'--out_dir={tmp_path}', '--device=cpu', check=False)
+    assert done.stderr.splitlines()[1:] == [f'error: {sentence}'] and done.returncode == 1
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        export_weights(str(tmp_path), str(tmp_path / 'hf'))
 
 
 class Trap:

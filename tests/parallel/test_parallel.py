@@ -104,6 +104,17 @@ for nproc, layouts in {
         8: {'moe ep2 tp2 dp2': '--ep=2 --tp=2', 'moe ep2 tp2 pp2': '--ep=2 --tp=2 --pp=2',
             'losses ep4 tp2 zero3': '--ep=4 --tp=2 --zero_stage=3'}}.items():
     SLOW_LAYOUTS[nproc] |= layouts
+# The layouts above that differ little from another one: run by hand, since CI has 90 minutes.
+BY_HAND = {
+    *((2, f'{model}pp2 {schedule} {mode}') for model in ('', 'moe ')
+      for schedule in ('gpipe', '1f1b', 'interleaved1f1b') for mode in ('none', 'full')),
+    *((2, f'moe pp2 {schedule} none') for schedule in ('interleavedzb', 'zbv', 'dualpipev')),
+    *((2, name) for name in ('moe ddp', 'moe zero2', 'muon ddp', 'losses ddp', 'muon_moe ddp',
+                             'modern full zero3')),
+    *((4, name) for name in ('modern zero1', 'zero2', 'zero3', 'deep pp4 gpipe', 'deep pp4 1f1b',
+                             'deep pp4 interleaved1f1b', 'muon hsdp', 'modern hsdp tp2', 'moe ep2 zero3',
+                             'moe ep2 pp2', 'moe cp2 ep2', 'muon_moe ep2 zero3')),
+    (6, 'tp2 zero2'), (8, 'modern hsdp tp2'), (8, 'losses ep4 tp2 zero3')}
 # Products of degrees that the matrix does not have.
 MORE_LAYOUTS = {
     2: {'modern cp2 zero1': '--cp=2 --zero_stage=1', 'modern pp2 1f1b': '--pp=2'},
@@ -149,7 +160,8 @@ def arguments_of(nproc, layout):
 def layout_params():
     """Parameters (nproc, layout) of the tests of all layouts, marked by where they belong."""
     params = [pytest.param(*key, marks=pytest.mark.quick if key in QUICK else ()) for key in by_name(LAYOUTS)]
-    params += [pytest.param(*key, marks=pytest.mark.slow) for key in by_name(SLOW_LAYOUTS)]
+    params += [pytest.param(*key, marks=pytest.mark.matrix if key in BY_HAND else pytest.mark.slow)
+               for key in by_name(SLOW_LAYOUTS)]
     params += [pytest.param(*key, marks=pytest.mark.matrix) for key in MATRIX]
     return params
 

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from helpers import FAULTS, TINY, run_forked
+from helpers import FAULTS, TINY, run_forked, sampled
 from kilogpt.plan import dry_run
 from kilogpt.plan.byte_counter import ByteCounter
 
@@ -123,8 +123,7 @@ def check_layout(train, dataset, nproc, arguments):
         assert predicted['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, predicted)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize('layout', LAYOUTS)
+@pytest.mark.parametrize('layout', sampled(LAYOUTS, 2))
 def test_dry_run_predicts_memory_and_collectives(layout, train, dataset):
     nproc, arguments = LAYOUTS[layout]
     check_layout(train, dataset, nproc, arguments.split())
@@ -149,7 +148,7 @@ def test_dry_run_of_experts_is_close_to_a_run_with_uneven_loads(train, dataset):
 
 @pytest.mark.slow
 @pytest.mark.parametrize('layout', [
-    'ddp', 'zero1', 'zero3', 'hsdp', 'bf16 gradients', 'tp', 'cp', 'interleaved1f1b', 'experts ep zero3'])
+    'ddp', 'zero3', 'tp', 'interleaved1f1b', 'experts ep zero3'])
 def test_dry_run_predicts_the_bytes_of_the_profiler(layout, train, dataset):
     """PyTorch's profiler counts the bytes of a run independently of our ByteCounter."""
     nproc, arguments = LAYOUTS[layout]

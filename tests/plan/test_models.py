@@ -2,15 +2,17 @@
 import itertools
 import json
 import os
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers import FAULTS, ROOT
+from helpers import FAULTS, ROOT, run_script
 from published import ROWS, predict
 from test_parallel import BASE, LAYOUTS, SLOW_LAYOUTS, arguments_of, by_name
 from torch.distributed.pipelining import schedules
 
+from data.prepare import write_random_tokens
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.shape import Shape
 from kilogpt.configurator import config_of
@@ -78,6 +80,39 @@ def test_memory_is_what_a_sharded_run_holds(train):
     assert {part: measured[part] for part in state} == pytest.approx(state, rel=0.01)
     assert sum(parts.values()) == pytest.approx(measured['peak'], rel=0.1)
     assert {'parameters', 'gradients', 'moments', 'gathered', 'activations', 'logits'} <= parts.keys()
+
+
+# Runs on CPUs whose memory is mostly: the state and its copies for saves, activations, a large vocabulary.
+# The second iteration saves in the background, so the copies exist in the last one.
+SAVES = '--keep_checkpoints=1 --eval_iters=1 --eval_interval=2 --max_iters=3 --gradient_accumulation_steps=1'
+RESIDENT = dict(
+    state='--n_layer=3 --n_embd=768 --block_size=32 --batch_size=1',
+    activations='--n_layer=4 --n_embd=256 --block_size=256 --batch_size=8',
+    vocabulary='--n_layer=2 --n_embd=256 --block_size=512 --batch_size=2 --mlp=swiglu')
+
+
+@pytest.mark.parametrize('case', [
+    'state', *(pytest.param(case, marks=pytest.mark.slow) for case in ('activations', 'vocabulary'))])
+def test_resident_memory_on_a_cpu_is_as_predicted_at_start(train, tmp_path, case):
+    """`mem_gb` is within 20% of the line that train.py prints."""
+    arguments = [*SAVES.split(), *RESIDENT[case].split()]
+    if case == 'vocabulary':
+        write_random_tokens(tmp_path, 49152)
+        arguments.append(f'--dataset={tmp_path}')
+    run = train(*arguments, runner=run_script)  # a forked process would share memory with its parent
+    predicted = float(re.search(r'memory +([\d.]+) GB predicted', run.stdout).group(1))
+    assert predicted == pytest.approx(run.lines[3]['mem_gb'], rel=0.2)
+
+
+def test_processes_on_cpus_share_the_copies_for_saves():
+    copies = {}
+    for zero_stage, nproc in ((0, 1), (0, 2), (1, 2), (3, 2)):
+        arguments = [*BASE, '--keep_checkpoints=1', f'--zero_stage={zero_stage}']
+        copies[zero_stage, nproc] = memory_model.memory(*formula_inputs(nproc, arguments))['copies']
+        assert memory_model.memory(*formula_inputs(nproc, arguments, device='cuda'))['copies'] == 0
+    whole = copies.pop((0, 1))
+    assert whole > 0
+    assert copies == pytest.approx(dict.fromkeys(copies, whole / 2), rel=0.02)
 
 
 def test_offloaded_state_is_not_on_the_gpu():

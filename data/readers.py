@@ -1,0 +1,158 @@
+"""Text from files: plain text, JSON lines, Parquet, and compressed ones. A file's ending says what it is.
+
+A file is read in pieces, so that its size does not matter.
+"""
+import glob
+import io
+import json
+import os
+
+DOCUMENTS = ('.jsonl', '.json', '.parquet')  # files of many documents; others are one text each
+TEXTS = ('.txt', '.md')
+COMPRESSED = ('.gz', '.zst', '.bz2', '.lz4')
+PIECE = 2 ** 20  # characters of a text that are read at once
+MOST_PROBLEMS = 10  # files that cannot be read and are named one by one
+
+
+def form_of(path):
+    """The ending of a file's name that says what it is: .jsonl for a.jsonl and for a.jsonl.gz."""
+    root, ending = os.path.splitext(path.lower())
+    return os.path.splitext(root)[1] if ending in COMPRESSED else ending
+
+
+def find_files(patterns):
+    """Return the files that comma-separated files, folders and globs mean, in that order.
+
+    Of a folder, these are the files in it and in its subfolders whose endings are known.
+    ValueError if one of the patterns means no file.
+    """
+    paths = []
+    for pattern in patterns.split(','):
+        pattern = os.path.expanduser(pattern)
+        is_folder = os.path.isdir(pattern)
+        matches = os.path.join(glob.escape(pattern), '**') if is_folder else pattern
+        files = sorted(filter(os.path.isfile, glob.glob(matches, recursive=True)))
+        known = [path for path in files if form_of(path) in TEXTS + DOCUMENTS] if is_folder else files
+        if is_folder and not known:
+            raise ValueError(f'{pattern} has no file that ends in {", ".join(TEXTS + DOCUMENTS)} (or one of '
+                             f"these and {', '.join(COMPRESSED)}): for other files of text set --input to a "
+                             f"glob such as '{os.path.join(pattern, '*')}'")
+        if not known:
+            raise ValueError(f'there is no file {pattern!r}: --input must be files, folders or globs, '
+                             'separated by commas')
+        if len(known) < len(files):
+            endings = {os.path.splitext(path)[1] or 'none' for path in set(files) - set(known)}
+            print(f'left out {len(files) - len(known)} files in {pattern} with other endings: '
+                  f'{", ".join(sorted(endings))}')
+        paths += known
+    return list(dict.fromkeys(paths))
+
+
+def file_versions(paths):
+    """Return [path, size in bytes, modification time] of each file, to detect changed files."""
+    return [[os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
+
+
+def measure(paths, field='text'):
+    """Read files to their end; returns {path: number of characters} of those that can be read.
+
+    Prints why the others cannot be read. ValueError if all of them cannot.
+    """
+    from tqdm import tqdm
+    sizes, problems = {}, []
+    with tqdm(desc='reading', unit='char', unit_scale=True, disable=None) as bar:
+        for path in paths:
+            size = 0
+            try:
+                for text, _ in read_pieces(path, field):
+                    size += len(text)
+                    bar.update(len(text))
+                sizes[path] = size
+            except ValueError as error:
+                problems.append(f'{error}')
+    if not sizes:
+        raise ValueError(problems[0])
+    for problem in problems[:MOST_PROBLEMS]:
+        print(f'left out: {problem}')
+    if len(problems) > MOST_PROBLEMS:
+        print(f'left out: {len(problems) - MOST_PROBLEMS} more files')
+    return sizes
+
+
+def read_texts(paths, field='text'):
+    """Yield all text of files that `measure` has found readable, in pieces."""
+    for path in paths:
+        for text, _ in read_pieces(path, field):
+            yield text
+
+
+def read_pieces(path, field='text'):
+    """Yield (text, ends_document): a file's documents, or for a file of text its pieces with line ends \n.
+
+    field: the field or column with the text of a document. A document where it is null is left out.
+    ValueError if the file cannot be read, ImportError without the library that reads it.
+    """
+    try:
+        if form_of(path) in DOCUMENTS:
+            for row in _read_parquet(path, field) if form_of(path) == '.parquet' else _read_json(path):
+                if not isinstance(row, dict) or field not in row:
+                    fields = ', '.join(row) if isinstance(row, dict) else repr(row)[:20]
+                    raise ValueError(f'{path} has no {field!r} field, only {fields}: set --text_field to the '
+                                     'field that holds the text')
+                if not isinstance(row[field], str | None):
+                    raise ValueError(f'{path} has {row[field]!r:.20} as its {field!r} field, which must be a '
+                                     'string: set --text_field to the field that holds the text')
+                if row[field] is not None:
+                    yield row[field], True
+            return
+        with _open_text(path) as file:
+            while text := file.read(PIECE):
+                yield text, False
+    except UnicodeDecodeError as error:
+        before = error.object[:error.start].decode(errors='replace')[-20:]
+        what = f'the byte 0x{error.object[error.start]:02x}' + (f' after {before!r}' if before else '')
+        raise ValueError(f'{path} is not UTF-8 text: it has {what}; convert it, for example with '
+                         'iconv') from None
+    except OSError as error:
+        raise ValueError(f'{path} cannot be read: {error}') from None
+
+
+def _open_text(path):
+    encoding = 'utf-8-sig'  # many books start with a byte order mark
+    if not path.lower().endswith(COMPRESSED):
+        return open(path, encoding=encoding)
+    return io.TextIOWrapper(_import_pyarrow(path).input_stream(path), encoding=encoding)
+
+
+def _import_pyarrow(path):
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise ImportError(f'{path} needs pyarrow to be read: pip install pyarrow') from None
+    return pyarrow
+
+
+def _read_json(path):
+    """Yield the rows of JSON lines. A line may also be a list of rows."""
+    with _open_text(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                rows = [] if line.isspace() else json.loads(line)
+            except ValueError as error:
+                raise ValueError(f'{path} has no JSON in line {number}: {error}') from None
+            yield from rows if isinstance(rows, list) else [rows]
+
+
+def _read_parquet(path, field):
+    """Yield rows, of which only the column `field` is read; without such a column, one row of all columns."""
+    pyarrow = _import_pyarrow(path)
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if field not in names:
+                yield dict.fromkeys(names)
+                return
+            for batch in file.iter_batches(1024, columns=[field]):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise OSError(error) from None

@@ -1,0 +1,126 @@
+"""Load a trained model and its tokenizer; generate text and measure the loss of a text with them."""
+import os
+import sys
+
+import torch
+
+from data.tokenizer import get_tokenizer
+from kilogpt import checkpoint
+from kilogpt.convert import weights
+from kilogpt.metrics import read_metrics
+from kilogpt.parallel.dtensor import fill
+from kilogpt.parallel.processes import find_device
+from kilogpt.settings import check_sampling
+from model import GPT, GPTConfig
+
+
+class LoadedRun:
+    """A trained model in Python, as kilogpt.load returns it.
+
+    path: the checkpoint, or the source of the weights.
+    model: the GPT in float32, on the device, in evaluation mode. tokenizer: a data.tokenizer.Tokenizer.
+    config: {key: value} of the run, with the keys of train.py; of weights from elsewhere, those of the model.
+    metrics: [{'iter': ..., 'loss': ..., 'val_loss': ..., ...}], a dict for each iteration that the run has
+        logged, with the keys that docs/measuring.md lists; [] for weights from elsewhere.
+    """
+
+    def __init__(self, source, which, tokenizer, device):
+        device = find_device(device)
+        self.model, self.tokenizer, self.path, state = load_model(os.path.normpath(source), which, tokenizer)
+        self.model.to(device).eval()
+        self.config = state.get('config', {}) | state['model']
+        is_checkpoint = 'config' in state  # out_dir/ckpt/iter_*
+        self.metrics = _metrics(os.path.dirname(os.path.dirname(self.path))) if is_checkpoint else []
+
+    @torch.inference_mode()
+    def generate(self, prompt='\n', max_new_tokens=500, num_samples=None, temperature=0.8, top_k=200,
+                 top_p=1.0, stop=False, seed=1337):
+        """Return the prompt with its continuation, or a list of num_samples such texts.
+
+        The arguments are the keys of sample.py, which gives the same texts with dtype=float32.
+        """
+        check_sampling(dict(num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature,
+                            top_k=top_k, top_p=top_p, seed=seed))
+        eot = self.tokenizer.eot
+        tokens = self.tokenizer.encode_prompt(prompt) or [eot or 0]  # the model needs at least one token
+        device = next(self.model.parameters()).device
+        drawn = self.model.generate_tokens(
+            torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
+            eot if stop else None, torch.Generator(device).manual_seed(seed),
+            self.model.new_cache(num_samples or 1))
+        texts = []
+        for ids in torch.stack(list(drawn), dim=1).tolist():
+            end = ids.index(eot) if stop and eot in ids else None
+            texts.append(prompt + self.tokenizer.decode(ids[:end]))
+        return texts[0] if num_samples is None else texts
+
+    @torch.inference_mode()
+    def loss(self, text):
+        """Return the model's mean loss on a text, in nats per predicted token (all tokens but the first).
+
+        As in train.py's evaluation, a text of more than block_size tokens is cut into pieces of block_size,
+        and the model sees one piece at a time. ValueError if the text has fewer than two tokens.
+        """
+        tokens = self.tokenizer.encode(text)
+        if len(tokens) < 2:
+            raise ValueError(f'{text!r} has {len(tokens)} token(s), but a loss needs two: give a longer text')
+        tokens = torch.tensor(tokens, device=next(self.model.parameters()).device)
+        block_size = self.model.config.block_size
+        pieces = zip(tokens[:-1].split(block_size), tokens[1:].split(block_size))
+        return sum(self.model(x[None], y[None]).item() for x, y in pieces) / (len(tokens) - 1)
+
+
+def load_model(source, which='best', tokenizer=''):
+    """Load a model: (GPT in float32 on the CPU, tokenizer, path, state).
+
+    source: a run's folder, one of its checkpoints (out_dir/ckpt/iter_*), or a source of weights.read_weights.
+    which: the 'best' or 'latest' checkpoint of a run.
+    tokenizer: the tokenizer or dataset to use instead of the tokenizer that the source names; '' = that one.
+    path: the checkpoint, or the source. state: the checkpoint's state.json; of other sources, only `model`.
+    OSError if the weights are not available, ImportError without a library for them, ValueError if the
+    arguments are wrong.
+    """
+    path = find_checkpoint(source, which)
+    if path:
+        state = checkpoint.read_state(path)
+        meta = state['tokenizer']
+    else:
+        arguments, tensors, meta = weights.read_weights(source)
+        state = dict(model=arguments)
+    vocab_size = state['model']['vocab_size']
+    meta = weights.choose_tokenizer(tokenizer, meta, source, vocab_size) or dict(vocab_size=vocab_size)
+    if not meta.get('tokenizer'):
+        print(f'{source} does not name a tokenizer: prompts and texts are token ids; set tokenizer to its '
+              'name (gpt2, for example) or to a dataset that has the same', file=sys.stderr)
+    model = GPT(GPTConfig(**state['model']), seed=None)
+    if path:
+        checkpoint.load(path, list(model.named_parameters()))
+    else:
+        fill(model.named_parameters(), lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
+    return model, get_tokenizer(meta), path or source, state
+
+
+def find_checkpoint(source, which):
+    """The path of the checkpoint that checkpoint.choose means, or of another of the run if that is damaged.
+
+    None if the source does not have checkpoints; ValueError if all are damaged.
+    """
+    if which not in ('best', 'latest'):
+        raise ValueError(f'which is {which!r}: choose best or latest')
+    path = checkpoint.choose(source, which)
+    if not path:
+        return None
+    for path in dict.fromkeys([path, *checkpoint.find(source)]):
+        problem = checkpoint.damage(path)
+        if not problem:
+            return path
+        print(f'{path} is damaged ({problem})', file=sys.stderr)
+    raise ValueError(f'every checkpoint of {source} is damaged: name another run')
+
+
+def _metrics(out_dir):
+    """A dict for each iteration with a line in out_dir/metrics.jsonl, which may not exist."""
+    if not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
+        return []
+    lines, evals = read_metrics(out_dir)
+    return [evals.get(i, {}) | lines.get(i, {}) for i in sorted(lines | evals)]
