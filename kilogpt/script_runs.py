@@ -140,7 +140,8 @@ def place_of_error(stderr):
     """
     calls = re.findall(rf'File "{re.escape(ROOT)}/(?!.*site-packages)(.+)", line (\d+), in (.+)', stderr)
     calls = [call for call in calls if not call[0].startswith('kilogpt/prove/')]
-    edited = [call for call in calls if not call[0].startswith(('kilogpt/parallel/', 'kilogpt/devices/', 'train.py'))]
+    machinery = ('kilogpt/parallel/', 'kilogpt/devices/', 'train.py')
+    edited = [call for call in calls if not call[0].startswith(machinery)]
     return ' ({}, line {}, in {})'.format(*(edited or calls)[-1]) if calls else ''
 
 

@@ -37,8 +37,8 @@ TINY = ('--device=cpu --compile=False --dtype=float32 --n_layer=2 --n_head=4 --n
 def copy_repository(folder, *more, root=ROOT):
     """Copy what a run needs of the repository, and `more` names from its top, into a folder; returns that.
 
-    What .gitignore names stays behind, such as data and runs. git is not asked: it may not be installed, and it
-    knows nothing of an archive that was unpacked.
+    What .gitignore names stays behind, such as data and runs. git is not asked: it may not be installed, and
+    it knows nothing of an archive that was unpacked.
     """
     folder, root = pathlib.Path(folder), pathlib.Path(root)
     names, ignored = ('config', 'data', 'kilogpt', 'model.py', 'train.py', *more), set()

@@ -119,7 +119,7 @@ def test_checkpoint_without_the_hook_and_with_a_hook_that_is_gone_resumes(edit, 
 
 def test_second_loss_is_logged_as_a_mean_and_part_of_the_loss(edit, train):
     run, plain = edit('A second loss, logged and added')(), train()
-    # After a norm whose weights are 1, the mean square of an activation is 1, or a little less by the norm's eps.
+    # After a norm whose weights are 1, an activation's mean square is 1, or a little less by the norm's eps.
     assert run.lines[1]['penalty'] == pytest.approx(1e-3, rel=0.02)
     assert run.lines[1]['loss'] == pytest.approx(plain.lines[1]['loss'] + run.lines[1]['penalty'], abs=1e-5)
 

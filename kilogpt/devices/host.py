@@ -1,4 +1,4 @@
-"""What a process settles with the machine that it runs on: freed memory, threads, and cores that others use."""
+"""What a process settles with its machine: freed memory, threads, and cores that other processes use."""
 import ctypes
 import os
 import sys
@@ -93,7 +93,7 @@ class IdleTeam:
 
 
 def loaded_openmp():
-    """The copies of libgomp that this process has loaded: PyTorch brings its own, compiled code the system's."""
+    """The copies of libgomp in this process: PyTorch brings its own, compiled code uses the system's."""
     paths = {line.split()[-1] for line in read_text('/proc/self/maps').splitlines() if 'libgomp' in line}
     return [ctypes.CDLL(path) for path in sorted(paths)]
 

@@ -26,7 +26,7 @@ from data.loader import Batches
 from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda
 from kilogpt.devices.float8 import use_float8
-from kilogpt.devices.parts import replace_parts
+from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.mixture import find_experts
 from kilogpt.optim import local_part
 from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
@@ -96,6 +96,8 @@ class Parallel:
             self.stages = {index: cut_stage(model, index, layout.n_stages, block_size) for index in mine}
         for stage in self.stages.values():
             blocks = list(stage.get_submodule(plan['blocks']).values())
+            for owner, name in find_parts(stage, 'attention'):
+                getattr(owner, name).first_head = layout.first_head(processes.rank, model.config.n_head)
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
                 replace_parts(stage, 'loss', LossOfWholeLogits)
             if self.device.type == 'cpu':

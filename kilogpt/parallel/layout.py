@@ -166,7 +166,7 @@ class Layout:
         return slice(cp_rank * length, (cp_rank + 1) * length)
 
     def first_head(self, rank, n_head):
-        """The first of the heads that a rank computes in attention: tp divides all heads, and cp each part."""
+        """The first head that a rank computes in attention: tp divides all heads, and cp each part."""
         _, _, cp_rank, tp_rank = self.coordinates(rank)
         return (tp_rank * self.cp + cp_rank) * n_head // (self.tp * self.cp)
 

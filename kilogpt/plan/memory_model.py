@@ -23,9 +23,9 @@ GAPS = 0.06  # memory lost between tensors, as a share of their bytes; fitted (d
 # The same for processes on CPUs, fitted to the runs in LOG.md of 2026-11-25.
 CPU_PROCESS = 0.34e9  # bytes of Python and PyTorch, and of what they load before the first iteration
 CPU_COMPILER = 0.13e9  # bytes of torch.compile
-# glibc keeps what is freed (cpu.keep_freed_memory), and a tensor that fits into none of the gaps takes new
-# memory. The largest tensors are logits: a hole of their size stays once a small tensor lies in it, and another
-# one if copies for saves are allocated beside the training.
+# glibc keeps what is freed (host.keep_freed_memory), and a tensor that fits into none of the gaps takes new
+# memory. The largest tensors are logits: a hole of their size stays once a small tensor lies in it, and
+# another one if copies for saves are allocated beside the training.
 CPU_GAPS = 0.13  # as a share of the bytes of all tensors
 CPU_HOLE = 0.4  # as a share of the bytes of logits
 

@@ -242,8 +242,8 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
                 f'the tp={tp} ranks adds a whole gradient, or a term of a sum is not added']
     if tp > 1:
         return ['the outputs are right, but the gradients are not: a tensor is whole on each tp rank, but '
-                f'its gradient is only one term of a sum. Look at {last_wrong(gradients, facts.order)} and what '
-                'reads its output, since all gradients after that are right; see split_plan, and to_local in '
+                f'its gradient is only one term of a sum. Look at {last_wrong(gradients, facts.order)} and '
+                'what reads its output, since all gradients after that are right; see split_plan, and to_local in '
                 'expert.py']
     return ['the outputs are right, but the gradients, which the processes add up, are not: look for a '
             'custom backward, or a hook on a parameter']
@@ -295,8 +295,8 @@ LAYOUT_ERRORS = {
     'same reduction dim|size mismatch|must match the size|match the broadcast shape|cannot be multiplied|'
     'input of size|cannot reshape':
         'a process has a part of the features after a colwise linear (tp), of the positions between blocks '
-        '(tp, cp), and of the heads in attention (tp, cp), which there begin at first_head: is a layer missing '
-        'in split_plan, or under the wrong kind? Sizes in forward must be -1 or read from x',
+        '(tp, cp), and of the heads in attention (tp, cp), which there begin at first_head: is a layer '
+        'missing in split_plan, or under the wrong kind? Sizes in forward must be -1 or read from x',
 }
 
 

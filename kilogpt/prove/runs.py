@@ -72,7 +72,8 @@ class LayoutRuns:
         codes = forked.run_forked(
             processes, ends_together=True, script=os.path.join(ROOT, 'train.py'),
             arguments=[self.config_file, *arguments, *as_arguments(**keys)], env=environment, cwd=ROOT,
-            timeout=LIMIT, folder=folder, before=functools.partial(observer.install, folder, self.in_float64, not arguments))
+            timeout=LIMIT, folder=folder,
+            before=functools.partial(observer.install, folder, self.in_float64, traces_forward=not arguments))
         error = first_error(folder, codes) if any(codes) else ''
         lines, evals = {}, {}
         with contextlib.suppress(FileNotFoundError):
