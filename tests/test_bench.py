@@ -170,6 +170,7 @@ def test_scaling_is_relative_to_the_smallest_size(dataset, tmp_path):
         assert second[f'{kind}_efficiency'] == pytest.approx(speed / 2)
 
 
+@pytest.mark.slow
 def test_saves_are_relative_to_blocking_ones(dataset):
     rows = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=10', '--warmup=0', '--saves=3')
     assert [row['async_checkpoint'] for row in rows] == [False, True] and rows[0]['later_ratio'] == 1

@@ -30,6 +30,7 @@ print(cpu_seconds())
 '''
 
 
+@pytest.mark.slow
 @LINUX
 @pytest.mark.skipif(available_cpus() < 2, reason='needs two CPUs')
 def test_threads_spin_only_without_an_idle_team():

@@ -160,7 +160,8 @@ def test_mistake_in_the_model_is_found_and_named(edited, name):
 
 
 @pytest.mark.parametrize('edit, error', [
-    ("        x = x + torch.ones(3)\n", 'must match the size of tensor b (3) at non-singleton dimension 2'),
+    pytest.param("        x = x + torch.ones(3)\n", 'must match the size of tensor b (3) at non-singleton '
+                 'dimension 2', marks=pytest.mark.slow),
     # The forward pass of a line that PyTorch complains about in the backward pass
     pytest.param("        x += self.ln_1(x)\n", 'modified by an inplace operation', marks=pytest.mark.slow)])
 def test_error_on_one_process_names_the_line_of_code_and_no_layout(edited, edit, error):
