@@ -13,8 +13,10 @@ PATTERNS = {
     'data': r'^data$|memcpy htod',
     'optimizer': r'^optimizer$|adam|multi_tensor_apply|lpnorm',
     'collectives': r'nccl|gloo|c10d',
-    'attention': r'scaled_?dot_?product|flash|fmha|sdpa|kilogpt::attention',
-    'matmul': r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|bmm|baddbmm|matmul|linear|mkldnn)',
+    # On CPUs, batched products and softmaxes are those of devices.cpu.PlainAttention.
+    'attention': r'scaled_?dot_?product|flash|fmha|sdpa|kilogpt::attention|bmm|'
+                 r'aten::_?softmax|\bsoftmaxbackward',
+    'matmul': r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|matmul|linear|mkldnn)',
 }
 CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
 # All communication in PyTorch ends in operators of c10d. These are their names, and ours.

@@ -109,3 +109,13 @@ def test_unwritable_tensorboard_warns_and_a_missing_one_is_an_error(tmp_path, mo
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
     with pytest.raises(ImportError, match='tensorboard=True needs TensorBoard: pip install tensorboard'):
         metrics.Metrics(tmp_path, is_main=True, tensorboard=True)
+
+
+def test_iteration_faster_than_the_timed_products_raises_the_peak(monkeypatch):
+    monkeypatch.setattr(metrics, 'peak_flops', lambda device, dtype: 100.0)
+    seconds = iter([1.0, 0.25, 1.0])
+    run = SimpleNamespace(iteration=1, tokens=10, clock=SimpleNamespace(lap=lambda _: (1, next(seconds))))
+    processes = SimpleNamespace(device=torch.device('cpu'), world_size=1)
+    meter = metrics.Meter(None, run, processes, 'float32', flops_per_token=5, loss_copies=1, started=0)
+    lines = [meter.line(10, 1e-3, torch.ones(()), torch.ones(()), {}, {}) for _ in range(3)]
+    assert [line['mfu'] for line in lines] == [0.5, 1.0, 0.25]

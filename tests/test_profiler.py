@@ -72,3 +72,14 @@ def test_type_of_a_list_is_in_the_event_of_nccl():
     events = [collective('c10d::allreduce_', [[[16]], []], ['TensorList', '']),
               dict(name='record_param_comms', args=args)]
     assert profiler.bytes_moved(events, [None]) == {'all_reduce': 32}
+
+
+@pytest.mark.parametrize('name, category', [
+    ('aten::bmm', 'attention'), ('BaddbmmBackward0', 'attention'), ('aten::_softmax', 'attention'),
+    ('autograd::engine::evaluate_function: SoftmaxBackward0', 'attention'),
+    ('kilogpt::attention_backward', 'attention'), ('aten::addmm', 'matmul'),
+    ('aten::_log_softmax', 'other compute'), ('LogSoftmaxBackward0', 'other compute'),
+    ('cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>', 'other compute'),
+    ('kilogpt::activation', 'other compute')])
+def test_category_follows_from_the_name(name, category):
+    assert profiler._category(name) == category

@@ -204,7 +204,7 @@ class PlainAttention(nn.Module):
         future = q.new_full((T, S), -torch.inf).triu(1 + S - T)
         scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1 / math.sqrt(q.size(-1)))
         weights = self.dropout(scores.softmax(dim=-1))  # (B * H, T, S)
-        return (weights @ v.flatten(0, 1)).view_as(q)
+        return torch.bmm(weights, v.flatten(0, 1)).view_as(q)
 
 
 class Int8Linear(nn.Module):
