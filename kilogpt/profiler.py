@@ -16,7 +16,7 @@ PATTERNS = {
     # On CPUs, batched products and softmaxes are those of devices.cpu.PlainAttention.
     'attention': r'scaled_?dot_?product|flash|fmha|sdpa|kilogpt::attention|bmm|'
                  r'aten::_?softmax|\bsoftmaxbackward',
-    'matmul': r'gemm|nvjet|cutlass|xmma|aten::(mm|addmm|matmul|linear|mkldnn)',
+    'matmul': r'gemm|nvjet|cutlass|xmma|aten::(_grouped_|_scaled_)?mm|aten::(addmm|matmul|linear|mkldnn)',
 }
 CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives', 'data', 'idle')
 # All communication in PyTorch ends in operators of c10d. These are their names, and ours.

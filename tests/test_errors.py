@@ -40,7 +40,7 @@ BAD_ARGUMENTS = {
     'no such device': (['--device=gpu'], "'gpu'", 'cuda'),
     'missing dataset': (['--dataset=nothing_here'], 'nothing_here', 'data/text/prepare.py --input'),
     'dataset not prepared': (['--dataset={tmp}/empty'], 'empty', 'has no data'),
-    'openwebtext not prepared': (['--dataset=openwebtext'], 'python data/openwebtext/prepare.py'),
+    'own dataset not prepared': (['--dataset={tmp}/own'], 'run python', 'own/prepare.py'),
     'alien token': (['--dataset={tmp}/alien'], 'token 65', 'vocab_size is 65', 'train.bin'),
     'alien token in a large file': (['--dataset={tmp}/large'], 'token 65', 'vocab_size is 65'),
     'four bytes a token': (['--dataset={tmp}/wide'], 'train.bin', 'uint16', '4 bytes', '"dtype": "uint32"'),
@@ -62,6 +62,8 @@ def inputs(dataset, tmp_path_factory):
     folder = tmp_path_factory.mktemp('inputs')
     (folder / 'unknown.py').write_text('learning_rat = 1.0\n')
     (folder / 'empty').mkdir()
+    (folder / 'own').mkdir()
+    (folder / 'own' / 'prepare.py').touch()
     for name in ('alien', 'large', 'half', 'fewer'):
         shutil.copytree(dataset, folder / name)
     tokens = np.fromfile(dataset / 'train.bin', dtype='<u2')

@@ -77,7 +77,8 @@ def test_type_of_a_list_is_in_the_event_of_nccl():
 @pytest.mark.parametrize('name, category', [
     ('aten::bmm', 'attention'), ('BaddbmmBackward0', 'attention'), ('aten::_softmax', 'attention'),
     ('autograd::engine::evaluate_function: SoftmaxBackward0', 'attention'),
-    ('kilogpt::attention_backward', 'attention'), ('aten::addmm', 'matmul'),
+    ('kilogpt::attention_backward', 'attention'), ('aten::addmm', 'matmul'), ('aten::mm', 'matmul'),
+    ('aten::_grouped_mm', 'matmul'), ('aten::_scaled_mm', 'matmul'),
     ('aten::_log_softmax', 'other compute'), ('LogSoftmaxBackward0', 'other compute'),
     ('cunn_SoftMaxForward<LogSoftMaxForwardEpilogue>', 'other compute'),
     ('kilogpt::activation', 'other compute')])
