@@ -175,27 +175,27 @@ def test_nodes_leave_and_join(train, dataset, tmp_path):
     def output():
         return ''.join(process.output() for process in nodes)
 
-    def wait_for_layout(layout, count):
-        wait_until(lambda: output().count(layout) == count, nodes[0])
+    def wait_for_start(line, count):
+        wait_until(lambda: output().count(line) == count, nodes[0])
 
     def wait_for_more_iterations(count):
         wanted = logged(out_dir) + count
         wait_until(lambda: logged(out_dir) > wanted, nodes[0])
 
-    one, two = 'dp 1 (1 × 1)', 'dp 2 (1 × 2)'
+    one, two = '1 process(es) on cpu', '2 process(es) on cpu'
     with node() as first:
         nodes.append(first)
-        wait_for_layout(one, 1)
+        wait_for_start(one, 1)
         wait_for_more_iterations(0)  # now the first node has the rendezvous
         with node() as second:
             nodes.append(second)
-            wait_for_layout(two, 1)
+            wait_for_start(two, 1)
             wait_for_more_iterations(20)
             kill_node(second)
-        wait_for_layout(one, 2)
+        wait_for_start(one, 2)
         with node() as third:
             nodes.append(third)
-            wait_for_layout(two, 2)
+            wait_for_start(two, 2)
             wait_for_more_iterations(10)
             for process in (first, third):
                 process.terminate()
