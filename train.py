@@ -34,6 +34,7 @@ from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import Parallel, describe_layout
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
+from kilogpt.parallel.network import describe_nodes
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory
 from kilogpt.profiler import Profiler
@@ -211,6 +212,7 @@ available = metrics.available_memory(processes.device) - all_islands.bytes_on(pr
 processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
               f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 for line in (*describe_layout(parallel, optimizer, batch_size, islands), *all_islands.describe(),
+             *describe_nodes(out_dir, data_dir),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
 if saved:

@@ -38,6 +38,13 @@ def spans_nodes():
     return os.environ.get('LOCAL_WORLD_SIZE', world_size) != world_size
 
 
+def describe_nodes(out_dir, data_dir):
+    """Lines about the folders of a run on several nodes: which the nodes share, and which each has."""
+    if not spans_nodes():
+        return []
+    return [f'nodes       all share {os.path.abspath(out_dir)}; each has the whole dataset in {data_dir}']
+
+
 def choose_gloo_interface():
     """On several nodes, set GLOO_SOCKET_IFNAME to the interface that other nodes reach, unless it is set.
 

@@ -152,7 +152,7 @@ def test_run_continues_on_the_remaining_node(train, dataset, cluster, tmp_path):
                    lambda: cluster.remove_node(cluster.second, allow_graceful=False))
         assert process.wait(600) == 0, process.output()
         output = process.output()
-    assert 'dp 2 (1 × 2)' in output and 'dp 1 (1 × 1)' in output
+    assert 'dp 2 (1 × 2)' in output and '1 process(es) on cpu' in output
     logs = pathlib.Path(cluster.first.get_session_dir_path(), 'logs')
     text = ''.join(path.read_text(errors='replace') for path in logs.rglob('*') if path.is_file())
     assert re.search(r"metrics=\{'iter': 300, [^}]*'val_loss'", text)
