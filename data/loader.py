@@ -75,7 +75,8 @@ class TokenLoader:
     """
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
-        self.block_size, self.vocab_size, self.seed = block_size, vocab_size, seed
+        self.block_size, self.seed = block_size, seed
+        self.vocab_size, self.data_vocab_size = vocab_size, meta['vocab_size']
         way_out = ', or set eval_iters to 0 to train without evaluation' if split == 'val' else ''
         self.paths = find_shards(folder, split)
         if not self.paths:
@@ -99,9 +100,12 @@ class TokenLoader:
 
     def _check(self, tokens, source):
         if tokens.max() >= self.vocab_size:
-            raise ValueError(
-                f'{source} holds the token {tokens.max()}, but vocab_size is {self.vocab_size}: '
-                'its tokenizer or dtype is not what its meta.json names (without one: GPT-2, uint16)')
+            advice = 'its tokenizer or dtype is not what its meta.json names (without one: GPT-2, uint16)'
+            if self.data_vocab_size > self.vocab_size:
+                advice = (f'the dataset has a vocabulary of {self.data_vocab_size}, another one than the '
+                          "model: prepare the text with the model's tokenizer, or set --init_from=scratch")
+            raise ValueError(f'{source} holds the token {tokens.max()}, but vocab_size is '
+                             f'{self.vocab_size}: {advice}')
 
     def _locate(self, positions):
         """[(shard, position in the shard)] of an array of positions in the stream, which is a circle."""

@@ -34,7 +34,7 @@ def exit_on_error():
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.
             sys.stderr.reconfigure(write_through=False)
-        sys.exit(1 if _is_of_closed_pipe(error) else f'error: {error}')
+        sys.exit(1 if is_of_closed_pipe(error) else f'error: {error}')
 
 
 @functools.cache  # once is enough
@@ -49,11 +49,11 @@ def expect_closed_pipe():
 
 def _report_error(kind, error, trace):
     """sys.excepthook: print the traceback, but nothing for a closed pipe."""
-    if not _is_of_closed_pipe(error):
+    if not is_of_closed_pipe(error):
         sys.__excepthook__(kind, error, trace)
 
 
-def _is_of_closed_pipe(error):
+def is_of_closed_pipe(error):
     """Whether an exception is that the reader of the output has closed the pipe. It could be of a socket."""
     if isinstance(error, BrokenPipeError):
         try:

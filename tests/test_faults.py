@@ -136,6 +136,19 @@ def test_processes_that_fail_together_print_an_error_each(train):
 
 
 @pytest.mark.slow
+def test_closed_pipe_ends_two_processes_without_a_traceback(dataset, tmp_path):
+    command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', 'train.py',
+               *TINY, '--max_iters=1000', '--lr_decay_iters=0', '--eval_iters=0', f'--dataset={dataset}',
+               f'--out_dir={tmp_path}/out']
+    with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                          env=dict(os.environ, OMP_NUM_THREADS='1')) as process:
+        assert '2 process(es) on cpu' in process.stdout.readline()
+        process.stdout.close()  # as `head` does
+        assert lines_of_processes(process.stderr.read()) == []
+    assert process.returncode == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('layout', [
     '', '--ep=2 --zero_stage=2 --mlp=moe --n_experts=4 --expert_hidden=16 --router_balance_rate=0.01'])
 def test_torchrun_restarts_a_run_that_is_killed_three_times(train, dataset, tmp_path, layout):

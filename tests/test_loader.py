@@ -185,6 +185,13 @@ def test_bad_files_are_refused_at_start(tmp_path, name, content, message):
         load(tmp_path, vocab_size=200, meta=meta)
 
 
+def test_model_with_fewer_tokens_than_the_dataset_is_named(tmp_path):
+    write(tmp_path / 'train.bin', [*range(99), 150])
+    with pytest.raises(ValueError, match='the token 150, but vocab_size is 100: the dataset has a vocabulary '
+                                         'of 200, another one than the model'):
+        load(tmp_path, vocab_size=100, meta=dict(vocab_size=200, dtype='uint16'))
+
+
 def test_scan_at_start_has_a_total_limit_and_reaches_every_shard(tmp_path, monkeypatch):
     """30 shards of 100 tokens each, of which 600 tokens are read: 20 of each shard."""
     monkeypatch.setattr(data.loader, 'SCAN_TOKENS', 600)

@@ -12,6 +12,8 @@ import traceback
 
 import torch.distributed as dist
 
+from kilogpt.configurator import is_of_closed_pipe
+
 _store = None  # of all processes of this start: whether one of them has printed its error
 
 
@@ -43,9 +45,10 @@ def _report_error(kind, error, trace):
                   'torchrun names the one that ended first', file=sys.stderr, flush=True)
         time.sleep(1)  # torchrun must see the process that ended first before this one
         os._exit(1)
-    # In one piece, so that the tracebacks of two processes do not mix.
-    sys.stderr.write(''.join(traceback.format_exception(kind, error, trace)))
-    sys.stderr.flush()
+    if not is_of_closed_pipe(error):
+        # In one piece, so that the tracebacks of two processes do not mix.
+        sys.stderr.write(''.join(traceback.format_exception(kind, error, trace)))
+        sys.stderr.flush()
     _note_error()  # before this process ends, since the others notice its end
 
 
