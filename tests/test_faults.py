@@ -63,6 +63,7 @@ def kill_worker(process, out_dir, rank):
     os.kill(worker_pids(process)[rank], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_killed_process_is_named_and_torchrun_restarts_the_run(train, dataset, tmp_path):
     """After two kills and one restart, torchrun ends and names the process. Then the run resumes alone."""
     out_dir = tmp_path / 'out'
@@ -120,8 +121,9 @@ def test_only_the_process_that_failed_prints_its_error(train, nproc, place, kind
         assert lines[-1] == f'{kind}: planted on rank 1', printed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('place, kind, rank', [
-    ('forward', 'SIGKILL', '2'), pytest.param('backward', 'exit', '0', marks=pytest.mark.slow)])
+    ('forward', 'SIGKILL', '2'), pytest.param('backward', 'exit', '0', marks=pytest.mark.matrix)])
 def test_one_process_speaks_for_one_that_ended_in_silence(train, place, kind, rank):
     (line,) = run_with_end_of_rank(train, 4, place, kind, rank)
     assert re.fullmatch(r'error: rank \d lost its connection to another process: '

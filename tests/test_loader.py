@@ -30,7 +30,7 @@ def load(folder, split='train', block_size=4, vocab_size=65536, meta=U16, seed=1
     return TokenLoader(str(folder), split, block_size, vocab_size, meta, seed)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.data(), st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(1, 4),
        st.integers(0, 2 ** 32))
 def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batch_size, accumulation, seed):

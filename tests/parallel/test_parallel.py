@@ -254,6 +254,7 @@ def test_half_precision_is_near(train, layout_run, model, arguments):
     assert 1e-6 < max(errors) < 0.03  # float32 in another order errs by 5e-7
 
 
+@pytest.mark.slow
 def test_compressed_gradients_follow_the_curve(train_all):
     """bf16 keeps 8 bits of a gradient (2%), rank 4 of 32 the largest directions and the rest later (5%)."""
     longer = '--bias --max_iters=16 --lr_decay_iters=24'.split()  # PowerSGD begins at the tenth iteration
@@ -343,7 +344,8 @@ def test_activation_checkpointing_saves_memory(train_all):
     assert kept_per_block('none') == pytest.approx(16, rel=0.1)
 
 
-@pytest.mark.parametrize('schedule', ['zbv', pytest.param('interleavedzb', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('schedule', ['zbv', 'interleavedzb'])
 def test_activation_checkpointing_saves_memory_under_schedules_that_split_the_backward_pass(train_all,
                                                                                             schedule):
     shape = ['--n_layer=6', '--n_embd=128', '--gradient_accumulation_steps=4', '--max_iters=3',

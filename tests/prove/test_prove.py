@@ -179,7 +179,7 @@ def test_harmless_edit_raises_no_alarm(edited, name):
     assert done.returncode == 0 and done.stdout.count('same: ') == 4, done.stdout
 
 
-@pytest.mark.parametrize('is_once', [True, False])
+@pytest.mark.parametrize('is_once', [pytest.param(True, marks=pytest.mark.slow), False])
 def test_run_whose_process_crashes_is_repeated_once(edited, tmp_path, is_once):
     mark = tmp_path / 'has crashed'
     crash = ('        import os\n'
