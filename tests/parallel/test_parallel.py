@@ -392,10 +392,11 @@ MOE_LAYOUTS = ((4, 'moe ep4'), (1, 'moe'), (2, 'moe ep2'), (2, 'moe tp2'), (2, '
 @pytest.mark.parametrize('model, pairs', [
     ('gpt2', in_a_circle(*GPT2_LAYOUTS)),
     pytest.param('muon', in_a_circle(*MUON_LAYOUTS), marks=pytest.mark.slow),
-    pytest.param('gpt2', list(itertools.product(MORE_GPT2_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
-    pytest.param('muon', list(itertools.product(MUON_LAYOUTS, repeat=2)), marks=pytest.mark.slow),
+    pytest.param('gpt2', in_a_circle(*MORE_GPT2_LAYOUTS), marks=pytest.mark.slow),
+    pytest.param('gpt2', list(itertools.product(MORE_GPT2_LAYOUTS, repeat=2)), marks=pytest.mark.matrix),
+    pytest.param('muon', list(itertools.product(MUON_LAYOUTS, repeat=2)), marks=pytest.mark.matrix),
     pytest.param('moe', in_a_circle(*MOE_LAYOUTS), marks=pytest.mark.slow),
-], ids=['gpt2', 'muon', 'gpt2-all-pairs', 'muon-all-pairs', 'moe'])
+], ids=['gpt2', 'muon', 'more of gpt2', 'all pairs of gpt2', 'all pairs of muon', 'moe'])
 def test_checkpoint_of_any_layout_resumes_under_any_other(train, layout_run, tmp_path, model, pairs):
     """Weights, moments, data order: two more iterations, on the curve of one process that never stopped."""
     last = ITERATIONS + 2
