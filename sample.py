@@ -26,7 +26,7 @@ from kilogpt.settings import check_sampling
 init_from = 'resume'  # 'resume' (out_dir), a run, a checkpoint, 'gpt2*', a Hugging Face folder or a ckpt.pt
 out_dir = 'out'  # folder of the run to sample from
 which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
-tokenizer = ''  # for models that do not name theirs: 'gpt2', 'bytes', ... or a dataset that has the same
+tokenizer = ''  # for models that do not name theirs: 'gpt2', a tokenizer.json, or a dataset that has the same
 # prompt
 start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input

@@ -25,7 +25,7 @@ from data.loader import open_splits
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert import weights
+from kilogpt.convert.start import find_start, initial_values
 from kilogpt.devices import host
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
@@ -174,7 +174,7 @@ with exit_on_error():
     watchdog.beat()
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
-    source, tensors, saved, model_args, meta = weights.find_start(
+    source, tensors, saved, model_args, meta = find_start(
         init_from, config, meta, all_islands.find_checkpoint, processes, out_dir)
     watchdog.beat()
 
@@ -199,7 +199,7 @@ with exit_on_error():
     if source:
         checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
     else:
-        fill(parallel.named_parameters(), weights.initial_values(tensors, model, seed))
+        fill(parallel.named_parameters(), initial_values(tensors, model, seed))
     watchdog.beat()
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
               max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
@@ -221,7 +221,7 @@ if saved:
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
 saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
 with exit_on_error():
-    folder.begin(config, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
+    folder.begin(config, meta, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
     wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
     logs_to_wandb = wandb_log and all_islands.island == 0
     log = metrics.Metrics(out_dir, processes.is_main, wandb if logs_to_wandb else None,

@@ -97,7 +97,7 @@ def read_meta(folder):
     if meta.get('dtype') not in ('uint16', 'uint32') or not isinstance(meta.get('vocab_size'), int):
         raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
                          f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
-    return meta
+    return meta | {'folder': os.path.abspath(folder)} if 'digest' in meta else meta
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -166,7 +166,7 @@ def fingerprint(folder):
 
 
 def find_meta(name):
-    """The meta of a tokenizer: `name` is a dataset that has it, or the tokenizer itself.
+    """The meta of a tokenizer: `name` is a dataset that has it, or the tokenizer's name, folder or file.
 
     Raises the errors of read_meta and get_tokenizer.
     """

@@ -24,6 +24,7 @@ import numpy as np
 
 from data.datasets import places_of
 from data.fetch import write_atomically
+from data.json_tokenizer import portable
 from data.readers import DOCUMENTS, form_of, read_pieces
 
 LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
@@ -32,7 +33,7 @@ LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
 def cut_text(text, size=1 << 16):
     """Yield a text in parts of about `size` characters. The ids of the parts, joined, are those of the text.
 
-    Parts end only at a single newline before a word: no tokenizer here merges that newline with the word.
+    Parts end only at a single newline before a word, which a tokenizer with `can_cut` does not merge with it.
     """
     border = re.compile(r'\n(?<=\S\n)(?=\w)')  # begins with a literal newline, which re finds fast
     start = 0
@@ -43,14 +44,15 @@ def cut_text(text, size=1 << 16):
         start = end
 
 
-def cut_pieces(pieces):
+def cut_pieces(pieces, cuts=True):
     """Yield the parts (cut_text) of pieces (text, ends_document) that are not empty, across pieces.
 
+    cuts: False = whole documents, for a tokenizer that would make other ids of parts.
     A text of LONGEST_PART characters without a line end at which it could be cut is cut anywhere.
     """
     rest = ''
     for text, ends_document in pieces:
-        *parts, rest = cut_text(rest + text)
+        *parts, rest = cut_text(rest + text) if cuts else [rest + text]
         for part in parts:
             yield part, False
         if ends_document or len(rest) >= LONGEST_PART:
@@ -72,18 +74,18 @@ def clip(pieces, begin, end):
         position += len(text)
 
 
-def text_splits(sizes, val_fraction, field='text'):
+def text_splits(sizes, val_fraction, field='text', cuts=True):
     """Return the splits of files: val has the last `val_fraction` of each file's characters.
 
-    sizes: {path: number of characters}, as from `measure`. field: as in read_pieces. With a val_fraction of 0
-    there is no val.
+    sizes: {path: number of characters}, as from `measure`. field: as in read_pieces. cuts: as in cut_pieces.
+    With a val_fraction of 0 there is no val.
     Documents end with the end-of-text token. A file of text is a document only if there are several files.
     """
     def texts(split):
         for path, size in sizes.items():
             border = int(size * (1 - val_fraction))
             begin, end = (0, border) if split == 'train' else (border, size)
-            yield from cut_pieces(clip(read_pieces(path, field), begin, end))
+            yield from cut_pieces(clip(read_pieces(path, field), begin, end), cuts)
             if begin < end and len(sizes) > 1 and form_of(path) not in DOCUMENTS:
                 yield '', True
 
@@ -202,7 +204,8 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
     """
     folder = pathlib.Path(places_of(out)[0])
     partial = folder / '.partial'
-    progress = _load_progress(partial, [tokenizer.meta(), shard_tokens, source], splits)
+    meta = portable(tokenizer.meta())
+    progress = _load_progress(partial, [meta, shard_tokens, source], splits)
     tokens = {}
     for split, read in splits.items():
         state = progress[split]
@@ -214,7 +217,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
             raise ValueError(f'no text is left for {split}.bin: '
                              'use more text, or change the share of val')
         tokens |= state['files']
-    _publish(partial, folder, tokenizer.meta() | {'tokens': tokens})
+    _publish(partial, folder, meta | {'tokens': tokens}, tokenizer.files)
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
@@ -293,13 +296,18 @@ def _write_split(partial, split, encoded, shard_tokens, progress):
                     file.write(json.dumps(progress).encode())
 
 
-def _publish(partial, folder, meta):
+def _publish(partial, folder, meta, tokenizer_files):
     """Replace an older dataset in the folder with meta.json and the finished files of `partial`.
+
+    tokenizer_files: {name: text} of further files.
 
     val.bin comes last, so that a dataset with val.bin has its meta.json and all train shards.
     """
     for old in [folder / 'meta.json', *folder.glob('train*.bin'), folder / 'val.bin']:
         old.unlink(missing_ok=True)
+    for name, text in tokenizer_files.items():
+        with write_atomically(folder / name) as file:
+            file.write(text.encode())
     with write_atomically(folder / 'meta.json') as file:
         file.write(json.dumps(meta, indent=1).encode())
     for name in sorted(meta['tokens']):

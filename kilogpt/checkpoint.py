@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock, SoftFileLock, Timeout
 
+from data.json_tokenizer import tokenizer_folder
 from kilogpt.checkpoint_files import (
     ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, write_json)
 from kilogpt.configurator import announced
@@ -71,7 +72,10 @@ def _val_loss(path):
 def read_state(path):
     """The content of a checkpoint's state.json: everything that is not a tensor."""
     with open(os.path.join(path, 'state.json'), encoding='utf-8') as file:
-        return json.load(file)
+        state = json.load(file)
+    if 'folder' in (state.get('tokenizer') or {}):  # the run may have been moved
+        state['tokenizer']['folder'] = tokenizer_folder(os.path.dirname(os.path.dirname(path.rstrip('/'))))
+    return state
 
 
 class Saver:
@@ -407,6 +411,8 @@ def set_aside(out_dir):
     for name in ('ckpt', 'metrics.jsonl', 'config.json', 'tensorboard'):
         if os.path.exists(os.path.join(out_dir, name)):
             os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
+    if os.path.exists(tokenizer_folder(out_dir)):  # the new run may have the same tokenizer
+        shutil.copytree(tokenizer_folder(out_dir), tokenizer_folder(folder))
     return folder
 
 

@@ -11,6 +11,7 @@ import sys
 import time
 from typing import NamedTuple
 
+from data.json_tokenizer import copy_tokenizer, tokenizer_folder
 from kilogpt import checkpoint
 
 
@@ -314,9 +315,10 @@ class RunFolder:
             self.lock = checkpoint.lock_folder(out_dir)
         processes.barrier()
 
-    def begin(self, config, resumed, saves_checkpoints):
-        """Prepare the folder for a run, and write config.json.
+    def begin(self, config, meta, resumed, saves_checkpoints):
+        """Prepare the folder for a run, and write config.json and the tokenizer's files.
 
+        meta: the tokenizer's.
         resumed: the checkpoint from which the run continues, or None. Unless this checkpoint is in the
         folder, the files of an earlier run are moved to a subfolder.
         """
@@ -334,3 +336,4 @@ class RunFolder:
         with open(os.path.join(self.out_dir, 'config.json'), 'w', encoding='utf-8') as file:
             # A run that repeats this run is not profiled, and looks at its data.
             json.dump(config | dict(profile=False, accept_new_data=False), file, indent=1)
+        copy_tokenizer(meta, tokenizer_folder(self.out_dir))

@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT
 from hypothesis import given, settings, strategies
 
-import data.tokenizer
+import data.bpe
 from data.tokenizer import CharTokenizer, get_tokenizer
 
 pytestmark = pytest.mark.quick
@@ -81,7 +81,7 @@ def test_gigatoken_encodes_a_dataset_of_gpt2(gpt2, gigatoken):
 
 
 def test_cache_of_gigatoken_is_bounded(gigatoken, monkeypatch):
-    monkeypatch.setattr(data.tokenizer, 'GIGATOKEN_BYTES', gigatoken.encoded_bytes + 5)
+    monkeypatch.setattr(data.bpe, 'GIGATOKEN_BYTES', gigatoken.encoded_bytes + 5)
     for text, replaced in [('hélas', False), ('one', True), ('two', False)]:  # 6, 3 and 3 bytes
         former = gigatoken.gigatoken
         assert gigatoken.encode_to_numpy(text).tolist() == gigatoken.encode(text)

@@ -19,7 +19,7 @@ repository = 'HuggingFaceFW/fineweb'  # on the hub; or 'HuggingFaceFW/fineweb-ed
 subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ... or 'default' (all)
 streaming = True  # tokenise during the download and keep no text; False = download first (30 GB)
 val_documents = 10_000  # number of documents for val, taken from the beginning
-tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
+tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken ('gpt2-gigatoken': faster), or a folder or file
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
 num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())

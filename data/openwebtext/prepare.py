@@ -15,7 +15,7 @@ from data.tokenizer import get_tokenizer
 input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
 out = 'openwebtext'  # output folder: a name in data/, or a path
 revision = 'main'  # revision of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
-tokenizer = 'gpt2'  # 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
+tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken ('gpt2-gigatoken': faster), or a folder or file
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
 num_proc = available_cpus()  # number of processes that download and tokenise
 configure(globals())

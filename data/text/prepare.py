@@ -17,7 +17,7 @@ from data.tokenizer import CharTokenizer, get_tokenizer
 input = ''  # files or globs, or folders with .txt, .md, .jsonl or .parquet files; separated by commas
 text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document
 out = 'text'  # output folder: a name in data/, or a path; train.py's --dataset
-tokenizer = 'gpt2'  # 'char', 'bytes' or an encoding of tiktoken; 'gpt2-gigatoken' is a faster gpt2
+tokenizer = 'gpt2'  # 'char', 'bytes', an encoding of tiktoken ('gpt2-gigatoken': faster), or a folder or file
 val_fraction = 0.1  # share of val: the end of each file; 0 = no val
 shard_tokens = 0  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
 num_proc = available_cpus()  # number of processes that tokenise
@@ -35,6 +35,6 @@ if __name__ == '__main__':
         if tokenizer == 'char':
             texts = read_texts(sizes, text_field)
             encoder = CharTokenizer.from_text(itertools.chain.from_iterable(texts))
-        splits = text_splits(sizes, val_fraction, text_field)
+        splits = text_splits(sizes, val_fraction, text_field, encoder.can_cut)
         source = [file_versions(paths), val_fraction, text_field]
         write_dataset(out, encoder, splits, shard_tokens, num_proc, source)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data.datasets import find_meta
+from data.json_tokenizer import JsonTokenizer, copy_tokenizer, portable, tokenizer_folder
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import announced
@@ -69,51 +70,6 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
-def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
-    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments, meta).
-
-    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
-    model has another tokenizer than the dataset.
-    keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
-    meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
-        not name one.
-    find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
-    """
-    fields = [field.name for field in dataclasses.fields(GPTConfig)]
-    new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
-    block_size = new_model['block_size']
-    source, tensors, saved, arguments, model_meta = None, None, {}, new_model, None
-    if init_from in ('resume', 'auto'):
-        source, saved = find_checkpoint()
-        arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
-    elif init_from != 'scratch':
-        source, tensors, arguments, model_meta = find_initial(init_from, processes)
-    if init_from == 'resume' and not source:
-        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
-                         'set --out_dir, or --init_from=scratch')
-    if block_size > arguments['block_size']:
-        raise ValueError(
-            f'block_size is {block_size}, but the model of {source or init_from} has only '
-            f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
-    meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
-    return source, tensors, saved, arguments, meta
-
-
-def join_tokenizers(model_meta, source, meta, dataset):
-    """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
-
-    ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
-    """
-    theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
-    if theirs and ours and theirs != ours:
-        raise ValueError(
-            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: '
-            'set --dataset to data with the tokenizer of the model, or --init_from=scratch')
-    if theirs and not ours:
-        return meta | {key: model_meta[key] for key in ('tokenizer', 'chars') if key in model_meta}
-    return meta
-
-
 def choose_tokenizer(name, stored, source, vocab_size):
     """The meta of the tokenizer to use with a model: find_meta(name), or the stored meta if the name is ''.
 
@@ -125,33 +81,6 @@ def choose_tokenizer(name, stored, source, vocab_size):
             f'{name or source} has {meta["vocab_size"]} tokens, but the model of {source} has {vocab_size}: '
             'set --tokenizer to the tokenizer of its training, or to a dataset that has the same')
     return meta
-
-
-def initial_values(tensors, model, seed):
-    """The function for parallel.dtensor.fill that returns loaded weights, or the values of a new model.
-
-    tensors: as returned by `find_start`.
-    """
-    if tensors:
-        return lambda name, shape, rows: pad_rows(tensors[name], shape, rows)
-    return lambda name, shape, rows: model.initial_value(name, shape, seed, rows)
-
-
-def find_initial(init_from, processes):
-    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
-
-    init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
-    read_weights, for tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a
-    damaged checkpoint.
-    """
-    path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
-    if not path:
-        arguments, tensors, meta = read_weights(init_from)
-        return None, tensors, arguments, meta
-    if problem := checkpoint.damage_on_any(path, processes):
-        raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best one is used')
-    state = checkpoint.read_state(path)
-    return path, None, state['model'], state['tokenizer']
 
 
 def pad_rows(tensor, shape, rows=slice(None)):
@@ -185,8 +114,19 @@ def read_hugging_face(source):
     if arguments['tie_weights']:
         drop_copied_head(tensors)
         arguments['tie_weights'] = 'lm_head.weight' not in tensors
-    is_gpt2 = theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES
-    return arguments, tensors, ours.get('tokenizer', GPT2_META if is_gpt2 else None)
+    return arguments, tensors, find_tokenizer(folder, theirs)
+
+
+def find_tokenizer(folder, theirs):
+    """The meta of the tokenizer of a Hugging Face folder, or None. theirs: the content of its config.json."""
+    if 'tokenizer' in theirs.get('kilogpt', {}):
+        meta = theirs['kilogpt']['tokenizer']
+        return meta | {'folder': folder} if meta and 'digest' in meta else meta
+    if theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES:
+        return GPT2_META
+    if os.path.exists(os.path.join(folder, JsonTokenizer.name)):
+        return JsonTokenizer(folder).meta()
+    return None
 
 
 def download_gpt2(name):
@@ -367,7 +307,7 @@ def write_hugging_face(target, path, config, state, dtype):
     theirs = dict(
         vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights,
         torch_dtype=str(dtype).removeprefix('torch.'), pad_token_id=None, **ends,
-        kilogpt=dict(model=dataclasses.asdict(config), tokenizer=state['tokenizer']))
+        kilogpt=dict(model=dataclasses.asdict(config), tokenizer=portable(state['tokenizer'])))
     if config.pos == 'learned':
         theirs |= gpt2_config(config)
         tensors = tensors_to_gpt2(weights)
@@ -376,8 +316,9 @@ def write_hugging_face(target, path, config, state, dtype):
         tensors = tensors_to_llama(weights, config)
     os.makedirs(target)
     if tokenizer:
-        for name, content in tokenizer.hugging_face(config.block_size).items():
-            write_json(os.path.join(target, name), content)
+        for name, text in tokenizer.hugging_face(config.block_size).items():
+            with open(os.path.join(target, name), 'w', encoding='utf-8') as file:
+                file.write(text)
     write_json(os.path.join(target, 'generation_config.json'), ends)
     tensor_file = os.path.join(target, 'model.safetensors')
     config_file = os.path.join(target, 'config.json')
@@ -414,6 +355,7 @@ def import_weights(source, out_dir, tokenizer=''):
         skipped=[0, 0], wandb_id=None, scaler=torch.amp.GradScaler('cpu').state_dict(),
         model=arguments, tokenizer=meta, config=run)
     saver = checkpoint.Saver(out_dir, keep=1)
+    copy_tokenizer(meta, tokenizer_folder(out_dir))
     with announced(f'writing {out_dir}'):
         path = saver.save(iteration, parameters, nanogpt_optimizer(source, saved, parameters), state)
     if saver.problem:

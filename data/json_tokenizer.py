@@ -1,0 +1,158 @@
+"""The tokenizer that comes with weights: a tokenizer.json, read by the library `tokenizers`.
+
+A dataset and a run's folder have a copy of its files, so that each remains complete when it is moved.
+"""
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+
+from data.bpe import BYTE_TO_UNICODE, Tokenizer
+
+# What describes a tokenizer in a folder of weights. Only the first file is required. The others name the
+# special tokens, and say how a conversation becomes text.
+FILES = 'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja'
+# The entries of tokenizer.json that decide which ids a text has, and so are in the digest.
+DECISIVE = 'normalizer', 'pre_tokenizer', 'model', 'added_tokens'
+# Usual names of the end-of-text token, for folders that do not say which one it is.
+END_TOKENS = '<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '<|im_end|>'
+UNICODE_TO_BYTE = {char: byte for byte, char in BYTE_TO_UNICODE.items()}
+# A text with the borders at which data.prepare cuts a document.
+PROBE = "It's 12345 words.\nThe second line,\nthird 'line'\n2 more\nand ÄÖ\nlast\n"
+
+
+class JsonTokenizer(Tokenizer):
+    """A tokenizer.json. `folder` is where it is, and `digest` tells it from others."""
+    name = 'tokenizer.json'
+
+    def __init__(self, path):
+        """path: the folder, or the file. OSError without the file, ValueError if it cannot be read."""
+        try:
+            import tokenizers
+        except ImportError:
+            raise ImportError(f'tokenizer {path!r} needs tokenizers: pip install tokenizers') from None
+        path = os.path.join(path, self.name) if os.path.isdir(path) else path
+        self.folder = os.path.dirname(os.path.abspath(path))
+        self.files = {name: _read(os.path.join(self.folder, name)) for name in FILES[1:]
+                      if os.path.exists(os.path.join(self.folder, name))}
+        self.files[self.name] = _read(path)
+        try:
+            self.backend = tokenizers.Tokenizer.from_str(self.files[self.name])
+            content = json.loads(self.files[self.name])
+        except Exception as error:  # the library raises a bare Exception
+            raise ValueError(f'{path} is not a tokenizer.json ({error})') from None
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        decisive = json.dumps([content.get(entry) for entry in DECISIVE], sort_keys=True)
+        self.digest = hashlib.sha256(decisive.encode()).hexdigest()
+        vocabulary = self.backend.get_vocab()  # with the special tokens
+        self.vocab_size = max(vocabulary.values()) + 1
+        self.special = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        steps = json.dumps(content.get('decoder'))
+        self.is_byte_level, self.has_byte_tokens = '"ByteLevel"' in steps, '"ByteFallback"' in steps
+        self.eot = vocabulary.get(self._name_of_end(vocabulary))
+
+    def _name_of_end(self, vocabulary):
+        """The end-of-text token's name, as the files say, or else the first usual name in the vocabulary."""
+        for name in ('tokenizer_config.json', 'special_tokens_map.json'):
+            content = json.loads(self.files.get(name, '{}'))
+            end = content.get('eos_token') if isinstance(content, dict) else None
+            end = end.get('content') if isinstance(end, dict) else end
+            if end in vocabulary:
+                return end
+        return next((name for name in END_TOKENS if name in vocabulary), None)
+
+    @property
+    def can_cut(self):
+        """Whether a text may be cut where data.prepare cuts it, without a change of its ids.
+
+        A tokenizer of SentencePiece, for example, puts a space before each text.
+        """
+        parts = PROBE.splitlines(keepends=True)
+        return self.encode(PROBE) == [i for part in parts for i in self.encode(part)]
+
+    def encode(self, text):
+        self.backend.encode_special_tokens = True  # as ordinary text
+        return self._encode(text, add_special_tokens=False)
+
+    def encode_prompt(self, text):
+        """Like `encode`, but with special tokens: those in the text, and those around it, as Llama's <s>."""
+        self.backend.encode_special_tokens = False
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text, add_special_tokens):
+        # JSON can carry lone surrogates, which have no UTF-8
+        text = text.encode(errors='replace').decode()
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids):
+        return self.backend.decode(ids, skip_special_tokens=False)
+
+    def decode_bytes(self, ids):
+        return b''.join(map(self._bytes_of, ids))
+
+    def _bytes_of(self, i):
+        """A token's part of the text: b'' for an id without a token."""
+        token = self.backend.id_to_token(i)
+        if token is None:
+            return b''
+        if self.has_byte_tokens and re.fullmatch('<0x[0-9A-F]{2}>', token):
+            return bytes([int(token[3:5], 16)])
+        if token in self.special:
+            return token.encode()
+        if self.is_byte_level and all(char in UNICODE_TO_BYTE for char in token):
+            return bytes(UNICODE_TO_BYTE[char] for char in token)
+        return token.replace('▁', ' ').encode()
+
+    def meta(self):
+        return super().meta() | {'digest': self.digest, 'folder': self.folder}
+
+    def hugging_face(self, block_size):
+        return self.files
+
+
+def _read(path):
+    try:
+        with open(path, encoding='utf-8') as file:
+            return file.read()
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path} is not UTF-8 ({error})') from None
+
+
+def open_tokenizer(meta):
+    """The JsonTokenizer of a meta, from its `folder`. ValueError if it is not there, or another one is."""
+    advice = 'set tokenizer to a folder or tokenizer.json that has it'
+    path = os.path.join(meta['folder'], JsonTokenizer.name)
+    if not os.path.exists(path):
+        raise ValueError(f'the tokenizer is not in {meta["folder"]}, where it was: {advice}')
+    tokenizer = JsonTokenizer(path)
+    if tokenizer.digest != meta['digest']:
+        raise ValueError(f'{path} has the digest {tokenizer.digest[:8]}, but the tokenizer had '
+                         f'{meta["digest"][:8]}: {advice}')
+    return tokenizer
+
+
+def portable(meta):
+    """A meta for a file that lies beside the tokenizer's own files: without their folder."""
+    return meta and {key: value for key, value in meta.items() if key != 'folder'}
+
+
+def tokenizer_folder(out_dir):
+    """Where a run keeps the files of its tokenizer, if the tokenizer has files."""
+    return os.path.join(out_dir, 'tokenizer')
+
+
+def copy_tokenizer(meta, target):
+    """Copy the files of a meta's tokenizer, if it has any, into the folder `target`."""
+    if not (meta and meta.get('folder')) or os.path.abspath(meta['folder']) == os.path.abspath(target):
+        return
+    os.makedirs(target, exist_ok=True)
+    for name in FILES:
+        path = os.path.join(meta['folder'], name)
+        if os.path.exists(path):
+            shutil.copyfile(path, os.path.join(target, name))
+        else:  # of an earlier run
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(os.path.join(target, name))

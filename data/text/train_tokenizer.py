@@ -1,0 +1,87 @@
+"""Train a tokenizer, a byte-level BPE, on your own text, and compare it with others on held-out text:
+
+    python data/text/train_tokenizer.py --input='books/*.txt' --vocab_size=32768 --out=mytokenizer
+    python data/text/prepare.py --input='books/*.txt' --tokenizer=mytokenizer --out=mybooks
+"""
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from kilogpt.configurator import announced, configure, exit_on_error
+from data.bpe import train_bpe
+from data.json_tokenizer import JsonTokenizer
+from data.prepare import text_splits
+from data.readers import find_files, measure
+from data.tokenizer import get_tokenizer
+
+input = ''  # files or globs, or folders with .txt, .md, .jsonl or .parquet files; separated by commas
+text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document
+out = ''  # a new folder for tokenizer.json; the key tokenizer of prepare.py
+vocab_size = 32768  # tokens, with the 256 bytes and the special tokens
+pattern = 'gpt4'  # how text is split into words: 'gpt2', 'gpt4', or a regular expression
+special_tokens = '<|endoftext|>'  # separated by commas; '<|endoftext|>' ends documents
+held_out = 0.05  # share of each file, at its end, for the comparison
+configure(globals())
+
+OTHERS = 'gpt2', 'cl100k_base', 'o200k_base'
+
+
+def check_keys():
+    if not input or not out:
+        raise ValueError("no text files or no folder given: set --input, such as --input='books/*.txt', and "
+                         '--out')
+    if os.path.exists(out):
+        raise ValueError(f'out is {out!r}, which already exists: choose another folder')
+    if not 0 < held_out < 1:
+        raise ValueError(f'held_out is {held_out}, but must be above 0 and below 1')
+    fewest = 256 + len(special_tokens.split(','))
+    if vocab_size < fewest:
+        raise ValueError(f'vocab_size is {vocab_size}, but the bytes and special tokens alone are {fewest}')
+
+
+def write(tokenizer, folder):
+    os.makedirs(folder)
+    for name, text in tokenizer.hugging_face(int(1e30)).items():  # no limit, as transformers writes it
+        with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
+            file.write(text)
+
+
+def check_written(tokenizer, folder, texts):
+    """ValueError if the file that was written gives texts other ids than the tokenizer does."""
+    written = JsonTokenizer(folder)
+    for text in texts:
+        if written.encode(text) != tokenizer.encode(text):
+            raise ValueError(f'{folder} splits {text[:40]!r}... differently than the training did: the '
+                             'libraries read the pattern differently, so choose another pattern')
+
+
+def print_comparison(tokenizers, texts):
+    """Print how many bytes of the texts a token has on average. More is better for the same vocab_size."""
+    n_bytes = sum(len(text.encode()) for text in texts)
+    print(f'bytes per token, of {n_bytes:,} bytes that were not trained on:')
+    for name in (*tokenizers, *OTHERS):
+        try:
+            tokenizer = tokenizers.get(name) or get_tokenizer({'tokenizer': name})
+        except OSError:
+            print(f'  {name:<20} not available: its vocabulary could not be downloaded')
+            continue
+        n_tokens = sum(len(tokenizer.encode(text)) for text in texts)
+        print(f'  {name:<20} {n_bytes / max(n_tokens, 1):.3f}  ({tokenizer.vocab_size:,} tokens)')
+
+
+if __name__ == '__main__':
+    with exit_on_error():
+        check_keys()
+        sizes = measure(find_files(input), text_field)
+        splits = text_splits(sizes, held_out, text_field)
+        with announced('training'):
+            tokenizer = train_bpe((text for text, _ in splits['train'](0)), vocab_size, pattern,
+                                  special_tokens.split(','))
+        if tokenizer.vocab_size < vocab_size:
+            print(f'warning: the text has words for only {tokenizer.vocab_size} tokens: use more text, or '
+                  'set vocab_size lower')
+        write(tokenizer, out)
+        texts = [text for text, _ in splits['val'](0)]
+        check_written(tokenizer, out, texts)
+        print(f'wrote {os.path.join(out, JsonTokenizer.name)} with {tokenizer.vocab_size} tokens')
+        print_comparison({out: tokenizer}, texts)

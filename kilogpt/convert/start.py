@@ -1,0 +1,81 @@
+"""What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer."""
+import dataclasses
+
+from data.tokenizer import describe_tokenizer
+from kilogpt import checkpoint
+from kilogpt.convert.weights import pad_rows, read_weights
+from model import GPTConfig
+
+TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
+
+
+def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
+    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments, meta).
+
+    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
+    model has another tokenizer than the dataset.
+    keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
+    meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
+        not name one.
+    find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
+    """
+    fields = [field.name for field in dataclasses.fields(GPTConfig)]
+    new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
+    block_size = new_model['block_size']
+    source, tensors, saved, arguments, model_meta = None, None, {}, new_model, None
+    if init_from in ('resume', 'auto'):
+        source, saved = find_checkpoint()
+        arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
+    elif init_from != 'scratch':
+        source, tensors, arguments, model_meta = find_initial(init_from, processes)
+    if init_from == 'resume' and not source:
+        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
+                         'set --out_dir, or --init_from=scratch')
+    if block_size > arguments['block_size']:
+        raise ValueError(
+            f'block_size is {block_size}, but the model of {source or init_from} has only '
+            f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
+    meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
+    return source, tensors, saved, arguments, meta
+
+
+def join_tokenizers(model_meta, source, meta, dataset):
+    """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
+
+    ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
+    """
+    theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: '
+            'set --dataset to data with the tokenizer of the model, or --init_from=scratch')
+    if theirs and not ours:
+        return meta | {key: model_meta[key] for key in TOKENIZER_KEYS if key in model_meta}
+    return meta
+
+
+def initial_values(tensors, model, seed):
+    """The function for parallel.dtensor.fill that returns loaded weights, or the values of a new model.
+
+    tensors: as returned by `find_start`.
+    """
+    if tensors:
+        return lambda name, shape, rows: pad_rows(tensors[name], shape, rows)
+    return lambda name, shape, rows: model.initial_value(name, shape, seed, rows)
+
+
+def find_initial(init_from, processes):
+    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
+
+    init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
+    read_weights, for tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a
+    damaged checkpoint.
+    """
+    path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
+    if not path:
+        arguments, tensors, meta = read_weights(init_from)
+        return None, tensors, arguments, meta
+    if problem := checkpoint.damage_on_any(path, processes):
+        raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best one is used')
+    state = checkpoint.read_state(path)
+    return path, None, state['model'], state['tokenizer']
