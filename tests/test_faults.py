@@ -106,11 +106,11 @@ def run_with_end_of_rank(train, nproc, place, kind, rank, *arguments):
 @pytest.mark.parametrize('nproc, place, kind, arguments', [
     pytest.param(4, 'forward', 'RuntimeError', '--zero_stage=2', marks=pytest.mark.slow),
     (2, 'backward', 'ValueError', '--pp=2 --pp_schedule=zbv --activation_checkpoint=selective'),
-    pytest.param(2, 'forward', 'RuntimeError', '', marks=pytest.mark.slow),
+    pytest.param(2, 'forward', 'RuntimeError', '', marks=pytest.mark.matrix),
     pytest.param(2, 'backward', 'RuntimeError', '--zero_stage=3', marks=pytest.mark.slow),
-    pytest.param(2, 'backward', 'RuntimeError', '--pp=2', marks=pytest.mark.slow),
+    pytest.param(2, 'backward', 'RuntimeError', '--pp=2', marks=pytest.mark.matrix),
     pytest.param(2, 'evaluation', 'RuntimeError', '--cp=2', marks=pytest.mark.slow),
-    pytest.param(2, 'evaluation', 'ValueError', '--pp=2', marks=pytest.mark.slow),
+    pytest.param(2, 'evaluation', 'ValueError', '--pp=2', marks=pytest.mark.matrix),
     pytest.param(4, 'backward', 'RuntimeError', '--tp=2', marks=pytest.mark.slow)])
 def test_only_the_process_that_failed_prints_its_error(train, nproc, place, kind, arguments):
     lines = run_with_end_of_rank(train, nproc, place, kind, '1', *arguments.split())
@@ -121,9 +121,9 @@ def test_only_the_process_that_failed_prints_its_error(train, nproc, place, kind
         assert lines[-1] == f'{kind}: planted on rank 1', printed
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('place, kind, rank', [
-    ('forward', 'SIGKILL', '2'), pytest.param('backward', 'exit', '0', marks=pytest.mark.matrix)])
+    pytest.param('forward', 'SIGKILL', '2', marks=pytest.mark.slow),
+    pytest.param('backward', 'exit', '0', marks=pytest.mark.matrix)])
 def test_one_process_speaks_for_one_that_ended_in_silence(train, place, kind, rank):
     (line,) = run_with_end_of_rank(train, 4, place, kind, rank)
     assert re.fullmatch(r'error: rank \d lost its connection to another process: '
@@ -150,9 +150,10 @@ def test_closed_pipe_ends_two_processes_without_a_traceback(dataset, tmp_path):
     assert process.returncode == 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('layout', [
-    '', '--ep=2 --zero_stage=2 --mlp=moe --n_experts=4 --expert_hidden=16 --router_balance_rate=0.01'])
+    pytest.param('', marks=pytest.mark.matrix),
+    pytest.param('--ep=2 --zero_stage=2 --mlp=moe --n_experts=4 --expert_hidden=16 '
+                 '--router_balance_rate=0.01', marks=pytest.mark.slow)])
 def test_torchrun_restarts_a_run_that_is_killed_three_times(train, dataset, tmp_path, layout):
     out_dir = tmp_path / 'out'
     options = [*OPTIONS, *layout.split(), '--max_iters=120', '--save_interval=4']
