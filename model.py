@@ -320,9 +320,9 @@ class GPT(nn.Module):
         angle = positions[:, None, None] * frequency
         return angle.cos(), angle.sin()
 
-    def new_cache(self, batch_size):
-        """An empty Cache for `forward`, of batch_size rows."""
-        shape = batch_size, self.config.n_kv_head, self.config.block_size, self.config.head_width
+    def new_cache(self, batch_size, length=math.inf):
+        """An empty Cache for `forward`, with batch_size rows of min(length, block_size) tokens."""
+        shape = batch_size, self.config.n_kv_head, min(length, self.config.block_size), self.config.head_width
         return Cache(self.config.n_layer, shape, self.transformer.wte.weight)
 
     def num_params(self):
@@ -360,7 +360,8 @@ class GPT(nn.Module):
         the text ends once all rows have. Past block_size, each token takes a new reading of the window.
         cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
         """
-        block_size, cache = self.config.block_size, cache or self.new_cache(idx.size(0))
+        block_size = self.config.block_size
+        cache = cache or self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
         rows = cache.layers[0][0].size(0)
         stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
         window, token, filled = idx[:, -block_size:], None, 0
@@ -372,8 +373,7 @@ class GPT(nn.Module):
             else:  # a call of the module, since compile() compiles this step, which always has one shape
                 logits = self(token[:, None], cache=cache)
                 filled += 1
-            logits = logits[:, -1].float().expand(rows, -1)
-            token = draw_token(logits, temperature, top_k, top_p, generator)
+            token = draw_token(logits[:, -1].float().expand(rows, -1), temperature, top_k, top_p, generator)
             if stop_token is not None:
                 token = token.masked_fill(stopped, stop_token)
                 stopped |= token == stop_token
@@ -481,8 +481,8 @@ def draw_token(logits, temperature, top_k, top_p, generator):
 
 class CacheView(NamedTuple):
     """One layer of a Cache in one step."""
-    keys: torch.Tensor  # (rows, G, block_size, D)
-    values: torch.Tensor  # (rows, G, block_size, D)
+    keys: torch.Tensor  # (rows, G, size, D)
+    values: torch.Tensor  # (rows, G, size, D)
     positions: torch.Tensor  # (T,), positions of the new tokens
     mask: torch.Tensor | None  # (T, S): which positions each new token sees; None if the cache was empty
 
@@ -497,7 +497,7 @@ class CacheView(NamedTuple):
 
 
 class Cache:
-    """The keys and values that attention has seen, per layer two tensors (rows, G, block_size, D).
+    """The keys and values that attention has seen, per layer two tensors (rows, G, size, D).
 
     The first `length` positions are filled. No tensor grows or moves, and length is a tensor too, so that the
     step of each token is compiled once and captured in one CUDA graph.
@@ -512,7 +512,7 @@ class Cache:
         """{block's name: CacheView} for a step that adds T tokens."""
         positions = self.length + torch.arange(T, device=self.length.device)
         if torch.compiler.is_compiling():  # reads all positions, so that every step has one shape
-            S = config.block_size
+            S = self.layers[0][0].size(2)
         else:
             S = int(self.length) + T
             config.check_length(S)

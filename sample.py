@@ -97,8 +97,9 @@ if device.type == 'cpu' and can_pack(dtype) and not compile:
     replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, num_samples))
 else:
     model.to(device, dtype)
-cache = model.new_cache(num_samples)
+cache = None  # each text has a cache of its own length
 if compile:
+    cache = model.new_cache(num_samples)
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
     # Without this mark, a CUDA graph would write into a copy of the cache.
     for tensor in (cache.length, *itertools.chain(*cache.layers)):
@@ -116,7 +117,8 @@ def show(prompt, tokens):
     print(prompt, end='', flush=True)
     for drawn in model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
-            tokenizer.eot if stop else None, generator, cache):
+            tokenizer.eot if stop else None, generator,
+            cache or model.new_cache(num_samples, len(tokens) + max_new_tokens)):
         for i, token in enumerate(drawn.tolist()):
             has_ended[i] |= stop and token == tokenizer.eot
             piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))

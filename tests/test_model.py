@@ -389,6 +389,15 @@ def test_greedy_text_equals_a_naive_loop(options, prompt):
     assert model.generate(idx[1:2], 25, temperature=0).equal(naive[1:2])
 
 
+def test_cache_has_room_for_the_text_and_no_more():
+    model, made = build({}), []
+    new_cache = model.new_cache
+    model.new_cache = lambda *size: made.append(new_cache(*size)) or made[-1]
+    model.generate(tokens(3, 4), 5, temperature=0)
+    model.generate(tokens(3, 14), 9, temperature=0)  # block_size is 16
+    assert [cache.layers[0][0].shape[::2] for cache in made] == [(3, 9), (3, 16)]
+
+
 @few_variants
 def test_samples_of_one_prompt_share_its_reading(options):
     """It passes once, in one row; of all that is read the head sees the last position alone."""

@@ -47,7 +47,7 @@ class LoadedRun:
         drawn = self.model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
             eot if stop else None, torch.Generator(device).manual_seed(seed),
-            self.model.new_cache(num_samples or 1))
+            self.model.new_cache(num_samples or 1, len(tokens) + max_new_tokens))
         texts = []
         for ids in torch.stack(list(drawn), dim=1).tolist():
             end = ids.index(eot) if stop and eot in ids else None
