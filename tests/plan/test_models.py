@@ -48,10 +48,10 @@ def formula_inputs(nproc, arguments, device='cpu'):
     return Shape(model), layout, work
 
 
-@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
-@pytest.mark.parametrize('nproc', [
-    *(pytest.param(nproc, marks=pytest.mark.slow) for nproc in (1, 2)),
-    *(pytest.param(nproc, marks=pytest.mark.matrix) for nproc in (3, 4, 6, 8))])
+@pytest.mark.parametrize('nproc, dtype', [
+    pytest.param(*case, marks=pytest.mark.slow if case in ((1, 'float32'), (1, 'bfloat16'), (2, 'float32'))
+                 else pytest.mark.matrix)
+    for case in itertools.product((1, 2, 3, 4, 6, 8), ('float32', 'bfloat16'))])
 def test_memory_is_what_runs_hold(train_all, nproc, dtype):
     """Parameters, gradients and moments of the fullest process within 1%, the peak within 10%.
 
