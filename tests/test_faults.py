@@ -105,7 +105,8 @@ def run_with_end_of_rank(train, nproc, place, kind, rank, *arguments):
 
 @pytest.mark.parametrize('nproc, place, kind, arguments', [
     pytest.param(4, 'forward', 'RuntimeError', '--zero_stage=2', marks=pytest.mark.slow),
-    (2, 'backward', 'ValueError', '--pp=2 --pp_schedule=zbv --activation_checkpoint=selective'),
+    pytest.param(2, 'backward', 'ValueError', '--pp=2 --pp_schedule=zbv --activation_checkpoint=selective',
+                 marks=pytest.mark.slow),
     pytest.param(2, 'forward', 'RuntimeError', '', marks=pytest.mark.matrix),
     pytest.param(2, 'backward', 'RuntimeError', '--zero_stage=3', marks=pytest.mark.slow),
     pytest.param(2, 'backward', 'RuntimeError', '--pp=2', marks=pytest.mark.matrix),

@@ -64,6 +64,11 @@ SESSIONS = dict(
         step('python train.py config/quickstart.py --dataset=mybooks --out_dir=out-mybooks', SMALL),
         step('python train.py config/finetune_shakespeare.py --init_from=out-mybooks --block_size=64', SMALL),
     ],
+    own_tokenizer=[
+        step("python data/text/train_tokenizer.py --input='books/*.txt' --vocab_size=4096 --out=mytokenizer"),
+        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=mytokenizer --out=mybooks",
+             '--num_proc=1'),
+    ],
     own_settings=[
         step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False',
              SMALL),
@@ -204,6 +209,10 @@ NEEDS = {
     'pip install': 'a package index: .ci/run installs both requirements files',
     'python -m pytest': 'to be this very program: .ci/run runs the default tests and the slow ones',
     'python sample.py --init_from=gpt2-xl': 'a download of 6 GB: test_sample.py has a small folder',
+    "python data/text/prepare.py --input='books/*.txt' --tokenizer=SmolLM2-135M":
+        'a download: test_json_tokenizer.py has a folder',
+    'python train.py --dataset=mybooks --init_from=SmolLM2-135M':
+        'a download: test_json_tokenizer.py has a folder',
     'python train.py config/finetune_shakespeare.py --init_from=gpt2':
         'a download: test_train.py has a folder',
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',

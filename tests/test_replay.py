@@ -20,6 +20,7 @@ def contents(folder):
     return {path.relative_to(folder): path.read_bytes() for path in folder.rglob('*') if path.is_file()}
 
 
+@pytest.mark.slow
 def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
     run = train(*RUN, '--save_interval=6', '--dropout=0.1', '--lr_decay_iters=0')  # the run's max_iters, not the replay's
     before = contents(run.out_dir)
