@@ -81,6 +81,12 @@ class Tokenizer:
         contents = {'tokenizer.json': tokenizer, 'tokenizer_config.json': config}
         return {name: json.dumps(content, ensure_ascii=False, indent=1) for name, content in contents.items()}
 
+    def save(self, folder, block_size):
+        """Write the files of `hugging_face` into a folder that exists."""
+        for name, text in self.hugging_face(block_size).items():
+            with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
+                file.write(text)
+
 
 class BPETokenizer(Tokenizer):
     def __init__(self, encoding, name=None):

@@ -3,6 +3,7 @@
 A dataset and a run's folder have a copy of its files, so that each remains complete when it is moved.
 """
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -121,13 +122,24 @@ def _read(path):
         raise ValueError(f'{path} is not UTF-8 ({error})') from None
 
 
+def load_tokenizer(path):
+    """The JsonTokenizer of a folder or file. A large one takes a second to read, so a file is read once."""
+    path = os.path.join(path, JsonTokenizer.name) if os.path.isdir(path) else path
+    return _load(path, os.stat(path).st_mtime_ns)
+
+
+@functools.lru_cache(2)
+def _load(path, modified):
+    return JsonTokenizer(path)
+
+
 def open_tokenizer(meta):
     """The JsonTokenizer of a meta, from its `folder`. ValueError if it is not there, or another one is."""
     advice = 'set tokenizer to a folder or tokenizer.json that has it'
     path = os.path.join(meta['folder'], JsonTokenizer.name)
     if not os.path.exists(path):
         raise ValueError(f'the tokenizer is not in {meta["folder"]}, where it was: {advice}')
-    tokenizer = JsonTokenizer(path)
+    tokenizer = load_tokenizer(path)
     if tokenizer.digest != meta['digest']:
         raise ValueError(f'{path} has the digest {tokenizer.digest[:8]}, but the tokenizer had '
                          f'{meta["digest"][:8]}: {advice}')

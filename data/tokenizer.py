@@ -6,7 +6,7 @@ import hashlib
 import os
 
 from data.bpe import BPETokenizer, GigatokenTokenizer, Tokenizer, bytes_to_unicode
-from data.json_tokenizer import JsonTokenizer, open_tokenizer
+from data.json_tokenizer import JsonTokenizer, load_tokenizer, open_tokenizer
 
 
 class CharTokenizer(Tokenizer):
@@ -86,7 +86,7 @@ def get_tokenizer(meta):
     if meta['tokenizer'] == JsonTokenizer.name and 'digest' in meta:
         return open_tokenizer(meta)
     if os.path.exists(meta['tokenizer']):
-        return JsonTokenizer(meta['tokenizer'])
+        return load_tokenizer(meta['tokenizer'])
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] == 'gpt2-gigatoken':

@@ -141,8 +141,8 @@ def test_processes_that_fail_together_print_an_error_each(train):
 @pytest.mark.slow
 def test_closed_pipe_ends_two_processes_without_a_traceback(dataset, tmp_path):
     command = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2',
-               'train.py', *TINY, '--max_iters=1000', '--lr_decay_iters=0', '--eval_iters=0', f'--dataset={dataset}',
-               f'--out_dir={tmp_path}/out']
+               'train.py', *TINY, '--max_iters=1000', '--lr_decay_iters=0', '--eval_iters=0',
+               f'--dataset={dataset}', f'--out_dir={tmp_path}/out']
     with subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           env=dict(os.environ, OMP_NUM_THREADS='1')) as process:
         assert '2 process(es) on cpu' in process.stdout.readline()

@@ -22,7 +22,8 @@ def contents(folder):
 
 @pytest.mark.slow
 def test_run_agrees_with_its_log_to_the_bit_and_is_left_as_it_was(train):
-    run = train(*RUN, '--save_interval=6', '--dropout=0.1', '--lr_decay_iters=0')  # the run's max_iters, not the replay's
+    # lr_decay_iters follows the run's max_iters, not the replay's.
+    run = train(*RUN, '--save_interval=6', '--dropout=0.1', '--lr_decay_iters=0')
     before = contents(run.out_dir)
     whole = replayed(run, 'all')
     assert whole.returncode == 0 and 'replay: 12 iterations agree with' in whole.stdout, whole.stderr

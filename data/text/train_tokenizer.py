@@ -22,6 +22,7 @@ pattern = 'gpt4'  # how text is split into words: 'gpt2', 'gpt4', or a regular e
 special_tokens = '<|endoftext|>'  # separated by commas; '<|endoftext|>' ends documents
 held_out = 0.05  # share of each file, at its end, for the comparison
 configure(globals())
+special_tokens = [token for token in special_tokens.split(',') if token]
 
 OTHERS = 'gpt2', 'cl100k_base', 'o200k_base'
 
@@ -34,16 +35,9 @@ def check_keys():
         raise ValueError(f'out is {out!r}, which already exists: choose another folder')
     if not 0 < held_out < 1:
         raise ValueError(f'held_out is {held_out}, but must be above 0 and below 1')
-    fewest = 256 + len(special_tokens.split(','))
+    fewest = 256 + len(special_tokens)
     if vocab_size < fewest:
         raise ValueError(f'vocab_size is {vocab_size}, but the bytes and special tokens alone are {fewest}')
-
-
-def write(tokenizer, folder):
-    os.makedirs(folder)
-    for name, text in tokenizer.hugging_face(int(1e30)).items():  # no limit, as transformers writes it
-        with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
-            file.write(text)
 
 
 def check_written(tokenizer, folder, texts):
@@ -55,18 +49,21 @@ def check_written(tokenizer, folder, texts):
                              'libraries read the pattern differently, so choose another pattern')
 
 
-def print_comparison(tokenizers, texts):
+def print_comparison(tokenizer, texts):
     """Print how many bytes of the texts a token has on average. More is better for the same vocab_size."""
     n_bytes = sum(len(text.encode()) for text in texts)
-    print(f'bytes per token, of {n_bytes:,} bytes that were not trained on:')
-    for name in (*tokenizers, *OTHERS):
-        try:
-            tokenizer = tokenizers.get(name) or get_tokenizer({'tokenizer': name})
-        except OSError:
-            print(f'  {name:<20} not available: its vocabulary could not be downloaded')
-            continue
+
+    def print_row(name, tokenizer):
         n_tokens = sum(len(tokenizer.encode(text)) for text in texts)
         print(f'  {name:<20} {n_bytes / max(n_tokens, 1):.3f}  ({tokenizer.vocab_size:,} tokens)')
+
+    print(f'bytes per token, of {n_bytes:,} bytes that were not trained on:')
+    print_row(out, tokenizer)
+    for name in OTHERS:
+        try:
+            print_row(name, get_tokenizer({'tokenizer': name}))
+        except OSError:
+            print(f'  {name:<20} not available: its vocabulary could not be downloaded')
 
 
 if __name__ == '__main__':
@@ -75,13 +72,14 @@ if __name__ == '__main__':
         sizes = measure(find_files(input), text_field)
         splits = text_splits(sizes, held_out, text_field)
         with announced('training'):
-            tokenizer = train_bpe((text for text, _ in splits['train'](0)), vocab_size, pattern,
-                                  special_tokens.split(','))
+            texts = (text for text, _ in splits['train'](0))
+            tokenizer = train_bpe(texts, vocab_size, pattern, special_tokens)
         if tokenizer.vocab_size < vocab_size:
             print(f'warning: the text has words for only {tokenizer.vocab_size} tokens: use more text, or '
                   'set vocab_size lower')
-        write(tokenizer, out)
-        texts = [text for text, _ in splits['val'](0)]
-        check_written(tokenizer, out, texts)
+        os.makedirs(out)
+        tokenizer.save(out, block_size=int(1e30))  # no limit, as transformers writes it
+        unseen = [text for text, _ in splits['val'](0)]
+        check_written(tokenizer, out, unseen)
         print(f'wrote {os.path.join(out, JsonTokenizer.name)} with {tokenizer.vocab_size} tokens')
-        print_comparison({out: tokenizer}, texts)
+        print_comparison(tokenizer, unseen)

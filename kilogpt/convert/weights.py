@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from data.datasets import find_meta
-from data.json_tokenizer import JsonTokenizer, copy_tokenizer, portable, tokenizer_folder
+from data.json_tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer, portable, tokenizer_folder
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import announced
@@ -125,7 +125,7 @@ def find_tokenizer(folder, theirs):
     if theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES:
         return GPT2_META
     if os.path.exists(os.path.join(folder, JsonTokenizer.name)):
-        return JsonTokenizer(folder).meta()
+        return load_tokenizer(folder).meta()
     return None
 
 
@@ -316,9 +316,7 @@ def write_hugging_face(target, path, config, state, dtype):
         tensors = tensors_to_llama(weights, config)
     os.makedirs(target)
     if tokenizer:
-        for name, text in tokenizer.hugging_face(config.block_size).items():
-            with open(os.path.join(target, name), 'w', encoding='utf-8') as file:
-                file.write(text)
+        tokenizer.save(target, config.block_size)
     write_json(os.path.join(target, 'generation_config.json'), ends)
     tensor_file = os.path.join(target, 'model.safetensors')
     config_file = os.path.join(target, 'config.json')
