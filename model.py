@@ -1,8 +1,8 @@
-"""The GPT, all of it but the experts of a mixture. Knows nothing of devices, processes, files or config keys.
+"""The GPT. Knows nothing of devices, processes, files or config keys.
 
 The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks
 (RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
-same few classes. A mixture of experts is in `kilogpt/mixture.py`.
+same few classes. What fewer models have is in `kilogpt/layers/`: options.py has the keys, mixture.py experts.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
 rows, S positions that a query may see, N tokens (B * T).
@@ -11,41 +11,40 @@ import functools
 import hashlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kilogpt.mixture import Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
+from kilogpt.layers.attention import LimitedAttention, NormOverHeads
+from kilogpt.layers.cache import Cache
+from kilogpt.layers.mixture import (
+    GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears)
+from kilogpt.layers.options import ModelOptions
+from kilogpt.layers.rope import rope_tables, rotate
 
 
 @dataclass
-class GPTConfig(MixtureConfig):
+class GPTConfig(MixtureConfig, ModelOptions):
     block_size: int = 1024
     vocab_size: int = 50257    # tokens that exist; the table has padded_vocab_size rows
     n_layer: int = 12
     n_head: int = 12
     n_kv_head: int = 0         # key/value heads (grouped-query attention); 0 = n_head
     n_embd: int = 768
-    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
     dropout: float = 0.0
     bias: bool = True          # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'       # 'learned' or 'rope'
     norm: str = 'layernorm'    # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'          # 'gelu', 'gelu_tanh' (GPT-2's own weights), 'relu2', 'swiglu' or 'moe'
-    qk_norm: bool = False      # RMSNorm on queries and keys, per head
+    mlp: str = 'gelu'          # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu' or 'moe'
+    qk_norm: bool = False      # RMSNorm on queries and keys
     tie_weights: bool = True   # the output head is the token embedding
     softcap: float = 0.0       # tanh cap on the logits; 0 = none
     zero_init: bool = False    # each block starts as the identity: projections into the residual stream are 0
-    # Weights that were trained elsewhere may need these; train.py has no keys for them.
-    rope_theta: float = 10000.0
-    norm_eps: float = 1e-5
-    n_hidden: int = 0          # a dense MLP's width; 0 = 4 * n_embd (SwiGLU: 8/3 * n_embd, up to the next 64)
 
     def __post_init__(self):
         choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'), **self.CHOICES,
-                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'moe'))
+                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'moe'))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -63,13 +62,14 @@ class GPTConfig(MixtureConfig):
         if self.pos == 'rope' and self.head_width % 2:
             raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_width} wide: '
                              'choose n_embd and n_head so that n_embd / n_head is even')
+        self.check_options()
         if not 0 <= self.dropout < 1:
             raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
         if self.softcap < 0:
             raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
-        if not self.n_hidden:  # SwiGLU's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
-            swiglu_hidden = -(-8 * self.n_embd // 3 // 64) * 64
-            self.n_hidden = swiglu_hidden if self.mlp_form == 'swiglu' else 4 * self.n_embd
+        if not self.n_hidden:  # a gated MLP's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
+            gated_hidden = -(-8 * self.n_embd // 3 // 64) * 64
+            self.n_hidden = gated_hidden if self.mlp_form in GATED else 4 * self.n_embd
         if self.mlp == 'moe':
             self.check_experts()
             self.expert_hidden = self.expert_hidden or self.n_hidden
@@ -90,12 +90,6 @@ def build_norm(width, config):
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
-def rotate(x, cos, sin):
-    """Rotate pairs (i, i + D/2) of x (B, T, H, D), float32, by cos, sin (T, 1, D/2) (RoPE, Su et al.)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-
-
 class DotProductAttention(nn.Module):
     """softmax(q kᵀ / √D) v, causal."""
 
@@ -112,31 +106,42 @@ class DotProductAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.head_width = config.head_width
         width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
-        self.c_q = nn.Linear(config.n_embd, width, bias=config.bias)
-        self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.bias)
-        self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.bias)
-        self.c_proj = nn.Linear(width, config.n_embd, bias=config.bias)
-        self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
+        self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
+        self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
+        self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
+        self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
+        if config.qk_norm and config.qk_norm_over == 'head':
+            self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+        elif config.qk_norm:
+            self.q_norm_all = NormOverHeads(width, config.norm_eps)
+            self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
+        self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
         self.dot_product = DotProductAttention(config.dropout)
+        if config.attention_softcap or config.window_of(layer):
+            self.dot_product = LimitedAttention(config.dropout, config.window_of(layer),
+                                                config.attention_softcap)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, cache=None):
-        """x (B, T, C) -> (B, T, C). rope: the result of `GPT.rope`. cache: the CacheView of this layer."""
+        """x (B, T, C) -> (B, T, C). rope: one of `rope_tables`. cache: the CacheView of this layer."""
         B, T, _ = x.shape
         x = cast_for_linears(x)
-        q = self.c_q(x).view(B, T, -1, self.head_width)  # (B, T, H, D)
-        k = self.c_k(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
+        q = self.q_norm_all(self.c_q(x)).view(B, T, -1, self.head_width)  # (B, T, H, D)
+        k = self.k_norm_all(self.c_k(x)).view(B, T, -1, self.head_width)  # (B, T, G, D)
         v = self.c_v(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
         if rope is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:  # norms and rotation in float32
             q = rotate(self.q_norm(q.float()), *rope).type_as(v)
             k = rotate(self.k_norm(k.float()), *rope).type_as(v)
+        if self.q_scale != 1:  # attention itself divides by the root of the head width
+            q = q * self.q_scale
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D) and (B, G, T, D)
         mask = None
         if cache is not None:
@@ -151,6 +156,8 @@ def activate(form, h, gate):
     """The activation of an MLP of that form. h: the output of c_fc; gate: the output of c_gate, or None."""
     if form == 'swiglu':  # Shazeer 2020
         return F.silu(gate) * h
+    if form == 'geglu':  # Shazeer 2020, with the tanh form of GELU, as in Gemma
+        return F.gelu(gate, approximate='tanh') * h
     if form == 'relu2':  # Primer (So et al. 2021)
         return F.relu(h).square()
     return F.gelu(h, approximate='tanh' if form == 'gelu_tanh' else 'none')
@@ -160,35 +167,43 @@ class MLP(nn.Module):
     def __init__(self, config, n_hidden):
         super().__init__()
         self.form = config.mlp_form
-        self.c_fc = nn.Linear(config.n_embd, n_hidden, bias=config.bias)
-        if self.form == 'swiglu':
-            self.c_gate = nn.Linear(config.n_embd, n_hidden, bias=config.bias)
-        self.c_proj = nn.Linear(n_hidden, config.n_embd, bias=config.bias)
+        bias = config.has_bias('mlp')
+        self.c_fc = nn.Linear(config.n_embd, n_hidden, bias=bias)
+        if self.form in GATED:
+            self.c_gate = nn.Linear(config.n_embd, n_hidden, bias=bias)
+        self.c_proj = nn.Linear(n_hidden, config.n_embd, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
         self.activate = activate
 
     def forward(self, x):
         x = cast_for_linears(x)
-        gate = self.c_gate(x) if self.form == 'swiglu' else None
+        gate = self.c_gate(x) if self.form in GATED else None
         return self.dropout(self.c_proj(self.activate(self.form, self.c_fc(x), gate)))
 
 
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.ln_1 = build_norm(config.n_embd, config)
-        self.attn = Attention(config)
-        self.ln_2 = build_norm(config.n_embd, config)
+        places = ('before', 'after') if config.norm_place == 'both' else (config.norm_place,)
+        self.ln_1, self.ln_2 = (
+            build_norm(config.n_embd, config) if 'before' in places else nn.Identity() for _ in range(2))
+        self.ln_1_after, self.ln_2_after = (
+            build_norm(config.n_embd, config) if 'after' in places else nn.Identity() for _ in range(2))
+        self.attn = Attention(config, layer)
         self.has_experts = config.has_experts(layer)
         self.mlp = (MixtureOfExperts(config, MLP, activate) if self.has_experts
                     else MLP(config, config.n_hidden))
+        self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
     def forward(self, x, rope=None, cache=None, is_counted=None):
         """x (B, T, C) -> (B, T, C). rope, cache: as in Attention. is_counted: as in Router."""
-        x = x + self.attn(self.ln_1(x), rope, cache)
-        if self.has_experts:
-            return x + self.mlp(self.ln_2(x), is_counted)
-        return x + self.mlp(self.ln_2(x))
+        y = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, cache)))
+        h = self.ln_2(x if self.is_parallel else y)
+        h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
+        return y + self.scaled(self.ln_2_after(h))
+
+    def scaled(self, x):
+        return x if self.residual_scale == 1 else x * self.residual_scale
 
 
 class GPT(nn.Module):
@@ -204,8 +219,10 @@ class GPT(nn.Module):
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
+        across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
         positions=('transformer.wpe',),                # each rank has the positions of its part
-        local=('attn.q_norm', 'attn.k_norm'),          # norms of values that stay split by heads or positions
+        # Norms of values that stay split by heads or positions.
+        local=('attn.q_norm', 'attn.k_norm', 'ln_1_after', 'ln_2_after'),
         embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
     )
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
@@ -242,7 +259,8 @@ class GPT(nn.Module):
         self.loss = Loss(config)
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
         self.sums = {}  # {name: sum over tokens} of what is logged beside the loss, as a mean per token
-        self.first_position = 0  # the start of this rank's part of each sequence (context parallelism)
+        # Context parallelism: the start of this rank's part of each sequence, and the number of parts.
+        self.first_position, self.n_sequence_parts = 0, 1
         self.tie()
         if seed is not None:
             with torch.no_grad():
@@ -289,20 +307,24 @@ class GPT(nn.Module):
         if cache is None:
             self.config.check_length(self.first_position + T)
             positions = self.first_position + torch.arange(T, device=idx.device)
+            length = T * self.n_sequence_parts
             views = {name: None for name in self.transformer.h}
         else:
             views = cache.next_views(T, self.config)
             positions = views['0'].positions
+            length = positions[-1] + 1
         x = idx
         if self.transformer.wte is not None:
             x = self.transformer.wte(idx)  # (B, T, C)
+            if self.config.embedding_scale != 1:
+                x = x * self.config.embedding_scale
             if self.config.pos == 'learned':
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
-        rope = self.rope(positions) if self.config.pos == 'rope' else None
+        rope = rope_tables(self.config, positions, length)
         is_counted = None if targets is None else targets.flatten() >= 0
         for name, block in self.transformer.h.items():
-            x = block(x, rope, views[name], is_counted)
+            x = block(x, rope.get(self.config.rope_of(int(name))), views[name], is_counted)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
@@ -312,13 +334,6 @@ class GPT(nn.Module):
         if targets is not None:
             return self.loss(x, self.lm_head, targets)
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
-
-    def rope(self, positions):
-        """Cosines and sines (T, 1, D/2) of the rotary angles at positions (T,), for `rotate`."""
-        D = self.config.head_width
-        frequency = self.config.rope_theta ** (-torch.arange(0, D, 2, device=positions.device) / D)
-        angle = positions[:, None, None] * frequency
-        return angle.cos(), angle.sin()
 
     def new_cache(self, batch_size, length=math.inf):
         """An empty Cache for `forward`, with batch_size rows of min(length, block_size) tokens."""
@@ -342,13 +357,16 @@ class GPT(nn.Module):
         """Floating-point operations per token, forward and backward, in sequences of T tokens.
 
         Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds
-        two products a layer with T × H D elements, 6 each, halved since a causal token sees half of the
-        sequence on average. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do not halve.
+        two products a layer with H D elements for each position that a token sees, 6 each: half of the
+        sequence on average, or less with a window. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do
+        not halve.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)
         matrices -= self.num_params() - self.num_active_params()
-        return 6 * matrices + 6 * self.config.n_layer * T * self.config.n_head * self.config.head_width
+        windows = [self.config.window_of(layer) or T for layer in range(self.config.n_layer)]
+        seen = sum(min(window, T) * (1 - min(window, T) / (2 * T)) for window in windows)
+        return 6 * matrices + int(12 * seen * self.config.n_head * self.config.head_width)
 
     @torch.no_grad()
     def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None,
@@ -389,7 +407,9 @@ class GPT(nn.Module):
 
 
 def cap(logits, config):
-    """Logits within ±softcap by a tanh, if the config has a softcap."""
+    """Logits times logit_scale, and within ±softcap by a tanh, if the config has these."""
+    if config.logit_scale != 1:
+        logits = logits * config.logit_scale
     return config.softcap * torch.tanh(logits.float() / config.softcap) if config.softcap else logits
 
 
@@ -477,44 +497,3 @@ def draw_token(logits, temperature, top_k, top_p, generator):
         probabilities = probabilities.masked_fill(likelier >= top_p, 0.0)  # the likeliest token always stays
     drawn = torch.multinomial(probabilities, 1, generator=generator)
     return (drawn if tokens is None else tokens.gather(-1, drawn))[:, 0]
-
-
-class CacheView(NamedTuple):
-    """One layer of a Cache in one step."""
-    keys: torch.Tensor  # (rows, G, size, D)
-    values: torch.Tensor  # (rows, G, size, D)
-    positions: torch.Tensor  # (T,), positions of the new tokens
-    mask: torch.Tensor | None  # (T, S): which positions each new token sees; None if the cache was empty
-
-    def extend(self, k, v):
-        """Write new k, v (B, G, T, D), one row into all; returns the keys and values so far (B, G, S, D)."""
-        self.keys[:, :, self.positions] = k.type_as(self.keys)
-        self.values[:, :, self.positions] = v.type_as(self.values)
-        if self.mask is None:
-            return k, v
-        B, S = k.size(0), self.mask.size(1)
-        return self.keys[:B, :, :S], self.values[:B, :, :S]
-
-
-class Cache:
-    """The keys and values that attention has seen, per layer two tensors (rows, G, size, D).
-
-    The first `length` positions are filled. No tensor grows or moves, and length is a tensor too, so that the
-    step of each token is compiled once and captured in one CUDA graph.
-    """
-
-    def __init__(self, n_layer, shape, like):
-        # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
-        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(n_layer)]
-        self.length = torch.zeros((), dtype=torch.long, device=like.device)
-
-    def next_views(self, T, config):
-        """{block's name: CacheView} for a step that adds T tokens."""
-        positions = self.length + torch.arange(T, device=self.length.device)
-        if torch.compiler.is_compiling():  # reads all positions, so that every step has one shape
-            S = self.layers[0][0].size(2)
-        else:
-            S = int(self.length) + T
-            config.check_length(S)
-        mask = torch.arange(S, device=positions.device) <= positions[:, None] if S > T else None
-        return {str(i): CacheView(*layer, positions, mask) for i, layer in enumerate(self.layers)}

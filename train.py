@@ -30,6 +30,7 @@ from kilogpt.devices import host
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
+from kilogpt.layers.options import ModelOptions
 from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import Parallel, describe_layout
 from kilogpt.parallel.dtensor import fill
@@ -79,7 +80,7 @@ dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
 bias = False  # biases in linears and LayerNorms
 pos = 'learned'  # positions: 'learned' or 'rope'
 norm = 'layernorm'  # 'layernorm' or 'rmsnorm'
-mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu' or 'moe' (a mixture of experts)
+mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu', 'moe' (of experts)
 qk_norm = False  # normalise queries and keys per head
 tie_weights = True  # the output head shares the token embedding
 softcap = 0.0  # tanh cap on the logits; 0 = none
@@ -150,7 +151,7 @@ compile = True  # torch.compile; falls back to eager without a compiler
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------
-config = configure(globals())
+config = configure(globals(), ModelOptions)  # its fields are keys too: parts that fewer models have
 
 # --- set-up: processes, data, and what the run starts from --------------------------------------------------
 stop_request = StopRequest()

@@ -8,8 +8,11 @@ you trust. A `.json` file, such as the `config.json` that a run writes to its ou
 import ast
 import atexit
 import contextlib
+import dataclasses
 import difflib
 import functools
+import importlib
+import inspect
 import io
 import json
 import os
@@ -72,11 +75,12 @@ def _flush_output():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def configure(script, argv=None):
+def configure(script, more=None, argv=None):
     """Override the config globals of a script from the command line, in place, and return them as a dict.
 
     script: the caller's globals(). Its keys are the public globals of plain type that are defined so far. The
         name of a helper variable above the call therefore starts with _.
+    more: a dataclass whose fields are keys too, with their defaults.
     argv: config files and `--key=value`, `--key value` or `--flag` arguments (default: sys.argv[1:]).
     A key takes values of the type of its default, or of the types in its annotation (`top_k: int | None =
     200`). An unknown key or a value of the wrong type ends the script with one sentence.
@@ -85,10 +89,12 @@ def configure(script, argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     config = {key: value for key, value in script.items()
               if not key.startswith('_') and isinstance(value, _CONFIG_TYPES)}
+    fields = dataclasses.fields(more) if more else ()
+    config |= {field.name: field.default for field in fields}
     key_types = _types_of_keys(config, script.get('__annotations__', {}))
     if '--help' in argv or '-h' in argv:
         with contextlib.suppress(OSError):  # the reader of a pipe may stop before the end
-            print(_help(script['__file__'], config, key_types))
+            print(_help(script['__file__'], more, config, key_types))
         sys.exit(0)
     with exit_on_error():
         while argv:
@@ -123,18 +129,23 @@ def announced(what):
 def config_of(path, argv):
     """The config that the script at `path` would have with these arguments. The script does not run.
 
-    Of the script, only the assignments to public names above `config = configure(globals())` are executed.
+    Of the script, only the assignments to public names above `config = configure(globals(), ...)` are
+    executed, and of its imports only that of the class in this call.
     """
     script = {'__file__': path}
     with tokenize.open(path) as file:
         module = ast.parse(file.read(), path)
+    module_of = {}  # {imported name: module}
     for node in module.body:
+        if isinstance(node, ast.ImportFrom):
+            module_of |= {alias.name: node.module for alias in node.names}
         target = _assigned_name(node)
         if target == 'config':
-            break
+            more = [getattr(importlib.import_module(module_of[name.id]), name.id)
+                    for name in node.value.args[1:]]
+            return configure(script, *more, argv=argv)
         if target and not target.startswith('_'):
             exec(compile(ast.Module([node], []), path, 'exec'), script)
-    return configure(script, argv)
 
 
 def _assigned_name(node):
@@ -236,23 +247,36 @@ def _check(key, value, config, key_types, where):
     return value
 
 
-def _help(path, config, key_types):
+def _help(path, more, config, key_types):
     """The text of --help: every key with its default, type and comment, grouped as in the script."""
+    with tokenize.open(path) as file:
+        module = ast.parse(file.read())
+    lines = [ast.get_docstring(module) or '', '',
+             f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]',
+             *_help_on_keys(path, module.body, config, key_types)]
+    if more:
+        source = inspect.getsourcefile(more)
+        with tokenize.open(source) as file:
+            body = next(node.body for node in ast.parse(file.read()).body
+                        if isinstance(node, ast.ClassDef) and node.name == more.__name__)
+        lines += ['\n' + inspect.getdoc(more).splitlines()[0]]
+        lines += _help_on_keys(source, body, config, key_types)
+    return '\n'.join(lines)
+
+
+def _help_on_keys(path, nodes, config, key_types):
+    """Lines of --help on the keys that statements of a file assign. nodes: these statements and others."""
     comments = {}  # {line number: token}
     with tokenize.open(path) as file:
         for token in tokenize.generate_tokens(file.readline):
             if token.type == tokenize.COMMENT:
                 comments[token.start[0]] = token
-    with tokenize.open(path) as file:
-        module = ast.parse(file.read())
     definitions = {}  # {key: (first line, last line)}
-    for node in module.body:
+    for node in nodes:
         target = _assigned_name(node)
         if target in config:
             definitions.setdefault(target, (node.lineno, node.end_lineno))
-
-    lines = [ast.get_docstring(module) or '', '',
-             f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]']
+    lines = []
     previous = min((first for first, _ in definitions.values()), default=1) - 1
     for key, (first, last) in definitions.items():
         for number in range(previous, first):
@@ -265,4 +289,4 @@ def _help(path, config, key_types):
         comment = comments[last].string.lstrip('# ') if last in comments else ''
         setting = f'  --{key}={config[key]!r}'
         lines.append(f'{setting:<35} {type_names:<8} {comment}'.rstrip())
-    return '\n'.join(lines)
+    return lines

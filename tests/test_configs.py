@@ -10,6 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import ROOT
 from kilogpt.configurator import configure
+from kilogpt.layers.options import ModelOptions
 from kilogpt.parallel.layout import Layout
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
@@ -34,9 +35,10 @@ def settings(arguments):
     """Every key of train.py, as these arguments leave it."""
     namespace = dict(__file__=os.path.join(ROOT, 'train.py'), __name__='train')
     with open(namespace['__file__']) as file:
-        defaults = file.read().partition('config = configure(globals())')[0]
+        defaults = file.read().partition('config = configure(')[0]
     exec(defaults, namespace)
-    return configure(namespace, arguments.replace('config/', f'{ROOT}/config/').split())
+    arguments = arguments.replace('config/', f'{ROOT}/config/').split()
+    return configure(namespace, ModelOptions, arguments)
 
 
 def lay_out(monkeypatch, world_size, rank, arguments):

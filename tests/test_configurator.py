@@ -1,5 +1,6 @@
 """Config files and command lines override a script's globals by type, in order; errors are one sentence."""
 import contextlib
+import dataclasses
 import functools
 import io
 import json
@@ -11,6 +12,7 @@ import sys
 import pytest
 from helpers import ROOT, run_script
 
+from kilogpt.layers.options import ModelOptions
 from kilogpt.configurator import announced, config_of, configure, exit_on_error
 
 SCRIPT = '''"""What the script does."""
@@ -36,7 +38,7 @@ later = 1  # not a key
 
 def result(*argv, path='script.py'):
     """The keys of SCRIPT after these arguments."""
-    namespace = dict(configure=lambda script: configure(script, [str(a) for a in argv]), __file__=str(path))
+    namespace = dict(configure=lambda script: configure(script, argv=[str(a) for a in argv]), __file__=str(path))
     exec(SCRIPT, namespace)
     assert all(namespace[key] == value for key, value in namespace['config'].items())
     return namespace['config']
@@ -183,7 +185,7 @@ def test_help_whose_reader_stops_shows_no_traceback(tmp_path):
     ('print("text", flush=True)', 1), ('with exit_on_error(): print("text", flush=True)', 1)])
 def test_output_whose_reader_has_gone_ends_a_script_without_a_word(statement, code):
     script = f"""from kilogpt.configurator import configure, exit_on_error
-configure(globals(), [])
+configure(globals(), argv=[])
 input()
 {statement}
 """
@@ -212,8 +214,10 @@ def help_of(script):
 def test_help_of_the_scripts_explains_every_key(script):
     """Every global before configure(), which a regular expression finds, has a line and a comment."""
     with open(f'{ROOT}/{script}') as file:
-        head = re.split(r'^(?:\w+ = )?configure\(globals\(\)\)', file.read(), flags=re.M)[0]
+        head = re.split(r'^(?:\w+ = )?configure\(globals\(\)', file.read(), flags=re.M)[0]
     keys = re.findall(r'^([a-z]\w*)(?:: [^=]+)? = ', head, flags=re.M)
+    if script == 'train.py':
+        keys += [field.name for field in dataclasses.fields(ModelOptions)]
     listed = dict(re.findall(r'^  --(\w+)=(.*)$', help_of(script).stdout, flags=re.M))
     assert list(listed) == keys and len(keys) > 5
     for key, rest in listed.items():

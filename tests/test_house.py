@@ -14,9 +14,9 @@ from helpers import FAULTS, ROOT, run_forked
 
 # Rooms from the ground up. A folder is a room, and so are the files of kilogpt/ that share a floor.
 FLOORS = [
-    {'data', 'kilogpt/configurator.py', 'kilogpt/machines.py', 'kilogpt/metrics.py', 'kilogpt/mixture.py',
-     'kilogpt/optim.py', 'kilogpt/settings.py', 'model.py'},
-    {'kilogpt/devices'},
+    {'data', 'kilogpt/configurator.py', 'kilogpt/machines.py', 'kilogpt/metrics.py', 'kilogpt/layers',
+     'kilogpt/optim.py', 'kilogpt/settings.py'},
+    {'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
     {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/profiler.py',
      'kilogpt/run.py', 'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
@@ -33,6 +33,7 @@ PATHS = sorted(path.relative_to(HOME).as_posix()
                for path in [*HOME.glob('*.py'), *HOME.glob('kilogpt/**/*.py'), *HOME.glob('data/**/*.py')])
 TEXTS = {path: (HOME / path).read_text(encoding='utf-8') for path in PATHS}
 TREES = {path: ast.parse(text) for path, text in TEXTS.items()}
+OF_THE_MODEL = {path for path in PATHS if path.startswith('kilogpt/layers/')} | {'model.py'}
 pytestmark = pytest.mark.quick
 
 
@@ -101,11 +102,11 @@ def test_every_room_says_what_happens_in_it_and_where_to_begin():
         assert any(name in text for name in files - {'__init__.py'}), f'{path} names no file to read first'
 
 
-def test_model_imports_torch_and_the_mixture_alone():
-    for path in ('model.py', 'kilogpt/mixture.py'):
+def test_model_imports_torch_and_layers_alone():
+    for path in OF_THE_MODEL:
         foreign = {name.partition('.')[0] for name in modules_imported(TREES[path])} - sys.stdlib_module_names
         assert foreign <= {'torch', 'kilogpt'}
-    assert OURS['model.py'] == {'kilogpt/mixture.py'} and OURS['kilogpt/mixture.py'] == set()
+        assert OURS[path] <= OF_THE_MODEL - {'model.py'}
 
 
 def test_only_scripts_and_rooms_above_the_layout_import_the_model():
@@ -135,7 +136,7 @@ def test_classes_and_functions_of_the_machinery_stay_short():
 
 def test_model_does_not_ask_tensors_what_they_are():
     """No DTensor, and the type of a device only as the key of autocast's state."""
-    for path in ('model.py', 'kilogpt/mixture.py'):
+    for path in OF_THE_MODEL:
         lines = TEXTS[path].splitlines()
         assert not [line for line in lines if re.search(r'placements|DTensor|hasattr|is_cuda', line)]
         assert not [line for line in lines if 'device.type' in line and 'autocast' not in line]

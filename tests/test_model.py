@@ -15,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kilogpt.convert.weights import pad_rows, read_weights
+from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.parallel.dtensor import fill
-from model import GPT, GPTConfig, rotate
+from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False,
@@ -29,6 +30,26 @@ VARIANTS = dict(
     widths=dict(n_hidden=40, head_width=12, norm_eps=0.1),
     foreign=MODERN | dict(mlp='swiglu', n_hidden=40, head_width=12, norm_eps=0.1, rope_theta=100.0),
     modern=MODERN, modern_swiglu=MODERN | dict(mlp='swiglu', n_kv_head=1, bias=True))
+ROPE = dict(pos='rope', rope_theta=100.0)
+PARTS = dict(
+    geglu=dict(mlp='geglu'), norms_after=dict(norm_place='after'), norms_both=dict(norm_place='both'),
+    parallel=dict(parallel_block=True), qkv_bias=dict(bias_of='qkv'), other_biases=dict(bias_of='mlp+proj'),
+    norm_over_all=dict(qk_norm=True, qk_norm_over='all', n_kv_head=2),
+    some_features=dict(ROPE, rope_share=0.5), some_layers=dict(ROPE, rope_pattern='RN'),
+    linear=dict(ROPE, rope_scaling='linear factor=4'),
+    dynamic=dict(ROPE, rope_scaling='dynamic factor=2 original_max_position_embeddings=8'),
+    llama3=dict(ROPE, rope_scaling='llama3 factor=8 low_freq_factor=1 high_freq_factor=4 '
+                                   'original_max_position_embeddings=32'),
+    yarn=dict(ROPE, rope_scaling='yarn factor=4 original_max_position_embeddings=32 beta_fast=4 beta_slow=1'),
+    window=dict(window=3), windows=dict(ROPE, window=5, window_pattern='LS', rope_theta_window=10.0),
+    wide_window=dict(window=16), scores=dict(attention_scale=0.7, attention_softcap=0.5, n_kv_head=2),
+    capped_window=dict(attention_softcap=0.5, window=4, window_pattern='SL'),
+    scales=dict(embedding_scale=3.0, residual_scale=0.3, logit_scale=0.2, softcap=2.0),
+    all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
+                   window=3, window_pattern='SL', rope_theta_window=10.0, rope_scaling='linear factor=2',
+                   rope_share=0.5, attention_scale=0.5, attention_softcap=1.0, softcap=5.0, bias_of='qkv',
+                   embedding_scale=2.0, parallel_block=True, residual_scale=0.5, rope_pattern='RRN'))
+VARIANTS |= PARTS
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
 few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN],
                                        ids=['default', 'rope', 'modern'])
@@ -123,24 +144,69 @@ def reference(w, c, idx):
     def norm(x, name):  # LayerNorm is RMSNorm of the centred x
         return rms(x - x.mean(-1, keepdim=True) if c.norm == 'layernorm' else x, name)
 
-    def turn(x):  # RoFormer (Su et al. 2021), 3.2.2: pair j of position t turns by t * theta^(-2j/D)
-        if c.pos != 'rope':
-            return x
-        frequencies = torch.tensor([c.rope_theta ** (-2 * j / D) for j in range(D // 2)])
-        angle = torch.arange(T).double()[:, None] * frequencies
-        z = torch.complex(x[:, :D // 2], x[:, D // 2:]) * torch.exp(1j * angle)
-        return torch.cat((z.real, z.imag), -1)
+    def angles(theta, scaling):
+        """(frequency of each pair, factor of the rotated features) from the definitions of the scalings."""
+        R = int(D * c.rope_share)
+        name, *entries = scaling.split() or ['none']
+        s = {key: float(value) for key, value in (entry.split('=') for entry in entries)}
+        original = s.get('original_max_position_embeddings')
+        if name == 'dynamic' and T > original:  # NTK-aware: theta grows with the length
+            theta *= (s['factor'] * T / original - s['factor'] + 1) ** (R / (R - 2))
+        frequencies, factor = [], 1.0
+        for j in range(R // 2):
+            f = theta ** (-2 * j / R)
+            if name == 'linear':
+                f /= s['factor']
+            if name == 'llama3':  # Llama 3.1: by the wavelength
+                wavelength = 2 * math.pi / f
+                if wavelength > original / s['low_freq_factor']:
+                    f /= s['factor']
+                elif wavelength > original / s['high_freq_factor']:
+                    smooth = (original / wavelength - s['low_freq_factor']) / (
+                        s['high_freq_factor'] - s['low_freq_factor'])
+                    f = (1 - smooth) * f / s['factor'] + smooth * f
+            if name == 'yarn':  # Peng et al. 2023, (23) and its code's find_correction_range
+                low, high = (R * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                             for beta in (s['beta_fast'], s['beta_slow']))
+                low, high = max(math.floor(low), 0), min(math.ceil(high), R - 1)
+                ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)
+                f = f / s['factor'] * ramp + f * (1 - ramp)
+                factor = 0.1 * math.log(s['factor']) + 1
+            frequencies.append(f)
+        return torch.tensor(frequencies).double(), factor
 
-    def attention(x, name):
+    def turn(x, layer):  # RoFormer (Su et al. 2021), 3.2.2: pair j of position t turns by t * theta^(-2j/R)
+        if c.pos != 'rope' or c.rope_pattern[layer % len(c.rope_pattern)] == 'N':
+            return x
+        local = c.rope_theta_window and is_windowed(layer)
+        frequencies, factor = angles(c.rope_theta_window if local else c.rope_theta,
+                                     '' if local else c.rope_scaling)
+        P = len(frequencies)
+        angle = torch.arange(T).double()[:, None] * frequencies
+        z = torch.complex(x[:, :P], x[:, P:2 * P]) * torch.exp(1j * angle) * factor
+        return torch.cat((z.real, z.imag, x[:, 2 * P:]), -1)
+
+    def is_windowed(layer):
+        return c.window > 0 and c.window_pattern[layer % len(c.window_pattern)] == 'S'
+
+    def attention(x, name, layer):
         heads = []
+        projected = {p: linear(x, f'{name}.c_{p}') for p in 'qkv'}
+        if c.qk_norm and c.qk_norm_over == 'all':
+            for p in 'qk':
+                projected[p] = rms(projected[p], f'{name}.{p}_norm_all')
         for h in range(c.n_head):
             # Consecutive query heads share a key/value head (Ainslie et al. 2023).
             g = h // (c.n_head // c.n_kv_head)
-            q, k, v = (linear(x, f'{name}.c_{p}')[:, i * D:(i + 1) * D]
-                       for p, i in (('q', h), ('k', g), ('v', g)))
-            if c.qk_norm:
+            q, k, v = (projected[p][:, i * D:(i + 1) * D] for p, i in (('q', h), ('k', g), ('v', g)))
+            if c.qk_norm and c.qk_norm_over == 'head':
                 q, k = rms(q, f'{name}.q_norm'), rms(k, f'{name}.k_norm')
-            weights = (turn(q) @ turn(k).T / math.sqrt(D)).exp().tril()
+            scores = turn(q, layer) @ turn(k, layer).T * (c.attention_scale or 1 / math.sqrt(D))
+            if c.attention_softcap:
+                scores = c.attention_softcap * torch.tanh(scores / c.attention_softcap)
+            weights = scores.exp().tril()
+            if is_windowed(layer):
+                weights = weights.triu(1 - c.window)
             heads.append(weights / weights.sum(-1, keepdim=True) @ v)
         return linear(torch.cat(heads, -1), f'{name}.c_proj')
 
@@ -154,18 +220,27 @@ def reference(w, c, idx):
             h = torch.where(h > 0, h * h, 0)
         else:  # Shazeer 2020, (6)
             gate = linear(x, f'{name}.c_gate')
-            h = gate * torch.sigmoid(gate) * h
+            if c.mlp == 'geglu':
+                gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3)))
+            else:
+                gate = gate * torch.sigmoid(gate)
+            h = gate * h
         return linear(h, f'{name}.c_proj')
 
-    x = w['transformer.wte.weight'][idx]
+    def norm_at(place, x, name):
+        return norm(x, name) if c.norm_place in (place, 'both') else x
+
+    x = w['transformer.wte.weight'][idx] * c.embedding_scale
     if c.pos == 'learned':
         x = x + w['transformer.wpe.weight'][:T]
     for i in range(c.n_layer):
         block = f'transformer.h.{i}'
-        x = x + attention(norm(x, f'{block}.ln_1'), f'{block}.attn')
-        x = x + mlp(norm(x, f'{block}.ln_2'), f'{block}.mlp')
+        y = attention(norm_at('before', x, f'{block}.ln_1'), f'{block}.attn', i)
+        y = x + c.residual_scale * norm_at('after', y, f'{block}.ln_1_after')
+        h = mlp(norm_at('before', x if c.parallel_block else y, f'{block}.ln_2'), f'{block}.mlp')
+        x = y + c.residual_scale * norm_at('after', h, f'{block}.ln_2_after')
     head = w['transformer.wte.weight' if c.tie_weights else 'lm_head.weight'][:c.vocab_size]
-    logits = norm(x, 'transformer.ln_f') @ head.T
+    logits = norm(x, 'transformer.ln_f') @ head.T * c.logit_scale
     return c.softcap * torch.tanh(logits / c.softcap) if c.softcap else logits
 
 
@@ -239,7 +314,7 @@ def test_rope_depends_on_the_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 8, generator=seeded(0))
 
     def score(m, n):
-        table = lambda position: model.rope(torch.tensor([position]))
+        table = lambda position: rope_tables(model.config, torch.tensor([position]), 1)['whole']
         return (rotate(q, *table(m)) * rotate(k, *table(n))).sum().item()
 
     for m, n, shift in [(0, 0, 13), (3, 1, 5), (10, 0, 5)]:
@@ -328,14 +403,20 @@ def test_gpt2s_size():
 def test_flops_per_token_equals_what_the_operations_count(options):
     """The counts are equal exactly, once one attention is added.
 
-    PyTorch counts all of the causal square, the formula only the half that is needed.
+    PyTorch counts all of the causal square, the formula only the half that is needed, or a window's part.
     """
     model, T = build(options), 12
     backend = torch.nn.attention.SDPBackend.MATH
     with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(backend):
         model(tokens(2, T), tokens(2, T)).backward()
-    attention = 6 * model.config.n_layer * T * model.config.n_head * model.config.head_width
-    assert counter.get_total_flops() == 2 * T * (model.flops_per_token(T) + attention)
+    config = model.config
+    seen = 0  # keys by all queries of all layers
+    for layer in range(config.n_layer):
+        window = min(config.window_of(layer) or T, T)
+        # Papers take the mean of T / 2 keys for a causal square, which is that of continuous positions.
+        seen += sum(min(t, window) for t in range(1, T + 1)) - window / 2
+    attention = 12 * (config.n_layer * T - seen / T) * config.n_head * config.head_width
+    assert counter.get_total_flops() == pytest.approx(2 * T * (model.flops_per_token(T) + attention), rel=1e-12)
 
 
 @pytest.mark.parametrize('bad, message', [
@@ -366,7 +447,10 @@ def test_dropout_is_on_in_training_alone():
 @torch.no_grad()
 def test_logits_with_a_cache_equal_those_without(options):
     model, idx = build(options), tokens(3, 16)
-    for chunks in ([16], [1] * 16, [5, 1, 1, 6, 3], [15, 1]):
+    parts = [[16], [1] * 16, [5, 1, 1, 6, 3], [15, 1]]
+    if 'dynamic' in options.get('rope_scaling', ''):  # turns a key by the length at which it was read
+        parts = [[16]]
+    for chunks in parts:
         cache = model.new_cache(3)
         # With a cache, the model returns the logits of each chunk's last position.
         logits = torch.cat([model(chunk, cache=cache) for chunk in idx.split(chunks, dim=1)], dim=1)

@@ -8,6 +8,8 @@ import torch.nn as nn
 from kilogpt.devices import cpu_kernels
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, replace_all, replace_parts
+from kilogpt.layers.attention import LimitedAttention
+from kilogpt.layers.mixture import GATED
 
 
 def use_faster_parts(model, use_kernels=False):
@@ -34,6 +36,8 @@ def is_plain(attention, config):
 
     The sequence has the model's length and heads. An attention that was edited in model.py may differ.
     """
+    if isinstance(attention, LimitedAttention):
+        return False
     settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
     key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size
     if key not in ARE_PLAIN:
@@ -91,7 +95,7 @@ def faster_activation(original, form):
     if form not in cpu_kernels.ACTIVATIONS:
         return original
     h, gate = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
-    if form == 'swiglu':
+    if form in GATED:
         expected = cpu_kernels.ACTIVATIONS[form](gate) * h
     else:
         expected, gate = cpu_kernels.ACTIVATIONS[form](h), None

@@ -133,8 +133,9 @@ def _(grad_y, x, factor, values, slopes):
 
 
 BLOCK = 64  # as in cpu_kernels.cpp
-ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=functools.partial(F.gelu, approximate='tanh'),
-                   relu2=lambda x: F.relu(x).square(), swiglu=F.silu)
+GELU_TANH = functools.partial(F.gelu, approximate='tanh')
+ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=GELU_TANH, relu2=lambda x: F.relu(x).square(), swiglu=F.silu,
+                   geglu=GELU_TANH)
 
 
 @functools.cache

@@ -27,7 +27,7 @@ from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import find_parts, replace_parts
-from kilogpt.mixture import find_experts
+from kilogpt.layers.mixture import find_experts
 from kilogpt.optim import local_part
 from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.parallel.context import exchange_heads
@@ -110,6 +110,7 @@ class Parallel:
                 split_tensors(stage, self.mesh['tp'])
             if layout.cp > 1:
                 stage.first_position = layout.positions(processes.rank, block_size).start
+                stage.n_sequence_parts = layout.cp
                 exchange_heads(stage, processes.cp_mesh)
             if self.device.type == 'cuda':  # after cp, which may repeat key/value heads itself
                 cuda.use_fused_attention(stage, self.device, dtype)

@@ -14,7 +14,7 @@ def split_tensors(model, mesh):
     that read it. A row-wise linear's output is summed and scattered in one step (Korthikanti et al. 2022,
     4.2.2). The logits stay split by vocabulary rows. Passes run within `tensor_context`.
     """
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, PrepareModuleOutput,
                                                    RowwiseParallel, SequenceParallel, parallelize_module)
     styles = dict(
@@ -25,6 +25,8 @@ def split_tensors(model, mesh):
         positions=[PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
                    SequenceParallel(sequence_dim=0, use_local_output=True)],
         local=[SequenceParallel(sequence_dim=1, use_local_output=True)],
+        across=[PrepareModuleInput(input_layouts=Shard(-1), desired_input_layouts=Shard(-1)),
+                PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(-1))],
         embedding=[RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
         head=[ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)],
     )
@@ -33,10 +35,14 @@ def split_tensors(model, mesh):
         modules = dict(part.named_modules())
         for kind, steps in styles.items():
             for name in model.split_plan[kind]:
-                if name not in modules or not list(modules[name].parameters()):
+                if name not in modules or kind != 'sequence' and not list(modules[name].parameters()):
                     continue
                 for style in steps:
                     parallelize_module(modules[name], mesh, style)
+                if kind == 'across':
+                    weight = modules[name].weight.detach()
+                    weight = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
+                    modules[name].weight = torch.nn.Parameter(weight)
                 if kind == 'embedding':  # a compiled block loses gradients of a pending input
                     modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
     model.tie()  # the split gave the embedding and the head a parameter each

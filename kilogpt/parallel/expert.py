@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from kilogpt.devices.parts import replace_parts
-from kilogpt.mixture import find_experts
+from kilogpt.layers.mixture import find_experts
 
 
 def split_experts(model, mesh, ep, tp):

@@ -74,7 +74,7 @@ class Shape:
                 self.parts['experts'].append((*entry, 2 if kind == 'c_proj' else 1))
                 continue
             tp_dimension = None
-            if module in plan['colwise'] + plan['embedding'] + plan['head']:
+            if module in plan['colwise'] + plan['across'] + plan['embedding'] + plan['head']:
                 tp_dimension = 0
             elif module in plan['rowwise'] and kind == 'weight':
                 tp_dimension = 1

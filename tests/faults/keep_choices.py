@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from kilogpt.mixture import Router
+from kilogpt.layers.mixture import Router
 from kilogpt.parallel.processes import Processes
 
 torch.set_default_dtype(getattr(torch, os.environ['CHOICES_IN']))

@@ -9,7 +9,7 @@ import os
 
 import torch
 
-from kilogpt.mixture import find_experts
+from kilogpt.layers.mixture import find_experts
 from kilogpt.parallel import apply, expert
 
 fault = os.environ['FAULT']

@@ -7,7 +7,7 @@ import os
 import torch
 
 from kilogpt import checkpoint, optim
-from kilogpt.mixture import find_experts
+from kilogpt.layers.mixture import find_experts
 from kilogpt.parallel import apply, ddp, expert, layout, pipeline
 from kilogpt.parallel.apply import Parallel
 

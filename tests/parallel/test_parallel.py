@@ -30,6 +30,19 @@ MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', m
                   '--router_balance_rate=0.01 --router_z_loss=0.001',
               muon_moe='--optimizer=muon --mlp=moe --n_experts=4 --expert_hidden=16 --n_shared_experts=1',
               all='--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=16 --router_balance=none',
+              # Parts of other models (kilogpt/layers/options.py), each in one of four.
+              after='--norm_place=after --norm=rmsnorm --mlp=swiglu --qk_norm --qk_norm_over=all --pos=rope '
+                    '--n_kv_head=2 --bias_of=qkv --rope_scaling=dynamic,factor=2,'
+                    'original_max_position_embeddings=8',
+              gemma='--norm_place=both --norm=rmsnorm --mlp=geglu --n_kv_head=2 --pos=rope --window=5 '
+                    '--window_pattern=SL --rope_theta_window=100 --attention_softcap=2 --softcap=15 '
+                    '--attention_scale=0.5 --embedding_scale=5.6 --rope_scaling=linear,factor=2',
+              neox='--parallel_block --pos=rope --rope_share=0.5 --bias_of=mlp+proj --tie_weights=False '
+                   '--rope_pattern=RN --window=9',
+              granite='--pos=rope --norm=rmsnorm --mlp=moe --n_experts=4 --expert_hidden=16 --norm_place=after '
+                      '--residual_scale=0.3 --logit_scale=2 --embedding_scale=6 --attention_scale=0.1 '
+                      '--router_norm=False --router_scale=2 --rope_scaling=yarn,factor=4,'
+                      'original_max_position_embeddings=16',
               losses='--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --router=sigmoid '
                      '--moe_first_layer=1 --router_balance=loss --router_balance_rate=0.01 --pos=rope')
 SCHEDULES = 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv', 'dualpipev'
@@ -104,6 +117,13 @@ for nproc, layouts in {
         8: {'moe ep2 tp2 dp2': '--ep=2 --tp=2', 'moe ep2 tp2 pp2': '--ep=2 --tp=2 --pp=2',
             'losses ep4 tp2 zero3': '--ep=4 --tp=2 --zero_stage=3'}}.items():
     SLOW_LAYOUTS[nproc] |= layouts
+# parts of other models
+for model in ('after', 'gemma', 'neox', 'granite'):
+    for layout in ('tp2', 'cp2', 'pp2', 'zero3'):
+        layouts = LAYOUTS if (model, layout) in {('after', 'tp2'), ('gemma', 'cp2')} else SLOW_LAYOUTS
+        layouts[2][f'{model} {layout}'] = '--zero_stage=3' if layout == 'zero3' else f'--{layout[:2]}=2'
+    SLOW_LAYOUTS[4] |= {f'{model} tp2 cp2': '--tp=2 --cp=2',
+                        f'{model} tp2 pp2 compiled': '--tp=2 --pp=2 --compile=True'}
 # The layouts above that differ little from another one: run by hand, since CI has 90 minutes.
 BY_HAND = {
     *((2, f'{model}pp2 {schedule} {mode}') for model in ('', 'moe ')

@@ -13,6 +13,9 @@ import torch.nn as nn
 from torch.nn import functional as F
 
 
+GATED = ('swiglu', 'geglu')  # forms of MLPs in which a second product is a gate for the first
+
+
 @dataclass
 class MixtureConfig:
     """The fields of model.py's GPTConfig that describe a mixture of experts, for mlp='moe'."""
@@ -28,8 +31,8 @@ class MixtureConfig:
     router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
     router_z_loss: float = 0.0  # weight of the squared log of the router's softmax denominator
 
-    CHOICES = dict(expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu'), router=('softmax', 'sigmoid'),
-                   router_balance=('bias', 'loss', 'none'))
+    CHOICES = dict(expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'),
+                   router=('softmax', 'sigmoid'), router_balance=('bias', 'loss', 'none'))
 
     def check_experts(self):
         """Raise ValueError, with the key to change, if these experts cannot exist."""
@@ -49,7 +52,7 @@ class MixtureConfig:
 
     @property
     def mlp_form(self):
-        """The activation of dense MLPs and of experts: 'gelu', 'gelu_tanh', 'relu2' or 'swiglu'."""
+        """The activation of dense MLPs and of experts: 'gelu', 'gelu_tanh', 'relu2', 'swiglu' or 'geglu'."""
         return self.expert_mlp if self.mlp == 'moe' else self.mlp
 
     def has_experts(self, layer):
@@ -156,7 +159,8 @@ class Router(nn.Module):
         super().__init__()
         self.n_experts, self.n_active = config.n_experts, config.n_active_experts
         self.kind, self.balance, self.rate = config.router, config.router_balance, config.router_balance_rate
-        self.z_loss = config.router_z_loss
+        self.z_loss, self.scale = config.router_z_loss, config.router_scale
+        self.divides = config.router_norm and self.n_active > 1
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.n_embd))
         # Neither the bias nor the load is trained, but both are part of the model's state.
         if self.balance == 'bias':
@@ -180,8 +184,10 @@ class Router(nn.Module):
                 ranking = ranking + self.bias
             chosen = self.choose(ranking)
             weights = affinities.gather(-1, chosen)
-            if self.n_active > 1:
+            if self.divides:
                 weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+            if self.scale != 1:
+                weights = weights * self.scale
             if is_counted is None or not self.training:
                 return chosen, weights
             self._count(chosen, is_counted)
@@ -237,7 +243,7 @@ class Experts(nn.Module):
         self.n_experts, self.n_active = config.n_experts, config.n_active_experts
         E, C, width = config.n_experts, config.n_embd, config.expert_hidden
         self.c_fc = nn.Parameter(torch.empty(E, width, C))
-        if self.form == 'swiglu':
+        if self.form in GATED:
             self.c_gate = nn.Parameter(torch.empty(E, width, C))
         self.c_proj = nn.Parameter(torch.empty(E, C, width))
         self.products = loop_over_experts
@@ -255,8 +261,8 @@ class Experts(nn.Module):
         return size // self.n_experts * (self.n_experts - self.n_active)
 
     def matrices(self):
-        """c_fc, c_proj and, with SwiGLU, c_gate."""
-        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.form == 'swiglu' else [])
+        """c_fc, c_proj and, if the form is gated, c_gate."""
+        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.form in GATED else [])
 
 
 def loop_over_experts(ends):

@@ -1,0 +1,84 @@
+"""The keys of the model for parts that families after GPT-2 have: norms, biases, rotary angles, scales.
+
+Imports rope.py alone. `model.py` reads these fields of its config, and `kilogpt/convert/families.py` sets
+them for the weights of each family. Any of them may be combined.
+"""
+from dataclasses import dataclass
+
+from kilogpt.layers.rope import check_scaling
+
+
+@dataclass
+class ModelOptions:
+    """Parts that fewer models have (kilogpt/layers/options.py)."""
+    # Fields of GPTConfig, and keys of train.py.
+    head_width: int = 0  # width of a head; 0 = n_embd / n_head
+    n_hidden: int = 0  # width of a dense MLP; 0 = 4 * n_embd (SwiGLU, GeGLU: 8/3 * n_embd, up to the next 64)
+    norm_eps: float = 1e-5  # added to the mean square, or the variance, in each norm
+    norm_place: str = 'before'  # 'before' attention and MLP, 'after' them (OLMo 2), or 'both' (Gemma 2)
+    parallel_block: bool = False  # attention and MLP read the same input (GPT-NeoX)
+    bias_of: str = ''  # linears with a bias, of qkv+proj+mlp (qkv: Qwen 2); '' = all or none, as bias says
+    qk_norm_over: str = 'head'  # with qk_norm, the norm is over each 'head', or over 'all' (OLMo 2)
+    rope_theta: float = 10000.0  # base of the rotary wavelengths
+    rope_share: float = 1.0  # share of a head's features that are rotated; the rest have no position
+    rope_scaling: str = ''  # longer contexts: 'linear factor=4', or dynamic, yarn, llama3 (docs/models.md)
+    rope_pattern: str = 'R'  # for block after block, repeated: R = rotated, N = no positions (SmolLM3: RRRN)
+    window: int = 0  # positions that a query of a windowed block sees, its own included; 0 = all before it
+    window_pattern: str = 'S'  # with window, for block after block, repeated: S = windowed, L = not
+    rope_theta_window: float = 0.0  # rope_theta of windowed blocks, without rope_scaling; 0 = as others
+    attention_scale: float = 0.0  # factor of queries · keys; 0 = 1 / sqrt(head_width)
+    attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
+    embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
+    residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
+    logit_scale: float = 1.0  # factor of the logits, before softcap
+    router_norm: bool = True  # divide the weights of a token's experts by their sum, if it has more than one
+    router_scale: float = 1.0  # factor of the weights of a token's experts
+
+    def check_options(self):
+        """Raise ValueError, with the key to change, if no model can have these options."""
+        choices = dict(norm_place=('before', 'after', 'both'), qk_norm_over=('head', 'all'))
+        for key, allowed in choices.items():
+            if getattr(self, key) not in allowed:
+                raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
+        for key in ('head_width', 'n_hidden', 'norm_eps', 'window', 'rope_theta_window', 'attention_scale',
+                    'attention_softcap'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        for key in ('rope_theta', 'embedding_scale', 'residual_scale', 'logit_scale', 'router_scale'):
+            if not getattr(self, key) > 0:
+                raise ValueError(f'{key} is {getattr(self, key)}: it must be above 0')
+        if self.bias_of and not set(self.bias_of.split('+')) <= {'qkv', 'proj', 'mlp'}:
+            raise ValueError(f"bias_of is {self.bias_of!r}: join some of qkv, proj, mlp by +, or set '' to "
+                             'follow bias')
+        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL')):
+            if not getattr(self, key) or set(getattr(self, key)) - set(letters):
+                raise ValueError(f'{key} is {getattr(self, key)!r}: it must consist of the letters '
+                                 f'{letters[0]} and {letters[1]}')
+        if self.pos != 'rope':
+            for key in ('rope_scaling', 'rope_theta_window'):
+                if getattr(self, key):
+                    raise ValueError(f'{key} is {getattr(self, key)!r}, but pos is {self.pos!r}: '
+                                     'set pos to rope')
+        elif not 0 < self.rope_share <= 1 or self.rotary_width % 2 or not self.rotary_width:
+            raise ValueError(f'rope_share={self.rope_share} rotates {self.rotary_width} of the '
+                             f'{self.head_width} features of a head: it must be a positive even number')
+        check_scaling(self.rope_scaling)
+
+    @property
+    def rotary_width(self):
+        """The number of features of a head that are rotated, the first ones."""
+        return int(self.head_width * self.rope_share)
+
+    def has_bias(self, linear):
+        """Whether the linears of a kind ('qkv', 'proj' or 'mlp') have biases."""
+        return linear in self.bias_of.split('+') if self.bias_of else self.bias
+
+    def window_of(self, layer):
+        """How many positions a query sees in block number `layer`; 0 if all before it."""
+        return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
+
+    def rope_of(self, layer):
+        """Which of `rope.rope_tables` a block rotates by: 'whole', 'window', or 'none'."""
+        if self.pos != 'rope' or self.rope_pattern[layer % len(self.rope_pattern)] == 'N':
+            return 'none'
+        return 'window' if self.rope_theta_window and self.window_of(layer) else 'whole'
