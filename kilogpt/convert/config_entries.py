@@ -1,0 +1,158 @@
+"""The entries of a config.json of `transformers`: checked values, and what many families name alike."""
+import math
+
+from kilogpt.layers.rope import read_scaling
+
+
+class Entries:
+    """The entries of a config.json. Each method raises ValueError for a value that cannot be."""
+
+    def __init__(self, theirs, source):
+        self.theirs, self.source = theirs, source
+        self.family = theirs['model_type']
+
+    def refuse(self, key, value, reason):
+        raise ValueError(f'{self.source} is of the family {self.family} with {key}={value!r} in its '
+                         f'config.json, {reason}')
+
+    def value(self, key, default, kinds, description):
+        value = self.theirs.get(key)
+        if value is None:
+            if default is None:
+                self.refuse(key, value, f'but {key} must be {description}')
+            return default
+        if type(value) not in kinds:
+            self.refuse(key, value, f'but {key} must be {description}')
+        return value
+
+    def integer(self, key, default=None):
+        value = self.value(key, default, (int,), 'a whole number')
+        if value < 0 or value > 2 ** 40:
+            self.refuse(key, value, f'but {key} must be a whole number in a sensible range')
+        return value
+
+    def number(self, key, default=None):
+        value = float(self.value(key, default, (int, float), 'a number'))
+        if not math.isfinite(value):
+            self.refuse(key, value, f'but {key} must be finite')
+        return value
+
+    def flag(self, key, default):
+        return self.value(key, default, (bool,), 'true or false')
+
+    def list(self, key, default, allowed):
+        """The list of that key, one element for each layer."""
+        found = self.value(key, default, (list,), 'a list')
+        n_layer = self.integer('num_hidden_layers')
+        if len(found) < n_layer or any(element not in allowed for element in found):
+            self.refuse(key, found, f'but each of the {n_layer} layers must have one of {allowed}')
+        return found[:n_layer]
+
+    def only(self, key, *allowed):
+        """Refuse all values of a key but `allowed`; a missing key is allowed."""
+        if key in self.theirs and self.theirs[key] not in allowed:
+            self.refuse(key, self.theirs[key], 'which our model cannot represent')
+
+
+
+def biases(norm=False, qkv=False, proj=False, mlp=False):
+    """The arguments `bias` and `bias_of` for a model whose norms and linears have biases or not."""
+    chosen = [name for name, has in (('qkv', qkv), ('proj', proj), ('mlp', mlp)) if has]
+    if len(chosen) in (0, 3) and norm == bool(chosen):
+        return dict(bias=norm)
+    if not norm and len(chosen) == 3:
+        return dict(bias=True)
+    return dict(bias=norm, bias_of='+'.join(chosen))
+
+
+def shortest(pattern):
+    """The shortest text that gives the pattern when repeated."""
+    lengths = range(1, len(pattern) + 1)
+    return next(pattern[:n] for n in lengths if pattern == (pattern[:n] * len(pattern))[:len(pattern)])
+
+
+def read_rope(entries, theta=10000.0, share=1.0):
+    """The arguments of RoPE. theta, share: the family's defaults."""
+    found = {}
+    for key in ('rope_scaling', 'rope_parameters'):  # the second key is new in version 5 of transformers
+        found |= entries.value(key, {}, (dict,), 'an object')
+    local = found.pop('sliding_attention', None)
+    found |= found.pop('full_attention', None) or {}
+    name = found.pop('rope_type', None) or found.pop('type', None) or 'default'
+    found.pop('type', None)
+    theta = found.pop('rope_theta', None) or entries.number('rope_theta', theta)
+    share = found.pop('partial_rotary_factor', None) or entries.number('partial_rotary_factor', share)
+    if name == 'default':
+        found = {}
+    longest = entries.integer('max_position_embeddings')
+    if name in ('yarn', 'llama3') and 'original_max_position_embeddings' not in found:
+        found['original_max_position_embeddings'] = longest
+    if name == 'dynamic':
+        found['original_max_position_embeddings'] = longest
+        longest = int(longest * found.get('factor', 1))
+    scaling = {key: value for key, value in found.items() if value is not None}
+    wrong = [key for key, value in scaling.items() if type(value) not in (int, float, bool)]
+    if wrong or not all(type(value) in (int, float) for value in (theta, share)):
+        entries.refuse('rope_scaling', found or dict(rope_theta=theta), 'which our model cannot represent')
+    texts = [f'{key}={float(value)!r}'.removesuffix('.0') for key, value in sorted(scaling.items())]
+    arguments = dict(block_size=longest, rope_theta=float(theta), rope_share=float(share),
+                     rope_scaling='' if name == 'default' else ' '.join([str(name), *texts]))
+    theta_window = entries.theirs.get('rope_local_base_freq')
+    if local:
+        if local.get('rope_type', 'default') != 'default':
+            entries.refuse('rope_parameters', dict(sliding_attention=local),
+                           'which our model cannot represent')
+        theta_window = local.get('rope_theta')
+    return arguments | (dict(rope_theta_window=float(theta_window)) if theta_window else {})
+
+
+def write_rope(config):
+    """The entries of RoPE, as versions 4 and 5 of transformers read them."""
+    name, scaling = read_scaling(config.rope_scaling or 'default')
+    scaling = {key: int(value) if value.is_integer() else value for key, value in scaling.items()}
+    if 'truncate' in scaling:
+        scaling['truncate'] = bool(scaling['truncate'])
+    share = dict(partial_rotary_factor=config.rope_share) if config.rope_share != 1 else {}
+    length = scaling['original_max_position_embeddings'] if name == 'dynamic' else config.block_size
+    return share | dict(
+        max_position_embeddings=length, rope_theta=config.rope_theta,
+        rope_scaling=None if name == 'default' else dict(rope_type=name, **scaling),
+        rope_parameters=dict(rope_type=name, rope_theta=config.rope_theta, **scaling, **share))
+
+
+def read_windows(entries, types):
+    """The arguments of windows. types: 'sliding_attention' or 'full_attention' for each layer."""
+    window = entries.integer('sliding_window', 0)
+    pattern = ''.join('S' if kind == 'sliding_attention' else 'L' for kind in types)
+    return dict(window=window, window_pattern=shortest(pattern)) if window and 'S' in pattern else {}
+
+
+def layer_types(config):
+    """The kind of attention of each layer, as transformers calls it."""
+    return ['sliding_attention' if config.window_of(i) else 'full_attention' for i in range(config.n_layer)]
+
+
+def read_llama(entries, head_width=0, tied=False, eps=1e-6, **rope):
+    """The arguments that most families name as Llama does. rope: the family's defaults for read_rope."""
+    n_head = entries.integer('num_attention_heads')
+    entries.only('hidden_act', 'silu', None)
+    return dict(
+        vocab_size=entries.integer('vocab_size'), n_layer=entries.integer('num_hidden_layers'), n_head=n_head,
+        n_kv_head=entries.integer('num_key_value_heads', n_head),
+        head_width=entries.integer('head_dim', 0) or head_width, n_embd=entries.integer('hidden_size'),
+        n_hidden=entries.integer('intermediate_size'), pos='rope', norm='rmsnorm', mlp='swiglu', bias=False,
+        tie_weights=entries.flag('tie_word_embeddings', tied),
+        norm_eps=entries.number('rms_norm_eps', eps)) | read_rope(entries, **rope)
+
+
+def write_llama(config):
+    return dict(
+        hidden_size=config.n_embd, intermediate_size=config.n_hidden, num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head, head_dim=config.head_width,
+        hidden_act='silu', attention_bias=config.has_bias('qkv'), rms_norm_eps=config.norm_eps,
+        ) | write_rope(config)
+
+
+def read_attention_bias(entries):
+    has_bias = entries.flag('attention_bias', False)
+    return dict(qkv=has_bias, proj=has_bias)

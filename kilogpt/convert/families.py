@@ -1,0 +1,421 @@
+"""The families of models of `transformers` that our model can represent: config.json and names of tensors.
+
+FAMILIES is the table. To add a family, write how its config.json is read and written, and what its tensors
+are called. Everything that a family needs of the model is a key of `kilogpt/layers/options.py`.
+"""
+import math
+from typing import Callable, NamedTuple
+
+from kilogpt.convert import renaming
+from kilogpt.convert.config_entries import (
+    Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
+    write_llama, write_rope)
+from kilogpt.convert.meaning import keys_not_kept
+from model import GPTConfig
+
+# Families that people ask for and that need more than parts.
+REFUSED = dict(
+    deepseek_v2='its attention compresses keys and values (multi-head latent attention)',
+    deepseek_v3='its attention compresses keys and values (multi-head latent attention)',
+    gpt_oss='its attention has learned sinks, and its experts have biases',
+    phi='its blocks share one norm between attention and MLP',
+    qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
+    gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
+    llama4='its attention is chunked, and it also reads images', mamba='it has no attention')
+
+
+class Family(NamedTuple):
+    architecture: str
+    read: Callable  # Entries -> GPTConfig arguments
+    write: Callable  # GPTConfig -> entries of config.json
+    names: tuple = renaming.LLAMA_NAMES
+    prefix: str = 'model.'
+    packed: tuple = ()  # ((name of a packed matrix, names of its parts in order), ...), in their names
+    norms_add_one: bool = False  # norms multiply by 1 + weight
+
+
+# --- the families -------------------------------------------------------------------------------------------
+
+def gpt2_read(entries):
+    entries.only('scale_attn_weights', True)
+    entries.only('scale_attn_by_inverse_layer_idx', False)
+    entries.only('activation_function', 'gelu_new', 'gelu', 'gelu_pytorch_tanh')
+    exact = entries.theirs.get('activation_function') == 'gelu'
+    return dict(
+        block_size=entries.integer('n_positions', 1024), vocab_size=entries.integer('vocab_size'),
+        n_layer=entries.integer('n_layer'), n_head=entries.integer('n_head'),
+        n_embd=entries.integer('n_embd'), n_hidden=entries.integer('n_inner', 0),
+        mlp='gelu' if exact else 'gelu_tanh', tie_weights=entries.flag('tie_word_embeddings', True),
+        norm_eps=entries.number('layer_norm_epsilon', 1e-5))
+
+
+def gpt2_write(config):
+    return dict(
+        n_positions=config.block_size, n_ctx=config.block_size, n_embd=config.n_embd, n_layer=config.n_layer,
+        n_head=config.n_head, n_inner=config.n_hidden, layer_norm_epsilon=config.norm_eps,
+        activation_function='gelu' if config.mlp == 'gelu' else 'gelu_new',
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+
+
+def llama_read(entries):
+    entries.only('layer_types', None, ['full_attention'] * entries.integer('num_hidden_layers'))
+    return read_llama(entries) | biases(**read_attention_bias(entries), mlp=entries.flag('mlp_bias', False))
+
+
+def llama_write(config):
+    return write_llama(config) | dict(mlp_bias=config.has_bias('mlp'))
+
+
+def mistral_read(entries):
+    return read_llama(entries) | read_windows(
+        entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
+
+
+def mistral_write(config):
+    return write_llama(config) | dict(sliding_window=config.window or None)
+
+
+def read_qwen_windows(entries):
+    if not entries.flag('use_sliding_window', False):
+        return {}
+    n_layer, first = entries.integer('num_hidden_layers'), entries.integer('max_window_layers', 28)
+    types = ['sliding_attention' if layer >= first else 'full_attention' for layer in range(n_layer)]
+    return read_windows(entries, entries.list('layer_types', types, ('sliding_attention', 'full_attention')))
+
+
+def write_qwen(config):
+    return write_llama(config) | dict(use_sliding_window=config.window > 0, layer_types=layer_types(config),
+                                      sliding_window=config.window or None, max_window_layers=config.n_layer)
+
+
+def qwen2_read(entries):
+    return read_llama(entries) | biases(qkv=True) | read_qwen_windows(entries)
+
+
+def qwen3_read(entries):
+    return (read_llama(entries, head_width=128) | biases(**read_attention_bias(entries))
+            | read_qwen_windows(entries) | dict(qk_norm=True))
+
+
+def smollm3_read(entries):
+    n_layer, every = entries.integer('num_hidden_layers'), entries.integer('no_rope_layer_interval', 4)
+    has_rope = [int((i + 1) % max(every, 1) > 0) for i in range(n_layer)]
+    has_rope = entries.list('no_rope_layers', has_rope, (0, 1))
+    uses_windows = entries.flag('use_sliding_window', False)
+    types = ['sliding_attention' if uses_windows and not has else 'full_attention' for has in has_rope]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    return (read_llama(entries, tied=True, theta=2000000.0) | read_windows(entries, types)
+            | biases(**read_attention_bias(entries), mlp=entries.flag('mlp_bias', False))
+            | dict(rope_pattern=shortest(''.join('NR'[has] for has in has_rope))))
+
+
+def smollm3_write(config):
+    return write_qwen(config) | dict(
+        mlp_bias=config.has_bias('mlp'),
+        no_rope_layers=[int(config.rope_of(layer) != 'none') for layer in range(config.n_layer)])
+
+
+def olmo2_read(entries):
+    return (read_llama(entries, eps=1e-5) | biases(**read_attention_bias(entries))
+            | dict(norm_place='after', qk_norm=True, qk_norm_over='all'))
+
+
+def phi3_read(entries):
+    entries.only('attention_bias', False)
+    types = ['sliding_attention'] * entries.integer('num_hidden_layers')
+    return read_llama(entries, eps=1e-5) | read_windows(entries, types)
+
+
+def phi3_write(config):
+    return write_llama(config) | dict(
+        sliding_window=config.window or None, resid_pdrop=0.0, embd_pdrop=0.0,
+        original_max_position_embeddings=config.block_size)
+
+
+def granite_read(entries):
+    return (read_llama(entries) | biases(**read_attention_bias(entries), mlp=entries.flag('mlp_bias', False))
+            | dict(embedding_scale=entries.number('embedding_multiplier', 1.0),
+                   attention_scale=entries.number('attention_multiplier', 1.0),
+                   residual_scale=entries.number('residual_multiplier', 1.0),
+                   logit_scale=1 / (entries.number('logits_scaling', 1.0) or math.inf)))
+
+
+def granite_write(config):
+    return llama_write(config) | dict(
+        embedding_multiplier=config.embedding_scale, residual_multiplier=config.residual_scale,
+        attention_multiplier=config.attention_scale or 1 / math.sqrt(config.head_width),
+        logits_scaling=1 / config.logit_scale)
+
+
+def gpt_neox_read(entries):
+    entries.only('hidden_act', 'gelu', 'gelu_new', 'gelu_pytorch_tanh', 'gelu_fast')
+    exact = entries.theirs.get('hidden_act', 'gelu') == 'gelu'
+    rope = read_rope(entries, entries.number('rotary_emb_base', 10000.0), entries.number('rotary_pct', 0.25))
+    return rope | biases(norm=True, mlp=True, **dict.fromkeys(
+        ('qkv', 'proj'), entries.flag('attention_bias', True))) | dict(
+        vocab_size=entries.integer('vocab_size'), n_layer=entries.integer('num_hidden_layers'),
+        n_head=entries.integer('num_attention_heads'), n_embd=entries.integer('hidden_size'),
+        n_hidden=entries.integer('intermediate_size'), pos='rope', norm='layernorm',
+        mlp='gelu' if exact else 'gelu_tanh', tie_weights=entries.flag('tie_word_embeddings', False),
+        norm_eps=entries.number('layer_norm_eps', 1e-5),
+        parallel_block=entries.flag('use_parallel_residual', True))
+
+
+def gpt_neox_write(config):
+    return write_rope(config) | dict(
+        hidden_size=config.n_embd, intermediate_size=config.n_hidden, num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head, hidden_act='gelu' if config.mlp == 'gelu' else 'gelu_new',
+        layer_norm_eps=config.norm_eps, use_parallel_residual=config.parallel_block,
+        attention_bias=config.has_bias('qkv'), rotary_pct=config.rope_share,
+        rotary_emb_base=config.rope_theta)
+
+
+def gemma_read(entries):
+    entries.only('hidden_activation', 'gelu_pytorch_tanh', None)
+    activation = entries.theirs.get('hidden_activation') or entries.theirs.get('hidden_act')
+    if activation not in ('gelu_pytorch_tanh', None):
+        entries.refuse('hidden_act', activation, 'which our model cannot represent')
+    plain = Entries(entries.theirs | dict(hidden_act='silu'), entries.source)
+    return read_llama(plain, head_width=256, tied=True) | dict(
+        mlp='geglu', embedding_scale=math.sqrt(entries.integer('hidden_size'))) | biases(
+        **read_attention_bias(entries))
+
+
+def gemma_write(config):
+    return write_llama(config) | dict(hidden_act='gelu_pytorch_tanh', hidden_activation='gelu_pytorch_tanh')
+
+
+def read_gemma_extras(entries, every, softcap, attention_softcap):
+    """The arguments that Gemma 2 and 3 share. every: each of so many layers has no window."""
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['sliding_attention' if (i + 1) % every else 'full_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    windows = read_windows(Entries(dict(sliding_window=4096) | entries.theirs, entries.source), types)
+    caps = {key: entries.theirs.get(key, default) or 0.0 for key, default in (
+        ('final_logit_softcapping', softcap), ('attn_logit_softcapping', attention_softcap))}
+    entries.only('use_bidirectional_attention', False, None)
+    return windows | dict(
+        norm_place='both', softcap=float(caps['final_logit_softcapping']),
+        attention_softcap=float(caps['attn_logit_softcapping']),
+        attention_scale=max(entries.number('query_pre_attn_scalar', 256), 1e-9) ** -0.5)
+
+
+def gemma2_read(entries):
+    return gemma_read(entries) | read_gemma_extras(entries, 2, 30.0, 50.0)
+
+
+def gemma2_write(config):
+    scale = config.attention_scale or config.head_width ** -0.5
+    scalar = scale ** -2
+    return gemma_write(config) | dict(
+        query_pre_attn_scalar=round(scalar) if math.isclose(scalar, round(scalar)) else scalar,
+        sliding_window=config.window or config.block_size, layer_types=layer_types(config),
+        final_logit_softcapping=config.softcap or None,
+        attn_logit_softcapping=config.attention_softcap or None)
+
+
+def gemma3_read(entries):
+    defaults = dict(rope_theta=1000000.0)
+    if 'rope_parameters' not in entries.theirs:
+        defaults['rope_local_base_freq'] = 10000.0
+    entries = Entries(defaults | entries.theirs, entries.source)
+    every = entries.integer('sliding_window_pattern', 6)
+    return gemma_read(entries) | read_gemma_extras(entries, max(every, 1), 0.0, 0.0) | dict(qk_norm=True)
+
+
+def gemma3_write(config):
+    entries = gemma2_write(config)
+    local = config.rope_theta_window or config.rope_theta
+    ropes = dict(full_attention=entries['rope_parameters'],
+                 sliding_attention=dict(rope_type='default', rope_theta=local))
+    return entries | dict(rope_local_base_freq=local, rope_parameters=ropes)
+
+
+# --- mixtures of experts ------------------------------------------------------------------------------------
+
+def read_softmax_router(entries):
+    rate = entries.number('router_aux_loss_coef', 0.001)
+    balance = dict(router_balance='loss', router_balance_rate=rate) if rate else dict(router_balance='none')
+    return dict(mlp='moe', expert_mlp='swiglu', router='softmax',
+                n_active_experts=entries.integer('num_experts_per_tok')) | balance
+
+
+def check_single_expert(entries, divides):
+    """A token's only expert has weight 1 in transformers, but its affinity in our router."""
+    if divides and entries.integer('num_experts_per_tok') == 1:
+        entries.refuse('num_experts_per_tok', 1, 'whose weight would be 1, which our model cannot represent')
+
+
+def mixtral_read(entries):
+    check_single_expert(entries, True)
+    return mistral_read(Entries(dict(rope_theta=1000000.0) | entries.theirs, entries.source)
+                        ) | read_softmax_router(entries) | dict(
+        n_experts=entries.integer('num_local_experts', 8), expert_hidden=entries.integer('intermediate_size'))
+
+
+def mixtral_write(config):
+    return mistral_write(config) | write_softmax_router(config) | dict(
+        num_local_experts=config.n_experts, intermediate_size=config.expert_hidden)
+
+
+def write_softmax_router(config):
+    return dict(num_experts_per_tok=config.n_active_experts,
+                router_aux_loss_coef=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
+
+
+def qwen3_moe_read(entries):
+    n_layer, step = entries.integer('num_hidden_layers'), max(entries.integer('decoder_sparse_step', 1), 1)
+    dense = entries.value('mlp_only_layers', [], (list,), 'a list')
+    blocks = [i for i in range(n_layer) if i not in dense and (i + 1) % step == 0]
+    if not blocks:
+        entries.refuse('mlp_only_layers', dense, 'so that no block has experts: set its family to qwen3')
+    first, every = blocks[0], 1
+    if len(blocks) < n_layer - first:
+        every = blocks[1] - first if len(blocks) > 1 else n_layer
+    if blocks != list(range(first, n_layer, every)):
+        entries.refuse('mlp_only_layers', dense,
+                       f'so that the blocks with experts are {blocks}: in our model every n-th block has them')
+    divides = entries.flag('norm_topk_prob', False)
+    check_single_expert(entries, divides)
+    n_experts = entries.theirs.get('num_experts', entries.theirs.get('num_local_experts'))
+    arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_softmax_router(entries)
+    if entries.flag('use_sliding_window', False):
+        arguments |= read_windows(entries, ['sliding_attention'] * n_layer)
+    return arguments | dict(
+        qk_norm=True, n_experts=Entries(dict(num_experts=n_experts, model_type='qwen3_moe'),
+                                        entries.source).integer('num_experts', 128),
+        expert_hidden=entries.integer('moe_intermediate_size'), moe_first_layer=first, moe_every=every,
+        router_norm=divides or arguments['n_active_experts'] == 1)
+
+
+def qwen3_moe_write(config):
+    return write_qwen(config) | write_softmax_router(config) | dict(
+        num_experts=config.n_experts, moe_intermediate_size=config.expert_hidden, decoder_sparse_step=1,
+        norm_topk_prob=config.router_norm and config.n_active_experts > 1,
+        mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
+
+
+def glm4_moe_read(entries):
+    entries.only('n_group', 1)
+    entries.only('topk_group', 1)
+    divides = entries.flag('norm_topk_prob', True)
+    check_single_expert(entries, divides)
+    n_active = entries.integer('num_experts_per_tok')
+    has_bias = entries.flag('attention_bias', False)
+    return read_llama(entries, eps=1e-5, share=0.5) | biases(qkv=has_bias) | dict(
+        qk_norm=entries.flag('use_qk_norm', False), mlp='moe', expert_mlp='swiglu', router='sigmoid',
+        n_active_experts=n_active, n_experts=entries.integer('n_routed_experts'),
+        n_shared_experts=entries.integer('n_shared_experts', 1),
+        expert_hidden=entries.integer('moe_intermediate_size'),
+        moe_first_layer=entries.integer('first_k_dense_replace', 1), router_norm=divides or n_active == 1,
+        router_scale=entries.number('routed_scaling_factor', 1.0))
+
+
+def glm4_moe_write(config):
+    # transformers would otherwise take a share of 0.5.
+    rope = dict(partial_rotary_factor=config.rope_share)
+    entries = write_llama(config)
+    return entries | rope | dict(
+        rope_parameters=entries['rope_parameters'] | rope, num_experts_per_tok=config.n_active_experts,
+        n_routed_experts=config.n_experts, n_group=1, topk_group=1, num_nextn_predict_layers=0,
+        n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
+        moe_intermediate_size=config.expert_hidden, routed_scaling_factor=config.router_scale,
+        norm_topk_prob=config.router_norm and config.n_active_experts > 1, use_qk_norm=config.qk_norm)
+
+
+QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
+# {model_type: Family}, in the order in which `entries_of` tries them
+FAMILIES = dict(
+    gpt2=Family('GPT2LMHeadModel', gpt2_read, gpt2_write, (), 'transformer.',
+                (('.attn.c_attn.', ('.attn.c_q.', '.attn.c_k.', '.attn.c_v.')),)),
+    llama=Family('LlamaForCausalLM', llama_read, llama_write),
+    mistral=Family('MistralForCausalLM', mistral_read, mistral_write),
+    qwen2=Family('Qwen2ForCausalLM', qwen2_read, write_qwen),
+    qwen3=Family('Qwen3ForCausalLM', qwen3_read, write_qwen),
+    smollm3=Family('SmolLM3ForCausalLM', smollm3_read, smollm3_write),
+    olmo2=Family('Olmo2ForCausalLM', olmo2_read, write_llama, renaming.OLMO2_NAMES),
+    phi3=Family('Phi3ForCausalLM', phi3_read, phi3_write,
+                packed=(('.qkv_proj.', QKV), ('.gate_up_proj.', ('.gate_proj.', '.up_proj.')))),
+    granite=Family('GraniteForCausalLM', granite_read, granite_write),
+    gpt_neox=Family('GPTNeoXForCausalLM', gpt_neox_read, gpt_neox_write, renaming.NEOX_NAMES, 'gpt_neox.',
+                    (('.query_key_value.', ('.c_q.', '.c_k.', '.c_v.')),)),
+    gemma=Family('GemmaForCausalLM', gemma_read, gemma_write, norms_add_one=True),
+    gemma2=Family('Gemma2ForCausalLM', gemma2_read, gemma2_write, renaming.GEMMA2_NAMES, norms_add_one=True),
+    gemma3_text=Family('Gemma3ForCausalLM', gemma3_read, gemma3_write, renaming.GEMMA2_NAMES,
+                       norms_add_one=True),
+    mixtral=Family('MixtralForCausalLM', mixtral_read, mixtral_write, renaming.MIXTRAL_NAMES),
+    qwen3_moe=Family('Qwen3MoeForCausalLM', qwen3_moe_read, qwen3_moe_write, renaming.QWEN3_MOE_NAMES),
+    glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES))
+
+
+# --- config.json --------------------------------------------------------------------------------------------
+
+def arguments_of(theirs, source):
+    """The GPTConfig arguments for the content of a config.json. ValueError if our model lacks a part."""
+    family = theirs.get('model_type')
+    if family not in FAMILIES:
+        reason = f', since {REFUSED[family]}' if family in REFUSED else ''
+        raise ValueError(f'{source} is of the family {family!r} (model_type in its config.json), which our '
+                         f'model cannot represent{reason}: it can be {", ".join(FAMILIES)}')
+    entries = Entries(theirs, source)
+    entries.only('quantization_config', None)
+    return FAMILIES[family].read(entries)
+
+
+def entries_of(config):
+    """The entries of config.json of the first family that can represent a GPTConfig.
+
+    ValueError that names the keys if there is none.
+    """
+    closest = None
+    for name, family in FAMILIES.items():
+        entries = dict(architectures=[family.architecture], model_type=name, vocab_size=config.vocab_size,
+                       tie_word_embeddings=config.tie_weights) | family.write(config)
+        keys = keys_not_kept(config, family.read(Entries(entries, name)))
+        if not keys:
+            return entries
+        if closest is None or len(keys) < len(closest):
+            closest = keys
+    values = ', '.join(f'{key}={getattr(config, key)}' for key in closest)
+    raise ValueError(f'the model has {values}, which no standard form has')
+
+
+# --- tensors ------------------------------------------------------------------------------------------------
+
+def to_ours(tensors, theirs, arguments):
+    """{our name: Stored} from {their name: Stored}. theirs: config.json; arguments: those that it gave."""
+    family, config = FAMILIES[theirs['model_type']], GPTConfig(**arguments)
+    tensors = renaming.with_prefix(renaming.drop_leftovers(tensors, config.n_layer), family.prefix)
+    if theirs['model_type'] == 'gpt2':
+        tensors = renaming.transpose_matrices(tensors)
+    for packed, parts in family.packed:
+        tensors = renaming.unpack(tensors, packed, parts, **rows_of(config, packed))
+    if family.norms_add_one:
+        tensors = renaming.shift_norms(tensors, 1)
+    tensors = renaming.rename_back(renaming.stack_experts(tensors), family.names)
+    return renaming.with_router_loads(tensors) if arguments.get('router_balance') == 'loss' else tensors
+
+
+def to_theirs(tensors, entries, config):
+    """{their name: Stored} from {our name: Stored}. entries: those of `entries_of`."""
+    family = FAMILIES[entries['model_type']]
+    tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
+    if entries['model_type'] == 'glm4_moe':
+        tensors = renaming.with_bias_and_shared_expert(tensors)
+    if entries['model_type'] == 'gpt2':
+        tensors = renaming.with_zero_biases(tensors)
+    tensors = renaming.unstack_experts(renaming.rename(tensors, family.names))
+    if family.norms_add_one:
+        tensors = renaming.shift_norms(tensors, -1)
+    for packed, parts in family.packed:
+        tensors = renaming.pack(tensors, packed, parts, rows_of(config, packed).get('head_width', 0))
+    return renaming.transpose_matrices(tensors) if entries['model_type'] == 'gpt2' else tensors
+
+
+def rows_of(config, packed):
+    """The arguments `rows` and `head_width` of `renaming.unpack` for a packed matrix."""
+    if 'gate' in packed:
+        return dict(rows=[config.n_hidden, config.n_hidden])
+    heads = [config.n_head, config.n_kv_head, config.n_kv_head]
+    interleaved = dict(head_width=config.head_width) if packed == '.query_key_value.' else {}
+    return dict(rows=[number * config.head_width for number in heads], **interleaved)

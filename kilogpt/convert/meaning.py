@@ -1,0 +1,63 @@
+"""Whether two configs of our model mean the same, though their keys may differ."""
+import dataclasses
+import math
+
+from kilogpt.layers.mixture import MixtureConfig
+from kilogpt.layers.rope import read_scaling
+from model import GPTConfig
+
+
+def keys_not_kept(config, arguments):
+    """The keys of a GPTConfig whose meaning is another with these arguments."""
+    if arguments.get('pos', 'learned') == 'learned':  # GPT-2 always has biases, which are written as zeros
+        config = dataclasses.replace(config, bias=True, bias_of='')
+    try:
+        wanted, found = meaning(config), meaning(GPTConfig(**arguments))
+    except ValueError:  # entries that this family cannot have
+        return [field.name for field in dataclasses.fields(config)]
+    keys = []
+    for key in wanted.keys() | found.keys():
+        one, other = wanted.get(key), found.get(key)
+        is_close = isinstance(one, float) and isinstance(other, float) and math.isclose(one, other)
+        if one != other and not is_close:
+            keys.append(key)
+    return sorted(keys)
+
+
+def meaning(config):
+    """{key: value} of a GPTConfig without what makes no difference to the model's output."""
+    layers = range(config.n_layer)
+    values = dataclasses.asdict(config)
+    for key in ('dropout', 'zero_init', 'router_z_loss', 'router_balance_rate', 'window_pattern'):
+        del values[key]
+    values |= dict(
+        bias=config.bias and config.norm == 'layernorm',
+        bias_of=[config.has_bias(linear) for linear in ('qkv', 'proj', 'mlp')],
+        attention_scale=config.attention_scale or config.head_width ** -0.5,
+        window=[min(config.window_of(layer) or config.block_size, config.block_size) for layer in layers],
+        rope_pattern=[config.rope_of(layer) for layer in layers],
+        rope_scaling=read_scaling(config.rope_scaling) if config.rope_scaling.strip() else None)
+    if config.rope_scaling.startswith('dynamic'):  # such a model has no longest context
+        del values['block_size']
+    if config.pos != 'rope':
+        for key in [key for key in values if key.startswith('rope_')]:
+            del values[key]
+    if 'window' not in values.get('rope_pattern', ''):
+        values.pop('rope_theta_window', None)
+    if not config.qk_norm:
+        del values['qk_norm_over']
+    if config.mlp != 'moe':
+        of_mixtures = [field.name for field in dataclasses.fields(MixtureConfig)]
+        for key in [*of_mixtures, 'router_norm', 'router_scale']:
+            del values[key]
+        return values
+    values |= dict(moe_every=[config.has_experts(layer) for layer in layers],
+                   router_balance=config.router == 'softmax' and config.router_balance == 'bias',
+                   router_norm=config.router_norm and config.n_active_experts > 1)
+    del values['moe_first_layer']
+    if config.router == 'sigmoid':  # GLM has at least one shared expert, which is written as zeros
+        values['n_shared_experts'] = max(1, config.n_shared_experts)
+    if all(values['moe_every']):
+        del values['n_hidden']
+        values['bias_of'].pop()
+    return values

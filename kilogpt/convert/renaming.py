@@ -1,0 +1,197 @@
+"""Tensors of other programs as ours, and ours as theirs: other names, packed matrices, experts one by one.
+
+Every function takes and returns {name: Stored}. Reads nothing: a Stored is read when it is needed.
+"""
+import re
+
+import torch
+
+from kilogpt.convert.tensors import joined, mapped, selected, stacked, transposed, unstacked, zeros
+
+# (part of a name in our model, the same part in Llama), in the order of replacement
+LLAMA_NAMES = (
+    ('transformer.h.', 'model.layers.'), ('transformer.wte.', 'model.embed_tokens.'),
+    ('transformer.ln_f.', 'model.norm.'), ('.ln_1.', '.input_layernorm.'),
+    ('.ln_2.', '.post_attention_layernorm.'), ('.c_fc.', '.up_proj.'), ('.c_gate.', '.gate_proj.'),
+    ('.mlp.c_proj.', '.mlp.down_proj.'), ('.attn.', '.self_attn.'), ('_attn.c_proj.', '_attn.o_proj.'),
+    ('.c_q.', '.q_proj.'), ('.c_k.', '.k_proj.'), ('.c_v.', '.v_proj.'))
+# The names of norms in models that do not have exactly two of them before attention and MLP.
+OLMO2_NAMES = (('.ln_1_after.', '.post_attention_layernorm.'),
+               ('.ln_2_after.', '.post_feedforward_layernorm.'),
+               ('.q_norm_all.', '.q_norm.'), ('.k_norm_all.', '.k_norm.'), *LLAMA_NAMES)
+GEMMA2_NAMES = (('.ln_2.', '.pre_feedforward_layernorm.'), ('.ln_1_after.', '.post_attention_layernorm.'),
+                ('.ln_2_after.', '.post_feedforward_layernorm.'),
+                *(pair for pair in LLAMA_NAMES if pair[0] != '.ln_2.'))
+NEOX_NAMES = (
+    ('transformer.h.', 'gpt_neox.layers.'), ('transformer.wte.', 'gpt_neox.embed_in.'),
+    ('transformer.ln_f.', 'gpt_neox.final_layer_norm.'), ('lm_head.', 'embed_out.'),
+    ('.ln_1.', '.input_layernorm.'), ('.ln_2.', '.post_attention_layernorm.'),
+    ('.mlp.c_fc.', '.mlp.dense_h_to_4h.'), ('.mlp.c_proj.', '.mlp.dense_4h_to_h.'),
+    ('.attn.c_proj.', '.attention.dense.'), ('.attn.', '.attention.'))
+# Names of the MLPs of blocks with experts, replaced first. * is the number of the expert.
+MIXTRAL_NAMES = (
+    ('.mlp.routed.router.weight', '.block_sparse_moe.gate.weight'),
+    ('.mlp.routed.experts.c_fc', '.block_sparse_moe.experts.*.w3.weight'),
+    ('.mlp.routed.experts.c_gate', '.block_sparse_moe.experts.*.w1.weight'),
+    ('.mlp.routed.experts.c_proj', '.block_sparse_moe.experts.*.w2.weight'), *LLAMA_NAMES)
+QWEN3_MOE_NAMES = (
+    ('.mlp.routed.router.weight', '.mlp.gate.weight'),
+    ('.mlp.routed.experts.c_fc', '.mlp.experts.*.up_proj.weight'),
+    ('.mlp.routed.experts.c_gate', '.mlp.experts.*.gate_proj.weight'),
+    ('.mlp.routed.experts.c_proj', '.mlp.experts.*.down_proj.weight'), *LLAMA_NAMES)
+GLM4_MOE_NAMES = (
+    ('.mlp.routed.router.bias', '.mlp.gate.e_score_correction_bias'),
+    ('.mlp.shared.c_fc.', '.mlp.shared_experts.up_proj.'),
+    ('.mlp.shared.c_gate.', '.mlp.shared_experts.gate_proj.'),
+    ('.mlp.shared.c_proj.', '.mlp.shared_experts.down_proj.'), *QWEN3_MOE_NAMES)
+
+# Tensors that files of older programs have and that no weights are: masks and tables.
+LEFTOVERS = re.compile(r'.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
+
+
+def drop_leftovers(tensors, n_layer):
+    """Without masks, rotary tables, and layers beyond the last (of multi-token prediction in GLM)."""
+    kept = {}
+    for name, stored in tensors.items():
+        layer = re.search(r'(?:^|\.)(?:layers|h)\.(\d+)\.', name)
+        if not LEFTOVERS.fullmatch(name) and not (layer and int(layer[1]) >= n_layer):
+            kept[name] = stored
+    return kept
+
+
+def with_prefix(tensors, prefix):
+    """With the prefix that files of a model without its head lack, and the present names in LayerNorms."""
+    found = {}
+    for name, stored in tensors.items():
+        name = re.sub(r'(?<=\.)gamma$', 'weight', re.sub(r'(?<=\.)beta$', 'bias', name))
+        found[name if name.startswith((prefix, 'lm_head.', 'embed_out.')) else prefix + name] = stored
+    return found
+
+
+def rename(tensors, pairs):
+    """Replace parts of names. pairs: [(old, new)], in the order of replacement."""
+    for old, new in pairs:
+        tensors = {name.replace(old, new): stored for name, stored in tensors.items()}
+    return tensors
+
+
+def rename_back(tensors, pairs):
+    """The inverse of `rename`."""
+    return rename(tensors, [(new, old) for old, new in reversed(pairs)])
+
+
+def transpose_matrices(tensors):
+    """Transpose the blocks' matrices: (in, out) in GPT-2 of `transformers`, (out, in) in nanoGPT and here."""
+    return {name: transposed(stored) if '.h.' in name and len(stored.shape) == 2 else stored
+            for name, stored in tensors.items()}
+
+
+# --- packed matrices ----------------------------------------------------------------------------------------
+
+def row_indices(rows, parts, head_width=0):
+    """[rows of each part] of a packed tensor: (LongTensor, ...).
+
+    rows: how many rows each of `parts` parts has. head_width: 0 if the parts lie one below the other; else
+    each head has its queries, keys and values together, as in GPT-NeoX.
+    """
+    if not head_width:
+        starts = torch.tensor([0, *rows]).cumsum(0)
+        return [torch.arange(starts[i], starts[i + 1]) for i in range(parts)]
+    packed = torch.arange(sum(rows)).view(-1, parts, head_width)
+    return [packed[:, i].flatten() for i in range(parts)]
+
+
+def unpack(tensors, packed, parts, rows, head_width=0):
+    """Take a packed tensor of each block apart. packed, parts: of names; rows, head_width: as above."""
+    found = {}
+    for name, stored in tensors.items():
+        if packed in name and stored.shape[0] == sum(rows):
+            for part, indices in zip(parts, row_indices(rows, len(parts), head_width)):
+                found[name.replace(packed, part)] = selected(stored, indices)
+        else:
+            found[name] = stored
+    return found
+
+
+def pack(tensors, packed, parts, head_width=0):
+    """The inverse of `unpack`."""
+    found = {}
+    for name, stored in tensors.items():
+        if parts[0] in name:
+            pieces = [tensors[name.replace(parts[0], part)] for part in parts]
+            whole = joined(pieces)
+            if head_width:
+                indices = torch.cat(row_indices([piece.shape[0] for piece in pieces], len(parts), head_width))
+                whole = selected(whole, indices.argsort())
+            found[name.replace(parts[0], packed)] = whole
+        elif not any(part in name for part in parts):
+            found[name] = stored
+    return found
+
+
+def shift_norms(tensors, amount):
+    """Add a number to the weights of all norms: Gemma's norms multiply by 1 + weight."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        if 'norm' in name:
+            shifted = mapped(stored, lambda tensor: tensor.float() + amount)
+            found[name] = shifted._replace(dtype=torch.float32)
+    return found
+
+
+# --- experts ------------------------------------------------------------------------------------------------
+
+def stack_experts(tensors):
+    """{name with an expert's number: (rows, columns)} -> {name with *: (E, rows, columns)}.
+
+    ValueError if an expert is missing.
+    """
+    found, stacks = {}, {}
+    for name, stored in tensors.items():
+        match = re.fullmatch(r'(.*\.experts\.)(\d+)(\..*)', name)
+        if match:
+            before, number, after = match.groups()
+            stacks.setdefault(f'{before}*{after}', {})[int(number)] = stored
+        else:
+            found[name] = stored
+    for name, matrices in stacks.items():
+        if sorted(matrices) != list(range(len(matrices))):
+            raise ValueError(f'{name} lacks some experts: it has only {sorted(matrices)}')
+        found[name] = stacked([matrices[number] for number in range(len(matrices))])
+    return found
+
+
+def unstack_experts(tensors):
+    """The inverse of stack_experts."""
+    found = {}
+    for name, stored in tensors.items():
+        parts = unstacked(stored) if '*' in name else [stored]
+        found |= {name.replace('*', str(number)): part for number, part in enumerate(parts)}
+    return found
+
+
+def with_router_loads(tensors):
+    """With the experts' shares of the last batch, which our routers keep for Switch's loss, unknown here."""
+    routers = [name for name in tensors if name.endswith('.router.weight')]
+    return tensors | {name.replace('weight', 'load'): zeros(tensors[name].shape[:1]) for name in routers}
+
+
+def with_bias_and_shared_expert(tensors):
+    """With the router bias and shared expert that GLM always has. Zeros do not change the result."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        if name.endswith('.router.weight'):
+            found.setdefault(name.replace('weight', 'bias'), zeros(stored.shape[:1]))
+        if '.routed.experts.' in name:
+            shared = name.replace('.routed.experts.', '.shared.') + '.weight'
+            found.setdefault(shared, zeros(stored.shape[1:]))
+    return found
+
+
+def with_zero_biases(tensors):
+    """With the biases that GPT-2 has everywhere."""
+    found = dict(tensors)
+    for name, stored in tensors.items():
+        if '.h.' in name or '.ln_f.' in name:
+            found.setdefault(name.replace('weight', 'bias'), zeros(stored.shape[:1]))
+    return found
