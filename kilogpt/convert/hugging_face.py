@@ -1,10 +1,11 @@
 """Convert configs and tensors: GPT-2, Llama, Qwen3 and mixtures of experts of `transformers`, and nanoGPT.
 
-The functions take config.json's entries or {name: tensor}. weights.py reads and writes the files.
+The functions take config.json's entries or {name: Stored}. weights.py reads and writes the files.
 """
 import re
 
-import torch
+from kilogpt.convert.nanogpt import pack_qkv, split_qkv
+from kilogpt.convert.tensors import stacked, transposed, unstacked, zeros
 
 KINDS = ('gpt2', 'llama', 'qwen3', 'mixtral', 'qwen3_moe', 'glm4_moe')
 MIXTURES = ('mixtral', 'qwen3_moe', 'glm4_moe')
@@ -123,9 +124,9 @@ def mixture_from_hugging_face(theirs):
 
 # --- to config.json -----------------------------------------------------------------------------------------
 
-def keys_without_standard_form(config, to_nanogpt):
-    """The entries of a GPTConfig, as 'key=value', that nanoGPT's or Hugging Face's form cannot represent."""
-    if config.pos == 'learned' or to_nanogpt:
+def keys_without_standard_form(config):
+    """The entries of a GPTConfig, as 'key=value', that no family of Hugging Face can represent."""
+    if config.pos == 'learned':
         known = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu', 'gelu_tanh'],
                      n_kv_head=[config.n_head], qk_norm=[False], softcap=[0],
                      head_width=[config.n_embd / config.n_head])
@@ -134,8 +135,6 @@ def keys_without_standard_form(config, to_nanogpt):
                      bias=[False] if config.qk_norm or config.mlp == 'moe' else [False, True])
         if config.mlp == 'moe':
             known |= keys_of_mixtures(config)
-    if to_nanogpt:
-        known |= dict(mlp=['gelu'], tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
     return [f'{key}={getattr(config, key)}' for key in known if getattr(config, key) not in known[key]]
 
 
@@ -206,43 +205,17 @@ def mixture_config(config):
 
 # --- our tensors and theirs ---------------------------------------------------------------------------------
 
-def split_qkv(tensors):
-    """Split each c_attn (rows of queries, keys, values) into c_q, c_k and c_v, and drop causal masks."""
-    split = {}
-    for name, tensor in tensors.items():
-        if '.attn.c_attn.' in name:
-            for part, rows in zip('qkv', tensor.chunk(3)):
-                split[name.replace('c_attn', f'c_{part}')] = rows
-        elif not name.endswith(('.attn.bias', '.attn.masked_bias')):
-            split[name] = tensor
-    return split
-
-
-def pack_qkv(tensors):
-    """The inverse of split_qkv, in nanoGPT's order: token table, position table, blocks."""
-    packed = {}
-    for name in sorted(tensors, key=lambda name: ('.wte.' not in name, '.wpe.' not in name)):
-        if '.attn.c_q.' in name:
-            qkv = [tensors[name.replace('c_q', f'c_{part}')] for part in 'qkv']
-            packed[name.replace('c_q', 'c_attn')] = torch.cat(qkv)
-        elif '.attn.c_k.' not in name and '.attn.c_v.' not in name:
-            packed[name] = tensors[name]
-    return packed
-
-
 def transpose_matrices(tensors):
     """Transpose the blocks' matrices: (in, out) in Hugging Face's GPT-2, (out, in) in nanoGPT and here."""
-    return {name: tensor.t() if '.h.' in name and tensor.dim() == 2 else tensor
+    return {name: transposed(tensor) if '.h.' in name and len(tensor.shape) == 2 else tensor
             for name, tensor in tensors.items()}
 
 
 def tensors_from_gpt2(tensors):
     """{our name: tensor} from tensors of Hugging Face's GPT-2."""
-    prefixed = {}  # names in older files have no prefix
-    for name, tensor in tensors.items():
-        has_prefix = name.startswith(('transformer.', 'lm_head.'))
-        prefixed[name if has_prefix else f'transformer.{name}'] = tensor
-    return split_qkv(transpose_matrices(prefixed))
+    tensors = {name: tensor for name, tensor in tensors.items()
+               if not name.endswith(('.attn.bias', '.attn.masked_bias'))}  # causal masks
+    return split_qkv(transpose_matrices(tensors))
 
 
 def tensors_to_gpt2(tensors):
@@ -250,7 +223,7 @@ def tensors_to_gpt2(tensors):
     with_biases = dict(tensors)
     for name, tensor in tensors.items():
         if '.h.' in name or '.ln_f.' in name:
-            with_biases.setdefault(name.replace('weight', 'bias'), torch.zeros(len(tensor)))
+            with_biases.setdefault(name.replace('weight', 'bias'), zeros(tensor.shape[:1]))
     return transpose_matrices(pack_qkv(with_biases))
 
 
@@ -260,9 +233,10 @@ def tensors_from_llama(tensors, kind, balance):
         names = [(theirs, ours) for ours, theirs in _names_of_mixture(kind)]
         tensors = _rename(_stack_experts(tensors), names)
     tensors = _rename(tensors, [(theirs, ours) for ours, theirs in reversed(LLAMA_NAMES)])
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith('.rotary_emb.inv_freq')}
     if balance == 'loss':  # our model also keeps the experts' shares of the last batch, unknown here
         routers = [name for name in tensors if name.endswith('.router.weight')]
-        tensors |= {name.replace('weight', 'load'): torch.zeros(len(tensors[name])) for name in routers}
+        tensors |= {name.replace('weight', 'load'): zeros(tensors[name].shape[:1]) for name in routers}
     return tensors
 
 
@@ -293,7 +267,7 @@ def _unstack_experts(tensors):
     """{name with '*': (E, rows, columns)} -> {name with the expert's number: (rows, columns)}."""
     found = {}
     for name, tensor in tensors.items():
-        matrices = tensor.unbind() if '*' in name else [tensor]
+        matrices = unstacked(tensor) if '*' in name else [tensor]
         found |= {name.replace('*', str(number)): matrix for number, matrix in enumerate(matrices)}
     return found
 
@@ -311,7 +285,7 @@ def _stack_experts(tensors):
     for name, matrices in stacks.items():
         if sorted(matrices) != list(range(len(matrices))):
             raise ValueError(f'{name} lacks some experts: it has only {sorted(matrices)}')
-        found[name] = torch.stack([matrices[number] for number in range(len(matrices))])
+        found[name] = stacked([matrices[number] for number in range(len(matrices))])
     return found
 
 
@@ -320,8 +294,8 @@ def _with_bias_and_shared_expert(tensors):
     found = dict(tensors)
     for name, tensor in tensors.items():
         if name.endswith('.router.weight'):
-            found.setdefault(name.replace('weight', 'bias'), torch.zeros(len(tensor)))
+            found.setdefault(name.replace('weight', 'bias'), zeros(tensor.shape[:1]))
         if '.routed.experts.' in name:
             shared = name.replace('.routed.experts.', '.shared.') + '.weight'
-            found.setdefault(shared, torch.zeros_like(tensor[0]))
+            found.setdefault(shared, zeros(tensor.shape[1:]))
     return found
