@@ -13,8 +13,9 @@ import shutil
 from data.bpe import BYTE_TO_UNICODE, Tokenizer
 
 # What describes a tokenizer in a folder of weights. Only the first file is required. The others name the
-# special tokens, and say how a conversation becomes text.
-FILES = 'tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja'
+# special tokens, and say how a conversation becomes text, and at which tokens and how text is generated.
+FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja',
+         'generation_config.json')
 # The entries of tokenizer.json that decide which ids a text has, and so are in the digest.
 DECISIVE = 'normalizer', 'pre_tokenizer', 'model', 'added_tokens'
 # Usual names of the end-of-text token, for folders that do not say which one it is.

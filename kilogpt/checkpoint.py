@@ -27,7 +27,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from data.json_tokenizer import tokenizer_folder
 from kilogpt.checkpoint_files import (
-    ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, write_json)
+    ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, sync_folder, write_json)
 from kilogpt.configurator import announced
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
@@ -110,13 +110,15 @@ class Saver:
         self.pending = None
         self.host_copies = {}
 
-    def save(self, iteration, parameters, optimizer, state, background=False, more=()):
+    def save(self, iteration, parameters, optimizer, state, background=False, more=(), values=None):
         """Save a checkpoint, then delete old ones; returns the path of the new one.
 
         parameters: [(name, parameter)]; parameters of one name are copies of each other.
         optimizer: an optimizer that was given named parameters, or None to save only the weights.
         more: [(key, tensor)] of other tensors, each a DTensor or the same on all processes that have it.
         state: JSON-serialisable; its `val_loss` (a float or None) decides which checkpoint is the best.
+        values: {key in the checkpoint: function that returns the tensor} if parameters and moments are on the
+        meta device: a model that is larger than memory is written tensor by tensor.
         """
         self.wait()
         path = os.path.join(self.folder, f'iter_{iteration:08d}')
@@ -127,7 +129,7 @@ class Saver:
             self.under_way = True
             self.pending = self.thread.submit(self._write_in_background, path, copies, state)
         else:
-            self._write(path, parts, state)
+            self._write(path, values or parts, state)
         return path
 
     def allocate(self, parameters, optimizer, more=()):
@@ -200,10 +202,10 @@ class Saver:
         write_json(os.path.join(unfinished, 'state.json'), state)
         checksums['state.json'] = checksum(os.path.join(unfinished, 'state.json'))
         write_json(os.path.join(unfinished, 'checksums.json'), checksums)
-        _sync_folder(unfinished)
+        sync_folder(unfinished)
         shutil.rmtree(path, ignore_errors=True)  # an older checkpoint of this name, which must be damaged
         os.rename(unfinished, path)
-        _sync_folder(self.folder)
+        sync_folder(self.folder)
         self._prune()
 
     def _prune(self):
@@ -414,16 +416,6 @@ def set_aside(out_dir):
     if os.path.exists(tokenizer_folder(out_dir)):  # the new run may have the same tokenizer
         shutil.copytree(tokenizer_folder(out_dir), tokenizer_folder(folder))
     return folder
-
-
-def _sync_folder(folder):
-    """Wait until a folder's list of files is on disk, as the files already are."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # Windows does not open folders
-        return
-    os.fsync(handle)
-    os.close(handle)
 
 
 def _named_parameters(optimizer):

@@ -174,6 +174,7 @@ class ShardWriter:
 def _write_items(path, items, parts):
     """Write the parts that a plan's items name into a file; returns DCP's results, which say where each is.
 
+    parts: {key: tensor, or a function that returns it}, so that one of them at a time is in memory.
     DCP's FileSystemWriter writes the same file, but keeps copies of all GPU tensors until it is complete.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -182,13 +183,15 @@ def _write_items(path, items, parts):
     results = []
     with open(path, 'wb') as file:
         for item in items:
-            part = parts[item.index.fqn].cpu()
+            part = parts[item.index.fqn]
+            part = part() if callable(part) else part.cpu()
             if part.untyped_storage().nbytes() != part.nbytes:
                 part = part.clone()  # torch.save would write the whole storage
             offset = file.tell()
             torch.save(part, file)
             length = file.tell() - offset
             results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+            del part  # before the next one is read
         file.flush()
         os.fsync(file.fileno())
     return results
@@ -265,16 +268,21 @@ def check_finite(path, named_tensors, advice):
     counts = {}  # {name: (how many values are not finite, how many there are)}
     for name, tensor in named_tensors:
         part = local_part(tensor)
-        # A sum takes much less time than isfinite. It is finite only if all values are.
-        if part.is_floating_point() and not part.sum(dtype=torch.float32).isfinite():
-            count = part.numel() - int(part.float().isfinite().sum())
-            if count:  # otherwise the sum has overflowed
-                counts[name] = count, part.numel()
+        if count := count_nonfinite(part):
+            counts[name] = count, part.numel()
     if counts:
         name, (count, size) = next(iter(counts.items()))
         more = f'; the first of {len(counts)} such tensors' if len(counts) > 1 else ''
         raise ValueError(
             f'{path} has NaN or infinity in {name} ({count:,} of {size:,} values{more}): {advice}')
+
+
+def count_nonfinite(tensor):
+    """How many values of a tensor are NaN or infinity."""
+    # A sum takes much less time than isfinite. It is finite only if all values are.
+    if not tensor.is_floating_point() or tensor.sum(dtype=torch.float32).isfinite():
+        return 0
+    return tensor.numel() - int(tensor.float().isfinite().sum())  # 0 if only the sum has overflowed
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -290,6 +298,16 @@ def write_file(path, content):
 def write_json(path, content):
     """Write a JSON file, and wait until the file is on disk."""
     write_file(path, json.dumps(content, indent=1).encode())
+
+
+def sync_folder(folder):
+    """Wait until a folder's list of files is on disk, as the files already are."""
+    try:
+        handle = os.open(folder, os.O_RDONLY)
+    except PermissionError:  # Windows does not open folders
+        return
+    os.fsync(handle)
+    os.close(handle)
 
 
 def checksum(path):

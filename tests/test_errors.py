@@ -15,7 +15,7 @@ from data.datasets import fingerprint
 from data.loader import SCAN_TOKENS
 from helpers import (FAULTS, ROOT, curve, first_iterations, newest_state, run_script, saved_iterations,
                      side_by_side)
-from kilogpt.convert.hugging_face import pack_qkv
+from kilogpt.convert.nanogpt import packed_in_memory
 from model import GPT, GPTConfig
 
 
@@ -273,7 +273,7 @@ def test_dataset_with_another_tokenizer_is_refused(train, whole, dataset, tmp_pa
 def test_gpt2_finetuned_on_characters_is_refused(train, tmp_path):
     """nanoGPT's ckpt.pt does not name its tokenizer, but this is the size to which it pads GPT-2's tokens."""
     arguments = dict(n_layer=1, n_head=2, n_embd=8, block_size=32, bias=False, vocab_size=50304, dropout=0.0)
-    weights = pack_qkv(dict(GPT(GPTConfig(**arguments)).named_parameters()))
+    weights = packed_in_memory(dict(GPT(GPTConfig(**arguments)).named_parameters()))
     torch.save(dict(model=weights, model_args=arguments), tmp_path / 'ckpt.pt')
     refused = train(f'--init_from={tmp_path}/ckpt.pt', check=False)
     assert_one_sentence(refused, 'ckpt.pt has the tokenizer gpt2', 'has char (65', '--dataset')

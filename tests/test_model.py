@@ -14,7 +14,8 @@ from helpers import ROOT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilogpt.convert.weights import pad_rows, read_weights
+from kilogpt.convert.tensors import pad_rows
+from kilogpt.convert.weights import read_weights
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.parallel.dtensor import fill
 from model import GPT, GPTConfig

@@ -6,6 +6,7 @@
     python -m kilogpt.convert inspect out-quickstart                print iteration, losses, config, weights
 """
 import argparse
+import math
 import os
 import re
 
@@ -13,8 +14,10 @@ import torch
 
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
-from kilogpt.configurator import exit_on_error
-from kilogpt.convert.weights import GPT2_NAMES, export_weights, import_weights, load_nanogpt, read_weights
+from kilogpt.configurator import announced, exit_on_error
+from kilogpt.convert.nanogpt import load_nanogpt
+from kilogpt.convert.weights import (
+    GPT2_NAMES, check_finite_values, export_weights, import_weights, read_weights)
 from model import GPT, GPTConfig
 
 STATE_KEYS = ('iteration', 'tokens', 'val_loss', 'best_val_loss')
@@ -49,6 +52,8 @@ def print_checkpoint(path):
 
 def print_foreign_weights(source):
     arguments, weights, meta = read_weights(source)
+    with announced(f'reading {source}'):
+        check_finite_values(weights)
     saved = load_nanogpt(source) if os.path.isfile(source) else {}
     print_row(source, {key: saved[key] for key in NANOGPT_STATE_KEYS if key in saved})
     print_config(arguments, saved.get('config', {}), meta)
@@ -71,24 +76,24 @@ def print_row(title, entries):
 
 
 def print_parameters(weights, moments):
-    """Print a table of weights ({name: tensor}), with one row for all blocks, and the number of bytes."""
+    """Print a table of weights ({name: a tensor or Stored}), with one row for all blocks, and the number of bytes."""
     blocks_of_row = {}
     for name, tensor in weights.items():
         block = re.search(r'(?<=\.h\.)\d+', name)
         pattern = re.sub(r'(?<=\.h\.)\d+', '{}', name)
-        row = pattern, tuple(tensor.shape), str(tensor.dtype).removeprefix('torch.'), tensor.numel()
+        row = pattern, tuple(tensor.shape), str(tensor.dtype).removeprefix('torch.'), math.prod(tensor.shape)
         blocks_of_row.setdefault(row, []).append(int(block[0]) if block else None)
     for (pattern, shape, dtype, count), blocks in blocks_of_row.items():
         span = f'{min(blocks)}..{max(blocks)}' if len(blocks) > 1 else blocks[0]
         print(f'{pattern.format(span):<44} {str(shape):<16} {dtype:<9} {len(blocks) * count:>14,}')
-    total = sum(tensor.numel() for tensor in weights.values())
+    total = sum(math.prod(tensor.shape) for tensor in weights.values())
     optimizer_bytes = count_bytes(moments)
     suffix = f', and {optimizer_bytes:,} bytes of optimizer state' if optimizer_bytes else ''
     print(f'{total:,} parameters in {count_bytes(weights.values()):,} bytes{suffix}')
 
 
 def count_bytes(tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
 
 
 def build_parser():

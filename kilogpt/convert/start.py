@@ -3,7 +3,8 @@ import dataclasses
 
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
-from kilogpt.convert.weights import pad_rows, read_weights
+from kilogpt.convert.tensors import pad_rows
+from kilogpt.convert.weights import read_weights
 from model import GPTConfig
 
 TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
@@ -68,7 +69,7 @@ def find_initial(init_from, processes):
     """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
 
     init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
-    read_weights, for tensors (checkpoint is None). Raises the errors of read_weights, and ValueError for a
+    read_weights, for tensors ({name: Stored}; checkpoint is None). Raises the errors of read_weights, and ValueError for a
     damaged checkpoint.
     """
     path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)

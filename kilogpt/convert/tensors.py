@@ -3,9 +3,15 @@
 A model that is larger than memory is converted tensor by tensor: each conversion is a Stored whose `read`
 calls the `read` of others.
 """
+import functools
+import math
 from typing import Callable, NamedTuple
 
 import torch
+
+from kilogpt.checkpoint_files import check_finite, count_nonfinite
+
+BLOCK_BYTES = 2 ** 25  # of rows that are read at a time where a whole tensor is not needed
 
 
 class Stored(NamedTuple):
@@ -26,6 +32,51 @@ def in_memory(tensor):
     return Stored(tuple(tensor.shape), tensor.dtype, lambda rows: tensor[rows])
 
 
+def blocks(stored, rows=slice(None)):
+    """Slices of at most BLOCK_BYTES, and of at least one row, that together are the slice `rows`."""
+    start, stop, _ = rows.indices(stored.shape[0])
+    step = max(1, BLOCK_BYTES // max(1, math.prod(stored.shape[1:]) * stored.dtype.itemsize))
+    for first in range(start, stop, step):
+        yield slice(first, min(first + step, stop))
+
+
+def checked(stored, path, name, advice):
+    """The same tensor, but to read NaN or infinity is the ValueError of `check_finite` for the whole tensor."""
+
+    def read(rows):
+        found = stored[rows]
+        if count_nonfinite(found):
+            check_finite(path, [(name, stored.whole())], advice)
+        return found
+
+    return Stored(stored.shape, stored.dtype, read)
+
+
+def pad_rows(stored, shape, rows=slice(None)):
+    """A float32 copy of a tensor's rows, with rows of zeros up to the model's shape."""
+    start, stop, _ = rows.indices(shape[0])
+    padded = torch.zeros(stop - start, *shape[1:])
+    for block in blocks(stored, slice(start, stop)):
+        padded[block.start - start:block.stop - start] = stored[block]
+    return padded
+
+
+def have_same_values(stored, other):
+    """Whether two tensors are equal."""
+    return stored.shape == other.shape and all(
+        stored[rows].float().equal(other[rows].float()) for rows in blocks(stored))
+
+
+def narrowed(stored, start, stop):
+    """The rows from `start` to `stop`, one part of a packed tensor for example."""
+
+    def read(rows):
+        first, last, _ = rows.indices(stop - start)
+        return stored[start + first:start + last]
+
+    return Stored((stop - start, *stored.shape[1:]), stored.dtype, read)
+
+
 def transposed(stored):
     """The transpose of a matrix, which is read whole."""
     return Stored(stored.shape[::-1], stored.dtype, lambda rows: stored.whole().t()[rows])
@@ -44,27 +95,45 @@ def selected(stored, indices):
     return Stored((len(indices), *stored.shape[1:]), stored.dtype, read)
 
 
+def _common_dtype(parts, shapes):
+    """The dtype that holds all values of several tensors. ValueError unless `shapes` of them are the same."""
+    if len(set(shapes)) > 1:
+        raise ValueError(f'tensors of the shapes {sorted({part.shape for part in parts})} belong together, but '
+                         'do not fit: copy or download the weights again')
+    return functools.reduce(torch.promote_types, [part.dtype for part in parts])
+
+
 def joined(parts):
     """Several tensors one below the other, as a packed tensor has them."""
+    dtype = _common_dtype(parts, [part.shape[1:] for part in parts])
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
 
     def read(rows):
-        start, stop, _ = rows.indices(sum(part.shape[0] for part in parts))
-        pieces, first = [], 0
+        start, stop, _ = rows.indices(shape[0])
+        found = torch.empty(max(stop - start, 0), *shape[1:], dtype=dtype)
+        first = 0  # the part's first row in the joined tensor
         for part in parts:
-            below = slice(max(start - first, 0), max(min(stop - first, part.shape[0]), 0))
-            if below.start < below.stop:
-                pieces.append(part[below])
+            below, above = max(start, first), min(stop, first + part.shape[0])
+            if below < above:
+                found[below - start:above - start] = part[below - first:above - first]
             first += part.shape[0]
-        return torch.cat(pieces) if pieces else parts[0][0:0]
+        return found
 
-    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
-    return Stored(shape, parts[0].dtype, read)
+    return Stored(shape, dtype, read)
 
 
 def stacked(parts):
     """Tensors of one shape along a new first dimension, as ours has the matrices of all experts."""
-    return Stored((len(parts), *parts[0].shape), parts[0].dtype,
-                  lambda rows: torch.stack([part.whole() for part in parts[rows]]))
+    dtype = _common_dtype(parts, [part.shape for part in parts])
+
+    def read(rows):
+        chosen = parts[rows]
+        found = torch.empty(len(chosen), *parts[0].shape, dtype=dtype)
+        for row, part in zip(found, chosen):
+            row.copy_(part.whole())
+        return found
+
+    return Stored((len(parts), *parts[0].shape), dtype, read)
 
 
 def unstacked(stored):
@@ -84,5 +153,9 @@ def mapped(stored, function):
 
 def zeros(shape, dtype=torch.float32):
     """A tensor of zeros that no file holds."""
-    return Stored(tuple(shape), dtype, lambda rows: torch.zeros(len(range(*rows.indices(shape[0]))), *shape[1:],
-                                                                dtype=dtype))
+
+    def read(rows):
+        return torch.zeros(len(range(*rows.indices(shape[0]))), *shape[1:], dtype=dtype)
+
+    return Stored(tuple(shape), dtype, read)
+

@@ -1,50 +1,50 @@
-"""Read and write weights of other software: nanoGPT's ckpt.pt, Hugging Face folders of GPT-2, Llama, Qwen3.
+"""Read and write weights of other software: nanoGPT's ckpt.pt, and Hugging Face folders.
 
-Reading a file never runs code from it: only tensors, plain values and JSON are accepted.
+A model that is larger than memory is read and written tensor by tensor. Reading a file never runs code from it:
+only tensors, plain values and JSON are accepted.
 """
 import contextlib
 import dataclasses
-import functools
-import json
+import math
 import os
 import shutil
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer, portable, tokenizer_folder
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import announced
-from kilogpt.convert.hugging_face import (
-    arguments_from_hugging_face, gpt2_config, keys_without_standard_form, llama_config, pack_qkv, split_qkv,
-    tensors_from_gpt2, tensors_from_llama, tensors_to_gpt2, tensors_to_llama)
-from kilogpt.checkpoint_files import check_finite, write_json
+from kilogpt.convert import families, nanogpt
+from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
+from kilogpt.convert.folders import open_folder
+from kilogpt.convert.model_card import write_model_card
+from kilogpt.convert.safetensors_files import write_safetensors
+from kilogpt.convert.tensors import pad_rows
+from kilogpt.checkpoint_files import write_json
 from kilogpt.optim import build_adamw
 from model import GPT, GPTConfig
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub
 GPT2_META = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
 GPT2_VOCAB_SIZES = (50257, 50304)  # nanoGPT pads to the second
-NANOGPT_KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')
-MOMENTS = ('exp_avg', 'exp_avg_sq')  # in AdamW's state
-# Tables with a row for each token. Our model pads them to more rows than the vocabulary has.
-TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that our model can take
 
 
 # --- reading ------------------------------------------------------------------------------------------------
 
 def read_weights(source):
-    """Read weights that were trained elsewhere.
+    """Open weights that were trained elsewhere.
 
-    source: a Hugging Face folder of GPT-2, Llama or Qwen3 (config.json and safetensors), a ckpt.pt of
-    nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
-    Returns (GPTConfig arguments, {our name: tensor}, meta of the tokenizer). Tensors have the file's dtype
-    and are mapped into memory. The meta is None if the tokenizer is not one of ours. A head that differs from
-    the token table is kept, even if the file says that the two are tied.
-    OSError if the weights are not available, ValueError if our model cannot represent them or if NaN or
-    infinity is in them. Of several processes, each looks for these in a share of the tensors.
+    source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a ckpt.pt of nanoGPT, or
+    'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
+    Returns (GPTConfig arguments, {our name: Stored}, meta of the tokenizer). Tensors have the file's dtype. The
+    meta is None if the tokenizer is not one of ours. A head that differs from the token table is kept, even if
+    the file says that the two are tied.
+    OSError if the weights are not available, ValueError if our model cannot represent them. NaN and infinity are
+    a ValueError when the tensor that has them is read.
     """
     if not os.path.exists(source) and source not in GPT2_NAMES:
         raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
@@ -53,21 +53,44 @@ def read_weights(source):
     read = read_nanogpt if os.path.isfile(source) else read_hugging_face
     try:
         arguments, weights, meta = read(source)
+        check_types(source, arguments, meta)
         config = GPTConfig(**arguments)
-    except (KeyError, TypeError, AttributeError) as error:
+        expected = expected_shapes(config)
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        first_line = (str(error).splitlines() or [''])[0]
         raise ValueError(f'the config of {source} has a missing or wrong entry '
-                         f'({type(error).__name__}: {error})') from None
-    with torch.device('meta'):
-        expected = {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
-    for name in TOKEN_TABLES:
-        if name in expected:
-            expected[name] = (config.vocab_size, config.n_embd)
-    for name in expected.keys() | weights.keys():
-        shape = tuple(weights[name].shape) if name in weights else None
+                         f'({type(error).__name__}: {first_line})') from None
+    for name in sorted(expected.keys() | weights.keys()):
+        shape = weights[name].shape if name in weights else None
         if shape != expected.get(name):
             raise ValueError(f'{source} has {name} with shape {shape}, but its config requires '
                              f'{expected.get(name)}')
+        if weights[name].dtype not in DTYPES:
+            raise ValueError(f'{source} has {name} in {weights[name].dtype}, and may be quantized: use weights in '
+                             'float32, bfloat16 or float16')
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
+
+
+def check_types(source, arguments, meta):
+    """ValueError unless GPTConfig arguments and a tokenizer's meta have values of their types."""
+    for field in dataclasses.fields(GPTConfig):
+        value = arguments.get(field.name, field.default)
+        is_right = type(value) is field.type or (field.type is float and type(value) is int)
+        if not is_right or (field.type is float and not math.isfinite(value)):
+            raise ValueError(f'the config of {source} has a missing or wrong entry: {field.name} would be '
+                             f'{value!r}, which is not a {field.type.__name__}')
+    if arguments.get('norm_eps', 0) < 0 or arguments.get('rope_theta', 1) <= 0:
+        raise ValueError(f'the config of {source} has a missing or wrong entry: norm_eps would be '
+                         f'{arguments.get("norm_eps")} and rope_theta {arguments.get("rope_theta")}, which must '
+                         'be positive')
+    if meta is not None and not (isinstance(meta, dict) and type(meta.get('vocab_size')) is int):
+        raise ValueError(f'{source} names a tokenizer without its vocab_size: remove the entry tokenizer')
+
+
+def check_finite_values(weights):
+    """Read all of {name: Stored}, one tensor at a time: ValueError if a tensor has NaN or infinity."""
+    for stored in weights.values():
+        stored.whole()
 
 
 def choose_tokenizer(name, stored, source, vocab_size):
@@ -83,38 +106,31 @@ def choose_tokenizer(name, stored, source, vocab_size):
     return meta
 
 
-def pad_rows(tensor, shape, rows=slice(None)):
-    """A float32 copy of a tensor's rows, with rows of zeros up to the model's shape."""
-    start, stop, _ = rows.indices(shape[0])
-    padded = torch.zeros(stop - start, *shape[1:])
-    stored = tensor[start:stop]
-    padded[:len(stored)] = stored
-    return padded
-
-
 def read_hugging_face(source):
-    """(GPTConfig arguments, {our name: tensor}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
+    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
     folder = source if os.path.isdir(source) else download_gpt2(source)
-    tensor_files = find_safetensors(folder)
-    theirs = read_json(os.path.join(folder, 'config.json'))
-    arguments = arguments_from_hugging_face(theirs, folder)
+    theirs, tensors = open_folder(folder)
+    arguments = families.arguments_of(theirs, folder)
     ours = theirs.get('kilogpt', {})  # added by our own export
     arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
-    tensors = load_safetensors(folder, tensor_files)
-    if theirs['model_type'] == 'gpt2':
-        tensors = tensors_from_gpt2(tensors)
+    tensors = families.to_ours(tensors, theirs, arguments)
+    if theirs['model_type'] == 'gpt2' and ours and not ours['model']['bias']:
         biases = [name for name in tensors if name.endswith('.bias')]
-        exported_without_bias = ours and not ours['model']['bias']
-        if exported_without_bias and not any(tensors[name].any() for name in biases):
+        if not any(tensors[name].whole().any() for name in biases):  # GPT-2 has biases, our model had none
             arguments['bias'] = False
-            for name in biases:
-                del tensors[name]
-    else:
-        tensors = tensors_from_llama(tensors, theirs['model_type'], arguments.get('router_balance'))
+            tensors = {name: stored for name, stored in tensors.items() if name not in biases}
     if arguments['tie_weights']:
         drop_copied_head(tensors)
         arguments['tie_weights'] = 'lm_head.weight' not in tensors
     return arguments, tensors, find_tokenizer(folder, theirs)
+
+
+def read_nanogpt(path):
+    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a ckpt.pt."""
+    saved = nanogpt.load_nanogpt(path)
+    arguments, tensors = nanogpt.open_model(saved)
+    default_meta = GPT2_META if arguments['vocab_size'] in GPT2_VOCAB_SIZES else None
+    return arguments, tensors, saved.get('tokenizer', default_meta)
 
 
 def find_tokenizer(folder, theirs):
@@ -133,7 +149,7 @@ def download_gpt2(name):
     """The folder in the Hugging Face cache that holds one of GPT2_NAMES, downloaded if necessary."""
     import huggingface_hub
     names = ['config.json', 'model.safetensors']
-    find = functools.partial(huggingface_hub.snapshot_download, f'openai-community/{name}',
+    find = partial(huggingface_hub.snapshot_download, f'openai-community/{name}',
                              allow_patterns=names)
     with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
         folder = find(local_files_only=True)
@@ -147,84 +163,6 @@ def download_gpt2(name):
         raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be '
                       f'downloaded ({type(error).__name__}): go online or give a folder with its config.json '
                       'and model.safetensors as init_from') from None
-
-
-def find_safetensors(folder):
-    """[name] of a Hugging Face folder's safetensors files. OSError if a file is missing."""
-    names = ['model.safetensors']
-    index = os.path.join(folder, 'model.safetensors.index.json')
-    if os.path.exists(index):
-        names = sorted(set(read_json(index)['weight_map'].values()))
-    for name in ('config.json', *names):
-        if not os.path.exists(os.path.join(folder, name)):
-            raise OSError(f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights '
-                          'and has no checkpoint in ckpt/')
-    return names
-
-
-def load_safetensors(folder, names):
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-    tensors = {}
-    for name in names:
-        path = os.path.join(folder, name)
-        try:
-            in_file = load_file(path)
-        except SafetensorError as error:
-            raise ValueError(f'{path} is damaged ({error})') from None
-        check_share(path, in_file)
-        tensors |= in_file
-    return tensors
-
-
-def check_share(path, tensors):
-    """`check_finite` for this process's share of a file's tensors."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    check_finite(path, [*tensors.items()][rank::world_size], 'use other weights')
-
-
-def drop_copied_head(tensors):
-    """Delete the output head from {name: tensor} if it equals the token table: tied weights are one."""
-    if tensors.keys() >= {*TOKEN_TABLES} and torch.equal(*(tensors[name] for name in TOKEN_TABLES)):
-        del tensors['lm_head.weight']
-
-
-def read_json(path):
-    with open(path, encoding='utf-8') as file:
-        try:
-            return json.load(file)
-        except ValueError as error:
-            raise ValueError(f'{path} is not JSON ({error})') from None
-
-
-def load_nanogpt(path):
-    """The content of a ckpt.pt, with tensors mapped into memory.
-
-    torch.compile's prefix is removed from the names in `model`. The causal masks of old versions are dropped,
-    and so is the head, which is a copy of the token table unless someone has changed nanoGPT's model.
-    """
-    try:
-        saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
-        saved['model'] = {name.removeprefix('_orig_mod.'): tensor for name, tensor in saved['model'].items()
-                          if not name.endswith('.attn.bias')}
-        drop_copied_head(saved['model'])
-        saved['model_args'].items()
-    except OSError:
-        raise
-    except Exception as error:  # for files of another format, torch.load raises many kinds of errors
-        raise ValueError(f'{path} is not a ckpt.pt of nanoGPT, or has more than tensors and plain values, '
-                         f'which might run code: it was not loaded ({type(error).__name__})') from None
-    return saved
-
-
-def read_nanogpt(path):
-    """(GPTConfig arguments, {our name: tensor}, tokenizer meta) of a ckpt.pt."""
-    saved = load_nanogpt(path)
-    arguments = {key: value for key, value in saved['model_args'].items() if key in NANOGPT_KEYS}
-    arguments['tie_weights'] = 'lm_head.weight' not in saved['model']
-    check_share(path, saved['model'])
-    default_meta = GPT2_META if arguments['vocab_size'] in GPT2_VOCAB_SIZES else None
-    return arguments, split_qkv(saved['model']), saved.get('tokenizer', default_meta)
 
 
 # --- from a run ---------------------------------------------------------------------------------------------
@@ -246,84 +184,43 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer=''):
     state = checkpoint.read_state(path)
     config = GPTConfig(**state['model'])
     to_nanogpt = target.endswith('.pt')
-    if unknown := keys_without_standard_form(config, to_nanogpt):
-        lack = 'nanoGPT does not have' if to_nanogpt else 'no standard form has'
-        raise ValueError(f'{path} has {", ".join(unknown)}, which {lack}: '
+    if to_nanogpt and (unknown := nanogpt.keys_without_form(config)):
+        raise ValueError(f'{path} has {", ".join(unknown)}, which nanoGPT does not have: '
                          'use the checkpoint with our own sample.py and train.py')
     state['tokenizer'] = choose_tokenizer(tokenizer, state['tokenizer'], path, config.vocab_size)
-    write = write_nanogpt if to_nanogpt else write_hugging_face
+    write = nanogpt.write_nanogpt if to_nanogpt else write_hugging_face
     with announced(f'writing {target}'):
         write(target, path, config, state, getattr(torch, dtype))
     print(f'wrote {target} from {path}')
 
 
-def load_unpadded(path, config, with_optimizer):
-    """{name: weight} and {name: optimizer state} of a checkpoint, without the padding of the vocabulary."""
-    parameters = list(GPT(config, seed=None).named_parameters())
-    optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
-    checkpoint.load(path, parameters, optimizer if with_optimizer else None)
-    weights = {name: parameter.detach() for name, parameter in parameters}
-    states = {name: dict(optimizer.state[parameter]) for name, parameter in parameters}
-    for name in weights.keys() & set(TOKEN_TABLES):
-        weights[name] = weights[name][:config.vocab_size].clone()
-        for kind in states[name].keys() - {'step'}:
-            states[name][kind] = states[name][kind][:config.vocab_size].clone()
-    return weights, states
-
-
-def write_nanogpt(target, path, config, state, dtype):
-    """Write a checkpoint as nanoGPT's ckpt.pt, with AdamW's moments if the run has them."""
-    weights, states = load_unpadded(path, config, with_optimizer=True)
-    packed = pack_qkv(weights)
-    run = state['config']
-    groups = [dict(params=[tensor for tensor in packed.values() if tensor.dim() >= 2],
-                   weight_decay=run.get('weight_decay', 0.1)),
-              dict(params=[tensor for tensor in packed.values() if tensor.dim() < 2], weight_decay=0.0)]
-    adamw = torch.optim.AdamW(groups, lr=run.get('learning_rate', 6e-4),
-                              betas=(run.get('beta1', 0.9), run.get('beta2', 0.95)))
-    if all('exp_avg' in their_state for their_state in states.values()):  # Muon's matrices have no exp_avg
-        step = states['transformer.wte.weight']['step']
-        for kind in MOMENTS:
-            for name, moment in pack_qkv({name: states[name][kind] for name in weights}).items():
-                adamw.state[packed[name]] |= {kind: moment, 'step': step}
-    model = {name: tensor.to(dtype) for name, tensor in packed.items()}
-    model['lm_head.weight'] = model['transformer.wte.weight']
-    best = state['best_val_loss']
-    content = dict(model=model, model_args={key: getattr(config, key) for key in NANOGPT_KEYS},
-                   iter_num=state['iteration'], best_val_loss=1e9 if best is None else best, config=run,
-                   optimizer=adamw.state_dict(), tokenizer=state['tokenizer'])
-    with open(target + '.tmp', 'wb') as file:
-        torch.save(content, file)
-    os.replace(target + '.tmp', target)
-
-
 def write_hugging_face(target, path, config, state, dtype):
-    """Write a checkpoint as a folder for transformers: GPT-2, Llama, Qwen3, or a mixture of experts."""
-    from safetensors.torch import save_file
-    weights, _ = load_unpadded(path, config, with_optimizer=False)
+    """Write a checkpoint as a folder for transformers. ValueError if no family can represent the model."""
+    try:
+        entries = families.entries_of(config)
+    except ValueError as error:
+        raise ValueError(f'{path} cannot be exported: {error}') from None
+    tensors = families.to_theirs(open_weights(path, config), entries, config)
     tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
     end = tokenizer.eot if tokenizer else None
     ends = dict(bos_token_id=end, eos_token_id=end)
+    dtype_name = str(dtype).removeprefix('torch.')
     theirs = dict(
         vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights,
-        torch_dtype=str(dtype).removeprefix('torch.'), pad_token_id=None, **ends,
-        kilogpt=dict(model=dataclasses.asdict(config), tokenizer=portable(state['tokenizer'])))
-    if config.pos == 'learned':
-        theirs |= gpt2_config(config)
-        tensors = tensors_to_gpt2(weights)
-    else:
-        theirs |= llama_config(config)
-        tensors = tensors_to_llama(weights, config)
+        torch_dtype=dtype_name, dtype=dtype_name, pad_token_id=None, **ends,
+        kilogpt=dict(model=dataclasses.asdict(config), tokenizer=portable(state['tokenizer']))) | entries
     os.makedirs(target)
-    if tokenizer:
-        tokenizer.save(target, config.block_size)
-    write_json(os.path.join(target, 'generation_config.json'), ends)
-    tensor_file = os.path.join(target, 'model.safetensors')
-    config_file = os.path.join(target, 'config.json')
-    tensors = {name: tensor.to(dtype).contiguous() for name, tensor in tensors.items()}
-    save_file(tensors, tensor_file, metadata=dict(format='pt'))
-    write_json(config_file, theirs)
-    shutil.copymode(config_file, tensor_file)  # safetensors makes a file that only its owner can read
+    try:
+        if tokenizer:
+            tokenizer.save(target, config.block_size)
+        if not os.path.exists(os.path.join(target, 'generation_config.json')):
+            write_json(os.path.join(target, 'generation_config.json'), ends)
+        write_model_card(target, config, state, entries, dtype_name)
+        write_safetensors(target, tensors, dtype)
+        write_json(os.path.join(target, 'config.json'), theirs)  # last: a folder without it is not complete
+    except BaseException:
+        shutil.rmtree(target)
+        raise
 
 
 # --- to a run -----------------------------------------------------------------------------------------------
@@ -338,11 +235,9 @@ def import_weights(source, out_dir, tokenizer=''):
         raise ValueError(f'{out_dir} already has checkpoints: choose another folder')
     arguments, weights, meta = read_weights(source)
     meta = choose_tokenizer(tokenizer, meta, source, arguments['vocab_size'])
-    parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
     with announced(f'reading {source}'):
-        for name, parameter in parameters:
-            parameter.detach().copy_(pad_rows(weights[name], parameter.shape))
-    saved = load_nanogpt(source) if os.path.isfile(source) else {}
+        check_finite_values(weights)
+    saved = nanogpt.load_nanogpt(source) if os.path.isfile(source) else {}
     run = saved.get('config', {})
     iteration = saved.get('iter_num', 0)
     sequences = iteration * run.get('gradient_accumulation_steps', 0) * run.get('batch_size', 0)
@@ -354,30 +249,33 @@ def import_weights(source, out_dir, tokenizer=''):
         model=arguments, tokenizer=meta, config=run)
     saver = checkpoint.Saver(out_dir, keep=1)
     copy_tokenizer(meta, tokenizer_folder(out_dir))
+    with torch.device('meta'):
+        parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
+    values = {f'model.{name}': partial(pad_rows, weights[name], p.shape) for name, p in parameters}
+    optimizer = nanogpt_optimizer(source, saved, parameters, values)
     with announced(f'writing {out_dir}'):
-        path = saver.save(iteration, parameters, nanogpt_optimizer(source, saved, parameters), state)
+        path = saver.save(iteration, parameters, optimizer, state, values=values)
     if saver.problem:
         raise OSError(f'{out_dir} could not be written ({saver.problem})')
     print(f'wrote {path}: continue with python sample.py --out_dir={out_dir}, '
           f'or train.py --init_from={out_dir}')
 
 
-def nanogpt_optimizer(path, saved, parameters):
-    """AdamW for our parameters, with the moments in a ckpt.pt; None if it has no moments.
+def nanogpt_optimizer(path, saved, parameters, values):
+    """AdamW with the moments in a ckpt.pt, on the meta device like the parameters; None if it has no moments.
 
-    saved: the content of the ckpt.pt.
+    saved: the content of the ckpt.pt. values: as in `Saver.save`; the moments are added.
     """
-    moments = saved.get('optimizer', {}).get('state')
+    moments = nanogpt.open_moments(path, saved)
     if not moments:
         return None
     optimizer = build_adamw(parameters, 0.0, 0.0, (0.0, 0.0))
-    # In nanoGPT's optimizer, matrices come first.
-    names = sorted(saved['model'], key=lambda name: saved['model'][name].dim() < 2)
-    step = torch.as_tensor(moments[0]['step']).float()
-    for kind in MOMENTS:
-        values = {name: moments[i][kind] for i, name in enumerate(names)}
-        check_share(path, {f'{kind} of {name}': value for name, value in values.items()})
-        values = split_qkv(values)
-        for name, parameter in parameters:
-            optimizer.state[parameter] |= {kind: pad_rows(values[name], parameter.shape), 'step': step}
+    step = torch.as_tensor(saved['optimizer']['state'][0]['step']).float()
+    for name, parameter in parameters:
+        check_finite_values(moments[name])
+        optimizer.state[parameter]['step'] = step
+        values[f'optimizer.{name}.step'] = lambda: step
+        for kind, stored in moments[name].items():
+            optimizer.state[parameter][kind] = torch.empty_like(parameter)
+            values[f'optimizer.{name}.{kind}'] = partial(pad_rows, stored, parameter.shape)
     return optimizer

@@ -7,6 +7,7 @@ import torch
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert import weights
+from kilogpt.convert.tensors import pad_rows
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
@@ -96,7 +97,7 @@ def load_model(source, which='best', tokenizer=''):
     if path:
         checkpoint.load(path, list(model.named_parameters()))
     else:
-        fill(model.named_parameters(), lambda name, shape, rows: weights.pad_rows(tensors[name], shape, rows))
+        fill(model.named_parameters(), lambda name, shape, rows: pad_rows(tensors[name], shape, rows))
     return model, get_tokenizer(meta), path or source, state
 
 

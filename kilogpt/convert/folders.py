@@ -1,0 +1,133 @@
+"""Open the config and the tensors of a Hugging Face folder, and say what is wrong with a folder.
+
+Only tensors, plain values and JSON are read: no file can run code.
+"""
+import json
+import os
+import zipfile
+
+import torch
+
+from kilogpt.convert.safetensors_files import ADVICE, open_safetensors
+from kilogpt.convert.tensors import Stored, checked, in_memory
+
+# The number of blocks, as the families name it in config.json.
+LAYER_KEYS = 'num_hidden_layers', 'n_layer', 'n_layers', 'num_layers'
+# The weights of a folder with quantized weights need one of these files, or an entry in config.json.
+QUANTIZATION_FILES = 'quantize_config.json', 'quant_config.json', 'hf_quant_config.json'
+
+
+def open_folder(folder):
+    """(content of config.json, {their name: Stored}) of a Hugging Face folder.
+
+    OSError if a file is missing, ValueError if one is damaged, or if the weights are quantized or an adapter.
+    """
+    names = os.listdir(folder)
+    adapter = os.path.join(folder, 'adapter_config.json')
+    if 'adapter_config.json' in names and not any(name.startswith(('model', 'pytorch_model')) for name in names):
+        base = read_json(adapter).get('base_model_name_or_path', 'unknown')
+        raise ValueError(f'{folder} is an adapter for the model {base}, and not a model: merge the adapter into '
+                         'its base model first, with merge_and_unload of peft')
+    config_file = os.path.join(folder, 'config.json')
+    if not os.path.exists(config_file):
+        raise OSError(_missing(folder, 'config.json'))
+    theirs = read_json(config_file)
+    refuse_quantized(folder, theirs)
+    tensors = open_tensors(folder)
+    for key in LAYER_KEYS:
+        if isinstance(theirs.get(key), int) and theirs[key] > len(tensors):
+            raise ValueError(f'{config_file} has {key}={theirs[key]}, but the files have only {len(tensors)} '
+                             f'tensors: {ADVICE}')
+    return theirs, tensors
+
+
+def read_json(path):
+    """The object in a JSON file. ValueError if the file has anything else."""
+    with open(path, encoding='utf-8') as file:
+        try:
+            content = json.load(file)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f'{path} is not JSON ({error})') from None
+    if not isinstance(content, dict):
+        raise ValueError(f'{path} has a {type(content).__name__} where an object with entries is needed: {ADVICE}')
+    return content
+
+
+def refuse_quantized(folder, theirs):
+    """ValueError if the weights are quantized. theirs: the content of config.json."""
+    found, source = theirs.get('quantization_config'), 'config.json has an entry quantization_config'
+    for name in QUANTIZATION_FILES:
+        if not found and os.path.exists(os.path.join(folder, name)):
+            found, source = read_json(os.path.join(folder, name)), f'it has a file {name}'
+    if found:
+        method = found.get('quant_method') if isinstance(found, dict) else None
+        raise ValueError(f'{folder} is quantized by {method or "an unnamed method"} ({source}): use the weights '
+                         'in float32, bfloat16 or float16')
+
+
+def open_tensors(folder):
+    """{name: Stored} of the files with tensors: one file, or shards with an index."""
+    for name, open_file in (('model.safetensors', open_safetensors), ('pytorch_model.bin', open_pickled)):
+        path = os.path.join(folder, name)
+        if os.path.exists(path):
+            return _open_checked(path, open_file)
+        if os.path.exists(f'{path}.index.json'):
+            return _open_shards(folder, f'{path}.index.json', open_file)
+    raise OSError(_missing(folder, 'model.safetensors'))
+
+
+def _missing(folder, name):
+    return (f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights and has no '
+            'checkpoint in ckpt/')
+
+
+def _open_checked(path, open_file):
+    return {name: checked(stored, path, name, 'use other weights') for name, stored in open_file(path).items()}
+
+
+def _open_shards(folder, index, open_file):
+    """{name: Stored} of all shards. Of a tensor in two shards, the one that the index names is taken."""
+    shard_of = read_json(index).get('weight_map')
+    if not isinstance(shard_of, dict) or not all(isinstance(name, str) for name in shard_of.values()):
+        raise ValueError(f'{index} has no weight_map that names the file of each tensor: {ADVICE}')
+    shards = {}
+    for name in sorted(set(shard_of.values())):
+        path = os.path.join(folder, name)
+        if os.path.basename(name) != name:
+            raise ValueError(f'{index} names {name!r}, which is not a file of this folder: {ADVICE}')
+        if not os.path.isfile(path):
+            raise OSError(f'{folder} has no {name}, which {os.path.basename(index)} names: {ADVICE}')
+        shards[name] = _open_checked(path, open_file)
+    for name, shard in shard_of.items():
+        if name not in shards[shard]:
+            others = [other for other, tensors in shards.items() if name in tensors]
+            place = f'which is in {others[0]}' if others else 'which is in no file'
+            raise ValueError(f'{os.path.join(folder, shard)} does not have {name}, {place}, although '
+                             f'{os.path.basename(index)} names it: {ADVICE}')
+    tensors = {}
+    for shard, in_file in shards.items():
+        tensors |= {name: stored for name, stored in in_file.items() if shard_of.get(name, shard) == shard}
+    return tensors
+
+
+def open_pickled(path):
+    """{name: Stored} of a pytorch_model.bin."""
+    is_mapped = zipfile.is_zipfile(path)  # the format before 2020 cannot be mapped into memory
+
+    def load():
+        return torch.load(path, map_location='cpu', weights_only=True, mmap=is_mapped)
+
+    def stored_in_file(name, tensor):
+        # The file is mapped at each read, so that the pages of earlier reads do not stay in memory.
+        return Stored(tuple(tensor.shape), tensor.dtype, lambda rows: load()[name][rows].clone())
+
+    try:
+        content = load()
+        if is_mapped:
+            return {name: stored_in_file(name, tensor) for name, tensor in content.items()}
+        return {name: in_memory(tensor) for name, tensor in content.items()}
+    except OSError:
+        raise
+    except Exception as error:  # for files of another format, torch.load raises many kinds of errors
+        raise ValueError(f'{path} is damaged, or has more than tensors, which might run code: it was not loaded '
+                         f'({type(error).__name__})') from None
