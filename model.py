@@ -84,7 +84,10 @@ class GPTConfig(MixtureConfig, ModelOptions):
             raise ValueError(f'{length} positions, but block_size is {self.block_size}')
 
 
-def build_norm(width, config):
+def build_norm(width, config, place=None):
+    """The norm of a config, or nothing at a place ('before', 'after') where its blocks do not have norms."""
+    if place and config.norm_place not in (place, 'both'):
+        return nn.Identity()
     if config.norm == 'layernorm':
         return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
     return nn.RMSNorm(width, eps=config.norm_eps)
@@ -184,15 +187,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        places = ('before', 'after') if config.norm_place == 'both' else (config.norm_place,)
-        self.ln_1, self.ln_2 = (
-            build_norm(config.n_embd, config) if 'before' in places else nn.Identity() for _ in range(2))
-        self.ln_1_after, self.ln_2_after = (
-            build_norm(config.n_embd, config) if 'after' in places else nn.Identity() for _ in range(2))
+        self.ln_1 = build_norm(config.n_embd, config, 'before')
         self.attn = Attention(config, layer)
+        self.ln_1_after = build_norm(config.n_embd, config, 'after')
+        self.ln_2 = build_norm(config.n_embd, config, 'before')
         self.has_experts = config.has_experts(layer)
         self.mlp = (MixtureOfExperts(config, MLP, activate) if self.has_experts
                     else MLP(config, config.n_hidden))
+        self.ln_2_after = build_norm(config.n_embd, config, 'after')
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
     def forward(self, x, rope=None, cache=None, is_counted=None):

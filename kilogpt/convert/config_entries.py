@@ -71,17 +71,19 @@ def shortest(pattern):
     return next(pattern[:n] for n in lengths if pattern == (pattern[:n] * len(pattern))[:len(pattern)])
 
 
-def read_rope(entries, theta=10000.0, share=1.0):
-    """The arguments of RoPE. theta, share: the family's defaults."""
-    found = {}
-    for key in ('rope_scaling', 'rope_parameters'):  # the second key is new in version 5 of transformers
-        found |= entries.value(key, {}, (dict,), 'an object')
+def read_rope(entries, theta=10000.0, share=None):
+    """The arguments of RoPE. theta, share: the family's defaults; share is None if it rotates all features."""
+    # The second key is new in version 5 of transformers, which prefers the first one, as we do.
+    found = [entries.value(key, {}, (dict,), 'an object') for key in ('rope_scaling', 'rope_parameters')]
+    found = dict(found[0] or found[1])
     local = found.pop('sliding_attention', None)
     found |= found.pop('full_attention', None) or {}
     name = found.pop('rope_type', None) or found.pop('type', None) or 'default'
     found.pop('type', None)
     theta = found.pop('rope_theta', None) or entries.number('rope_theta', theta)
-    share = found.pop('partial_rotary_factor', None) or entries.number('partial_rotary_factor', share)
+    found_share = found.pop('partial_rotary_factor', None) or entries.number('partial_rotary_factor', share or 1.0)
+    if share is None and found_share != 1:
+        entries.refuse('partial_rotary_factor', found_share, 'but this family rotates all features')
     if name == 'default':
         found = {}
     longest = entries.integer('max_position_embeddings')
@@ -92,10 +94,10 @@ def read_rope(entries, theta=10000.0, share=1.0):
         longest = int(longest * found.get('factor', 1))
     scaling = {key: value for key, value in found.items() if value is not None}
     wrong = [key for key, value in scaling.items() if type(value) not in (int, float, bool)]
-    if wrong or not all(type(value) in (int, float) for value in (theta, share)):
+    if wrong or not all(type(value) in (int, float) for value in (theta, found_share)):
         entries.refuse('rope_scaling', found or dict(rope_theta=theta), 'which our model cannot represent')
     texts = [f'{key}={float(value)!r}'.removesuffix('.0') for key, value in sorted(scaling.items())]
-    arguments = dict(block_size=longest, rope_theta=float(theta), rope_share=float(share),
+    arguments = dict(block_size=longest, rope_theta=float(theta), rope_share=float(found_share),
                      rope_scaling='' if name == 'default' else ' '.join([str(name), *texts]))
     theta_window = entries.theirs.get('rope_local_base_freq')
     if local:

@@ -123,7 +123,7 @@ def olmo2_read(entries):
 def phi3_read(entries):
     entries.only('attention_bias', False)
     types = ['sliding_attention'] * entries.integer('num_hidden_layers')
-    return read_llama(entries, eps=1e-5) | read_windows(entries, types)
+    return read_llama(entries, eps=1e-5, share=1.0) | read_windows(entries, types)
 
 
 def phi3_write(config):
@@ -362,22 +362,27 @@ def arguments_of(theirs, source):
     return FAMILIES[family].read(entries)
 
 
-def entries_of(config):
-    """The entries of config.json of the first family that can represent a GPTConfig.
+def entries_of(config, family=''):
+    """The entries of config.json for a GPTConfig, of the first family that can represent it, or of `family`.
 
     ValueError that names the keys if there is none.
     """
+    if family and family not in FAMILIES:
+        raise ValueError(f'family is {family!r}: choose one of {", ".join(FAMILIES)}')
     closest = None
-    for name, family in FAMILIES.items():
-        entries = dict(architectures=[family.architecture], model_type=name, vocab_size=config.vocab_size,
-                       tie_word_embeddings=config.tie_weights) | family.write(config)
-        keys = keys_not_kept(config, family.read(Entries(entries, name)))
+    for name in [family] if family else FAMILIES:
+        entries = dict(architectures=[FAMILIES[name].architecture], model_type=name,
+                       vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights)
+        entries |= FAMILIES[name].write(config)
+        keys = keys_not_kept(config, lambda: arguments_of(entries, name))
         if not keys:
             return entries
-        if closest is None or len(keys) < len(closest):
-            closest = keys
-    values = ', '.join(f'{key}={getattr(config, key)}' for key in closest)
-    raise ValueError(f'the model has {values}, which no standard form has')
+        distance = len({'pos', 'norm', 'mlp'}.intersection(keys)), len(keys)
+        if closest is None or distance < closest[0]:
+            closest = distance, name, keys
+    _, name, keys = closest
+    values = ', '.join(f'{key}={getattr(config, key)}' for key in keys)
+    raise ValueError(f'the {"" if family else "closest "}standard form, {name}, does not have {values}')
 
 
 # --- tensors ------------------------------------------------------------------------------------------------
@@ -385,7 +390,9 @@ def entries_of(config):
 def to_ours(tensors, theirs, arguments):
     """{our name: Stored} from {their name: Stored}. theirs: config.json; arguments: those that it gave."""
     family, config = FAMILIES[theirs['model_type']], GPTConfig(**arguments)
-    tensors = renaming.with_prefix(renaming.drop_leftovers(tensors, config.n_layer), family.prefix)
+    tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
+    if theirs['model_type'] == 'glm4_moe':
+        tensors = renaming.drop_later_layers(tensors, config.n_layer)
     if theirs['model_type'] == 'gpt2':
         tensors = renaming.transpose_matrices(tensors)
     for packed, parts in family.packed:

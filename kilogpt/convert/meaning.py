@@ -7,38 +7,46 @@ from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
 
-def keys_not_kept(config, arguments):
-    """The keys of a GPTConfig whose meaning is another with these arguments."""
+def keys_not_kept(config, read):
+    """The keys of a GPTConfig that have another meaning in the arguments that read() returns.
+
+    All keys, if read() or GPTConfig raises ValueError.
+    """
+    try:
+        arguments = read()
+        found = meaning(GPTConfig(**arguments))
+    except ValueError:
+        return [field.name for field in dataclasses.fields(config)]
     if arguments.get('pos', 'learned') == 'learned':  # GPT-2 always has biases, which are written as zeros
         config = dataclasses.replace(config, bias=True, bias_of='')
-    try:
-        wanted, found = meaning(config), meaning(GPTConfig(**arguments))
-    except ValueError:  # entries that this family cannot have
-        return [field.name for field in dataclasses.fields(config)]
+    wanted = meaning(config)
     keys = []
-    for key in wanted.keys() | found.keys():
-        one, other = wanted.get(key), found.get(key)
-        is_close = isinstance(one, float) and isinstance(other, float) and math.isclose(one, other)
+    for key in wanted.keys() & found.keys():
+        one, other = wanted[key], found[key]
+        is_close = isinstance(one, float) and math.isclose(one, other)
         if one != other and not is_close:
             keys.append(key)
-    return sorted(keys)
+    if any(key.startswith('bias_of_') for key in keys):
+        keys.append('bias_of' if config.bias_of else 'bias')
+    return [field.name for field in dataclasses.fields(config) if field.name in keys]
 
 
 def meaning(config):
     """{key: value} of a GPTConfig without what makes no difference to the model's output."""
     layers = range(config.n_layer)
     values = dataclasses.asdict(config)
-    for key in ('dropout', 'zero_init', 'router_z_loss', 'router_balance_rate', 'window_pattern'):
+    for key in ('dropout', 'zero_init', 'router_z_loss', 'router_balance_rate', 'window_pattern', 'bias_of'):
         del values[key]
+    values |= {f'bias_of_{linear}': config.has_bias(linear) for linear in ('qkv', 'proj', 'mlp')}
     values |= dict(
-        bias=config.bias and config.norm == 'layernorm',
-        bias_of=[config.has_bias(linear) for linear in ('qkv', 'proj', 'mlp')],
         attention_scale=config.attention_scale or config.head_width ** -0.5,
         window=[min(config.window_of(layer) or config.block_size, config.block_size) for layer in layers],
         rope_pattern=[config.rope_of(layer) for layer in layers],
         rope_scaling=read_scaling(config.rope_scaling) if config.rope_scaling.strip() else None)
     if config.rope_scaling.startswith('dynamic'):  # such a model has no longest context
         del values['block_size']
+    if config.norm != 'layernorm':
+        del values['bias']
     if config.pos != 'rope':
         for key in [key for key in values if key.startswith('rope_')]:
             del values[key]
@@ -49,7 +57,7 @@ def meaning(config):
     if config.mlp != 'moe':
         of_mixtures = [field.name for field in dataclasses.fields(MixtureConfig)]
         for key in [*of_mixtures, 'router_norm', 'router_scale']:
-            del values[key]
+            values.pop(key, None)
         return values
     values |= dict(moe_every=[config.has_experts(layer) for layer in layers],
                    router_balance=config.router == 'softmax' and config.router_balance == 'bias',
@@ -59,5 +67,6 @@ def meaning(config):
         values['n_shared_experts'] = max(1, config.n_shared_experts)
     if all(values['moe_every']):
         del values['n_hidden']
-        values['bias_of'].pop()
+        if not config.n_shared_experts:
+            del values['bias_of_mlp']
     return values

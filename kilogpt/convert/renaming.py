@@ -15,48 +15,53 @@ LLAMA_NAMES = (
     ('.ln_2.', '.post_attention_layernorm.'), ('.c_fc.', '.up_proj.'), ('.c_gate.', '.gate_proj.'),
     ('.mlp.c_proj.', '.mlp.down_proj.'), ('.attn.', '.self_attn.'), ('_attn.c_proj.', '_attn.o_proj.'),
     ('.c_q.', '.q_proj.'), ('.c_k.', '.k_proj.'), ('.c_v.', '.v_proj.'))
-# The names of norms in models that do not have exactly two of them before attention and MLP.
-OLMO2_NAMES = (('.ln_1_after.', '.post_attention_layernorm.'),
-               ('.ln_2_after.', '.post_feedforward_layernorm.'),
-               ('.q_norm_all.', '.q_norm.'), ('.k_norm_all.', '.k_norm.'), *LLAMA_NAMES)
-GEMMA2_NAMES = (('.ln_2.', '.pre_feedforward_layernorm.'), ('.ln_1_after.', '.post_attention_layernorm.'),
-                ('.ln_2_after.', '.post_feedforward_layernorm.'),
-                *(pair for pair in LLAMA_NAMES if pair[0] != '.ln_2.'))
+# The names of norms in models that do not have exactly two of them, before attention and before the MLP.
+OLMO2_NAMES = (
+    *(pair for pair in LLAMA_NAMES if pair[0] not in ('.ln_1.', '.ln_2.')),
+    ('.ln_1_after.', '.post_attention_layernorm.'), ('.ln_2_after.', '.post_feedforward_layernorm.'),
+    ('.q_norm_all.', '.q_norm.'), ('.k_norm_all.', '.k_norm.'))
+GEMMA2_NAMES = (
+    *(pair for pair in LLAMA_NAMES if pair[0] != '.ln_2.'), ('.ln_2.', '.pre_feedforward_layernorm.'),
+    ('.ln_1_after.', '.post_attention_layernorm.'), ('.ln_2_after.', '.post_feedforward_layernorm.'))
 NEOX_NAMES = (
     ('transformer.h.', 'gpt_neox.layers.'), ('transformer.wte.', 'gpt_neox.embed_in.'),
     ('transformer.ln_f.', 'gpt_neox.final_layer_norm.'), ('lm_head.', 'embed_out.'),
     ('.ln_1.', '.input_layernorm.'), ('.ln_2.', '.post_attention_layernorm.'),
     ('.mlp.c_fc.', '.mlp.dense_h_to_4h.'), ('.mlp.c_proj.', '.mlp.dense_4h_to_h.'),
-    ('.attn.c_proj.', '.attention.dense.'), ('.attn.', '.attention.'))
-# Names of the MLPs of blocks with experts, replaced first. * is the number of the expert.
+    ('.attn.', '.attention.'), ('.attention.c_proj.', '.attention.dense.'))
+# Blocks with experts. * is the number of the expert.
 MIXTRAL_NAMES = (
-    ('.mlp.routed.router.weight', '.block_sparse_moe.gate.weight'),
+    *LLAMA_NAMES, ('.mlp.routed.router.weight', '.block_sparse_moe.gate.weight'),
     ('.mlp.routed.experts.c_fc', '.block_sparse_moe.experts.*.w3.weight'),
     ('.mlp.routed.experts.c_gate', '.block_sparse_moe.experts.*.w1.weight'),
-    ('.mlp.routed.experts.c_proj', '.block_sparse_moe.experts.*.w2.weight'), *LLAMA_NAMES)
+    ('.mlp.routed.experts.c_proj', '.block_sparse_moe.experts.*.w2.weight'))
 QWEN3_MOE_NAMES = (
-    ('.mlp.routed.router.weight', '.mlp.gate.weight'),
+    *LLAMA_NAMES, ('.mlp.routed.router.weight', '.mlp.gate.weight'),
     ('.mlp.routed.experts.c_fc', '.mlp.experts.*.up_proj.weight'),
     ('.mlp.routed.experts.c_gate', '.mlp.experts.*.gate_proj.weight'),
-    ('.mlp.routed.experts.c_proj', '.mlp.experts.*.down_proj.weight'), *LLAMA_NAMES)
+    ('.mlp.routed.experts.c_proj', '.mlp.experts.*.down_proj.weight'))
 GLM4_MOE_NAMES = (
-    ('.mlp.routed.router.bias', '.mlp.gate.e_score_correction_bias'),
-    ('.mlp.shared.c_fc.', '.mlp.shared_experts.up_proj.'),
-    ('.mlp.shared.c_gate.', '.mlp.shared_experts.gate_proj.'),
-    ('.mlp.shared.c_proj.', '.mlp.shared_experts.down_proj.'), *QWEN3_MOE_NAMES)
+    *QWEN3_MOE_NAMES, ('.mlp.routed.router.bias', '.mlp.gate.e_score_correction_bias'),
+    ('.mlp.shared.', '.mlp.shared_experts.'),
+    ('.mlp.shared_experts.c_proj.', '.mlp.shared_experts.down_proj.'))
 
 # Tensors that files of older programs have and that no weights are: masks and tables.
 LEFTOVERS = re.compile(r'.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
 
 
-def drop_leftovers(tensors, n_layer):
-    """Without masks, rotary tables, and layers beyond the last (of multi-token prediction in GLM)."""
-    kept = {}
-    for name, stored in tensors.items():
-        layer = re.search(r'(?:^|\.)(?:layers|h)\.(\d+)\.', name)
-        if not LEFTOVERS.fullmatch(name) and not (layer and int(layer[1]) >= n_layer):
-            kept[name] = stored
-    return kept
+def drop_leftovers(tensors):
+    """Without masks and rotary tables."""
+    return {name: stored for name, stored in tensors.items() if not LEFTOVERS.fullmatch(name)}
+
+
+def drop_later_layers(tensors, n_layer):
+    """Without layers beyond n_layer, which in GLM predict further tokens."""
+
+    def is_later(name):
+        layer = re.search(r'\.layers\.(\d+)\.', name)
+        return layer and int(layer[1]) >= n_layer
+
+    return {name: stored for name, stored in tensors.items() if not is_later(name)}
 
 
 def with_prefix(tensors, prefix):

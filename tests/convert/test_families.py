@@ -1,0 +1,168 @@
+"""Every family of `transformers` that our model can represent, read and written, against transformers itself.
+
+The models of transformers are tiny, with other widths, epsilons and angles than any default, and all weights,
+norms and biases are random with a standard deviation of 0.2, so that a wrong part causes errors far above the
+tolerance of 1e-4, which is for sums of float32 in another order.
+"""
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from test_weights import assert_same_predictions, assert_same_tensors, model_from, randomize
+
+from helpers import ROOT
+from kilogpt.convert.families import FAMILIES, arguments_of, entries_of
+from kilogpt.convert.weights import export_weights, import_weights, read_weights
+from model import GPTConfig
+
+ENDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, vocab_size=97)
+MODERN = ENDS | dict(
+    hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=88,
+    max_position_embeddings=64, rms_norm_eps=1e-3, rope_theta=300.0, initializer_range=0.02)
+YARN = dict(rope_type='yarn', rope_theta=300.0, factor=4.0, original_max_position_embeddings=16, beta_fast=3.0,
+            beta_slow=0.5)
+LLAMA3 = dict(rope_type='llama3', rope_theta=300.0, factor=8.0, original_max_position_embeddings=32,
+              low_freq_factor=1.0, high_freq_factor=4.0)
+LINEAR = dict(rope_type='linear', rope_theta=300.0, factor=4.0)
+MOE = dict(moe_intermediate_size=24, num_experts_per_tok=3, head_dim=12)
+SLIDING = ['sliding_attention', 'full_attention', 'sliding_attention', 'full_attention']
+GEMMA = dict(head_dim=12, hidden_activation='gelu_pytorch_tanh')
+
+# {name: (class of the config, its entries)}; a name begins with the family
+CASES = {
+    'gpt2': ('GPT2', ENDS | dict(n_positions=64, n_embd=32, n_layer=2, n_head=4, n_inner=72,
+                                 layer_norm_epsilon=1e-3, tie_word_embeddings=False)),
+    'llama': ('Llama', dict(head_dim=12)),
+    'llama biases': ('Llama', dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True)),
+    'llama attention bias': ('Llama', dict(attention_bias=True)),
+    'llama mlp bias': ('Llama', dict(mlp_bias=True)),
+    'llama llama3': ('Llama', dict(rope_parameters=LLAMA3)),
+    'llama yarn': ('Llama', dict(rope_parameters=YARN)),
+    'llama yarn mscale': ('Llama', dict(rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.5))),
+    'llama linear': ('Llama', dict(rope_parameters=LINEAR)),
+    # Its 59 tokens are beyond the 32 positions of the original context.
+    'llama dynamic': ('Llama', dict(rope_parameters=LINEAR | dict(rope_type='dynamic'),
+                                    max_position_embeddings=32)),
+    'mistral': ('Mistral', dict(sliding_window=5, head_dim=12)),
+    'mistral without windows': ('Mistral', dict(sliding_window=None)),
+    'qwen2': ('Qwen2', dict(tie_word_embeddings=True)),
+    'qwen2 windows': ('Qwen2', dict(use_sliding_window=True, sliding_window=6, max_window_layers=2)),
+    'qwen3': ('Qwen3', dict(head_dim=12, tie_word_embeddings=True)),
+    'qwen3 bias': ('Qwen3', dict(head_dim=12, attention_bias=True)),
+    'qwen3 windows': ('Qwen3', dict(use_sliding_window=True, sliding_window=6, layer_types=SLIDING)),
+    'smollm3': ('SmolLM3', {}),
+    'smollm3 windows': ('SmolLM3', dict(no_rope_layers=[1, 0, 0, 1], use_sliding_window=True,
+                                        sliding_window=6, attention_bias=True)),
+    'olmo2': ('Olmo2', {}),
+    'olmo2 bias': ('Olmo2', dict(attention_bias=True, num_key_value_heads=4)),
+    'phi3': ('Phi3', dict(sliding_window=7)),
+    'phi3 partial': ('Phi3', dict(sliding_window=None, rope_parameters=dict(
+        rope_type='default', rope_theta=300.0, partial_rotary_factor=0.75))),
+    'granite': ('Granite', dict(embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.4,
+                                logits_scaling=0.7)),
+    'granite biases': ('Granite', dict(attention_bias=True, mlp_bias=True, attention_multiplier=0.5)),
+    'gpt_neox': ('GPTNeoX', dict(rotary_pct=0.25, layer_norm_eps=1e-3)),
+    'gpt_neox sequential': ('GPTNeoX', dict(use_parallel_residual=False, attention_bias=False, rotary_pct=1.0,
+                                            hidden_act='gelu_new')),
+    'gemma': ('Gemma', GEMMA | dict(hidden_act='gelu_pytorch_tanh')),
+    'gemma2': ('Gemma2', GEMMA | dict(sliding_window=5, query_pre_attn_scalar=20, attn_logit_softcapping=2.0,
+                                      final_logit_softcapping=3.0)),
+    'gemma2 without caps': ('Gemma2', GEMMA | dict(attn_logit_softcapping=None, final_logit_softcapping=None,
+                                                   attention_bias=True, layer_types=['full_attention'] * 4)),
+    'gemma3_text': ('Gemma3Text', GEMMA | dict(
+        sliding_window=5, query_pre_attn_scalar=20, layer_types=SLIDING, rope_parameters=dict(
+            full_attention=LINEAR, sliding_attention=dict(rope_type='default', rope_theta=50.0)))),
+    'mixtral': ('Mixtral', dict(num_local_experts=6, num_experts_per_tok=2)),
+    'mixtral window': ('Mixtral', dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=5,
+                                       router_aux_loss_coef=0.0)),
+    'qwen3_moe': ('Qwen3Moe', MOE | dict(num_experts=6, decoder_sparse_step=2, norm_topk_prob=True)),
+    'qwen3_moe as they are': ('Qwen3Moe', MOE | dict(num_experts=6, norm_topk_prob=False)),
+    'qwen3_moe single': ('Qwen3Moe', MOE | dict(num_experts=6, num_experts_per_tok=1, norm_topk_prob=False)),
+    'glm4_moe': ('Glm4Moe', MOE | dict(n_routed_experts=6, n_shared_experts=2, first_k_dense_replace=1,
+                                       use_qk_norm=True, partial_rotary_factor=1.0)),
+    'glm4_moe partial': ('Glm4Moe', MOE | dict(
+        n_routed_experts=6, n_shared_experts=1, first_k_dense_replace=2, attention_bias=True,
+        routed_scaling_factor=2.5, norm_topk_prob=False, rope_parameters=dict(
+            rope_type='default', rope_theta=300.0, partial_rotary_factor=0.5))),
+}
+FEW = ('gpt2', 'llama biases', 'llama yarn', 'qwen2', 'olmo2', 'gpt_neox', 'phi3 partial', 'gemma3_text',
+       'granite', 'smollm3', 'qwen3_moe as they are', 'glm4_moe partial')
+cases = pytest.mark.parametrize('case', [
+    case if case in FEW else pytest.param(case, marks=pytest.mark.slow) for case in CASES])
+
+
+def make_theirs(case):
+    """The model of transformers of a case, with random weights."""
+    kind, entries = CASES[case]
+    config = getattr(transformers, f'{kind}Config')(**(entries if kind == 'GPT2' else MODERN | entries))
+    architecture = kind.removesuffix('Text') if kind != 'GPT2' else 'GPT2LMHead'
+    name = 'GPT2LMHeadModel' if kind == 'GPT2' else f'{architecture}ForCausalLM'
+    config._attn_implementation = 'eager'  # with softcaps, the default of Gemma 2 too
+    return randomize(getattr(transformers, name)(config))
+
+
+@cases
+def test_folder_of_transformers_is_read_and_written_back(case, tmp_path):
+    """Through shards in bfloat16 and a run's folder, and in the form of files before version 5."""
+    theirs = make_theirs(case).bfloat16()
+    theirs.save_pretrained(tmp_path / 'hf', max_shard_size='20KB')
+    theirs = type(theirs).from_pretrained(tmp_path / 'hf', dtype=torch.float32, attn_implementation='eager')
+    assert_same_predictions(model_from(tmp_path / 'hf'), theirs)
+    arguments, _, meta = read_weights(str(tmp_path / 'hf'))
+    assert meta is None
+
+    import_weights(str(tmp_path / 'hf'), str(tmp_path / 'run'))
+    export_weights(str(tmp_path / 'run'), str(tmp_path / 'again'), dtype='bfloat16')
+    assert read_weights(str(tmp_path / 'again'))[0] == arguments
+    again = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / 'again', dtype=torch.float32, attn_implementation='eager')
+    assert_same_predictions(model_from(tmp_path / 'hf'), again)
+    family = json.loads((tmp_path / 'hf' / 'config.json').read_text())['model_type']
+    if type(again) is type(theirs) and family != 'gpt2':  # Mistral without windows becomes Llama
+        expected = {}
+        for shard in (tmp_path / 'hf').glob('*.safetensors'):
+            expected |= load_file(shard)
+        assert_same_tensors(load_file(tmp_path / 'again' / 'model.safetensors'), expected)
+
+
+@cases
+def test_config_of_version_4_is_read_alike(case, tmp_path):
+    make_theirs(case).save_pretrained(tmp_path)
+    arguments = read_weights(str(tmp_path))[0]
+    path = tmp_path / 'config.json'
+    config = json.loads(path.read_text())
+    rope = config.pop('rope_parameters', None)
+    if rope is None:
+        pytest.skip('GPT-2 has no rotary angles')
+    if 'full_attention' in rope:
+        config['rope_local_base_freq'] = rope['sliding_attention']['rope_theta']
+        rope = rope['full_attention']
+    config['rope_theta'] = config['rotary_emb_base'] = rope.pop('rope_theta')
+    share = rope.pop('partial_rotary_factor', None)
+    if share is not None:
+        config['partial_rotary_factor'] = config['rotary_pct'] = share
+    config['rope_scaling'] = rope | dict(type=rope.pop('rope_type')) if rope['rope_type'] != 'default' else None
+    path.write_text(json.dumps(config))
+    assert read_weights(str(tmp_path))[0] == arguments
+
+
+def test_every_family_has_a_case_and_a_row_in_the_docs():
+    text = Path(ROOT, 'docs', 'weights.md').read_text()
+    for family in FAMILIES:
+        assert any(case.split()[0] == family for case in CASES)
+        assert re.search(rf'^\|.*`{family}`.*\|', text, flags=re.M), family
+
+
+@pytest.mark.parametrize('family', FAMILIES)
+def test_entries_of_a_family_mean_the_same_to_its_own_class(family):
+    case = next(case for case in CASES if case.split()[0] == family)
+    theirs = make_theirs(case).config
+    arguments = arguments_of(theirs.to_dict(), 'x')
+    entries = entries_of(GPTConfig(**arguments), family)
+    assert entries['model_type'] == family
+    again = arguments_of(type(theirs)(**entries).to_dict(), 'x')
+    assert GPTConfig(**again) == GPTConfig(**arguments)
