@@ -82,6 +82,14 @@ SESSIONS = dict(
              '--tokenizer=shakespeare_char'),
         step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
     ],
+    models=[
+        step('python train.py config/quickstart.py --window=16 --window_pattern=SSSL --out_dir=out-windows', SMALL),
+        step('python train.py config/quickstart.py --norm_place=both --mlp=geglu --attention_softcap=30 '
+             '--out_dir=out-gemma', SMALL),
+        step('python train.py config/quickstart.py --init_from=out-windows --rope_scaling=yarn,factor=2,'
+             'original_max_position_embeddings=64 --block_size=128 --out_dir=out-longer',
+             SMALL + ' --block_size=128'),
+    ],
     help=[
         step('python train.py --help'),
         step('python data/text/prepare.py --help'),

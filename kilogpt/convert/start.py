@@ -5,6 +5,7 @@ from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.weights import read_weights
+from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
 TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
@@ -29,15 +30,36 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
         arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
     elif init_from != 'scratch':
         source, tensors, arguments, model_meta = find_initial(init_from, processes)
+        if keys['rope_scaling']:
+            arguments = with_longer_context(arguments, keys)
     if init_from == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
-    if block_size > arguments['block_size']:
-        raise ValueError(
-            f'block_size is {block_size}, but the model of {source or init_from} has only '
-            f'{arguments["block_size"]} positions: set --block_size={arguments["block_size"]} or less')
+    longest = arguments['block_size']
+    if block_size > longest:
+        extend = ''
+        if arguments['pos'] == 'rope' and init_from not in ('resume', 'auto'):
+            extend = (f", or extend it with --rope_scaling='yarn factor={-(-block_size // longest)} "
+                      f"original_max_position_embeddings={longest}'")
+        raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only {longest} '
+                         f'positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
     return source, tensors, saved, arguments, meta
+
+
+def with_longer_context(arguments, keys):
+    """The GPTConfig arguments of a model whose context the keys rope_scaling and block_size extend.
+
+    ValueError if the scaling does not reach block_size.
+    """
+    _, scaling = read_scaling(keys['rope_scaling'])
+    original = scaling.get('original_max_position_embeddings', arguments['block_size'])
+    longest, block_size = int(original * scaling.get('factor', 1)), keys['block_size']
+    if block_size > longest:
+        raise ValueError(f'block_size is {block_size}, but rope_scaling={keys["rope_scaling"]!r} reaches only '
+                         f'{longest} positions: set a larger factor, or block_size to {longest} or less')
+    return arguments | dict(rope_scaling=keys['rope_scaling'],
+                            block_size=max(block_size, arguments['block_size']))
 
 
 def join_tokenizers(model_meta, source, meta, dataset):
