@@ -24,11 +24,21 @@ GPT4O = (rf'{WORD}{UPPER}*{LOWER}+{CONTRACTIONS}?|{WORD}{UPPER}+{LOWER}*{CONTRAC
          r' ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 TEKKEN = (rf'{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}|'
           r' ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
-HAN = '[一-龥ࠀ-一가-퟿]+'
+HAN = '[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+'
+# Cased letters, without escapes some would be composed characters that look the same.
 DEEPSEEK_LETTERS = (
-    r'\s?[A-Za-zµÀ-ÖØ-öø-ƺƼ-ƿǄ-ʓʕ-ʯͰ-ͳͶͷͻ-ͽͿΆΈ-ΊΌΎ-ΡΣ-ϵϷ-ҁҊ-ԯԱ-ՖႠ-ჅᎠ-Ᏽᏸ-ᏽᲐ-ᲺᲽ-Ჿᴀ-ᴫᵫ-ᵷᵹ-ᶚḀ-ἕἘ-Ἕἠ-ὅὈ-Ὅὐ-ὗὙὛὝὟ-ώᾀ-ᾴᾶ-ᾼ'
-    r'ιῂ-ῄῆ-ῌῐ-ΐῖ-Ίῠ-Ῥῲ-ῴῶ-ῼℂℇℊ-ℓℕℙ-ℝℤΩℨK-ℭℯ-ℴℹℼ-ℿⅅ-ⅉⅎↃↄⰀ-ⱻⱾ-ⳤⳫ-ⳮⳲⳳꙀ-ꙭꚀ-ꚛꜢ-ꝯꝱ-ꞇꞋ-ꞎꭰ-ꮿﬀ-ﬆﬓ-ﬗＡ-Ｚａ-ｚ'
-    r'𐐀-𐑏𐒰-𐓓𐓘-𐓻𐲀-𐲲𐳀-𐳲𑢠-𑣟𞤀-𞥃]+')
+    'A-Za-z\xb5\xc0-\xd6\xd8-\xf6\xf8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af\u0370-\u0373\u0376'
+    '\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5\u03f7-\u0481\u048a-'
+    '\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba\u1cbd-\u1cbf\u1d00-\u1d2b'
+    '\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45\u1f48-\u1f4d\u1f50-\u1f57\u1f59'
+    '\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3'
+    '\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102\u2107\u210a-\u2113\u2115\u2119-\u211d'
+    '\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00'
+    '-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787'
+    '\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f'
+    '\U000104b0-\U000104d3\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-'
+    '\U000118df\U0001e900-\U0001e943')
+DEEPSEEK_MARKS = '!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002'
 DEEPSEEK3 = (r'[!"#$%&' "'" r'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+|'
              r' ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 # {tokenizer.ggml.pre: regular expressions that split a text, one after the other}. If a tokenizer.json splits
@@ -36,9 +46,9 @@ DEEPSEEK3 = (r'[!"#$%&' "'" r'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L
 PRE_TOKENIZERS = {
     'gpt-2': [PATTERNS['gpt2']], 'llama-bpe': [LLAMA3], 'qwen2': [QWEN2], 'gpt-4o': [GPT4O], 'tekken': [TEKKEN],
     'smollm': [r'\p{N}', PATTERNS['gpt2']], 'qwen35': [QWEN35],
-    'deepseek-llm': [r'[\r\n]', DEEPSEEK_LETTERS, r'\s?[!-/:-~！-／：-～‘-‟　-。]+', r'\s+$', HAN, r'\p{N}+'],
+    'deepseek-llm': [r'[\r\n]', rf'\s?[{DEEPSEEK_LETTERS}]+', rf'\s?[{DEEPSEEK_MARKS}]+', r'\s+$', HAN, r'\p{N}+'],
     'deepseek-coder': [r'[\r\n]', r'\s?\p{L}+', r'\s?\p{P}+', HAN, r'\p{N}'],
-    'deepseek-v3': [r'\p{N}{1,3}', '[一-龥぀-ゟ゠-ヿ]+', DEEPSEEK3],
+    'deepseek-v3': [r'\p{N}{1,3}', '[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+', DEEPSEEK3],
     'falcon': [r'[\p{P}\$\+<=>\^~\|`]+', PATTERNS['gpt2'], '[0-9][0-9][0-9]'],
     'default': [r'[\p{P}\$\+<=>\^~\|]+', PATTERNS['gpt2'], r'\p{N}+', '[0-9][0-9][0-9]']}
 SAME_SPLIT = {
@@ -51,7 +61,7 @@ for name, others in SAME_SPLIT.items():
 # Names for which llama.cpp takes a word that is a token as this token, and puts <s> first unless told otherwise.
 WITH_BOS = {'llama-bpe', 'llama3', 'llama-v3', 'falcon3', 'falcon-h1', 'pixtral', 'lfm2'}
 IGNORE_MERGES = WITH_BOS | {'tekken', 'glm4'}
-NORMALIZED = {'qwen2', 'qwen35'}  # The models' own tokenizers apply Unicode's NFC first.
+NORMALIZED = {'qwen2'}  # The tokenizers of these models apply Unicode's NFC first.
 # A text that each of PRE_TOKENIZERS splits in another way.
 PROBE = ("It's HE'S 1234567 hello  World\n\n \n x_y=z;\r\n/a //b\tÄÖü naïve日本語テスト가나 e\u0301a नमस्ते"
          " (abc) fooBar FOObar don'T 12 $5+5 «q» !!!\n   end ")
