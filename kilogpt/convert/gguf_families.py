@@ -270,7 +270,9 @@ def shortest(value):
 def entries_from_gguf(metadata, tensors):
     """config.json's entries from {key: value} and {name: Stored} of a file. ValueError for unknown models."""
     arch = metadata.get('general.architecture')
-    kinds = {family.arch: kind for kind, family in reversed(FAMILIES.items())}
+    kinds = {}
+    for kind, family in FAMILIES.items():
+        kinds.setdefault(family.arch, kind)
     if arch not in kinds:
         raise ValueError(f'its architecture is {arch!r}, but only {", ".join(kinds)} are supported')
     kind = 'mixtral' if arch == 'llama' and metadata.get('llama.expert_count') else kinds[arch]
