@@ -4,6 +4,7 @@ FAMILIES says for each model_type of transformers which architecture of llama.cp
 entries are called, for both directions. gguf_files.py reads and writes the files. The source for values that
 differ between the two forms is convert_hf_to_gguf.py of llama.cpp.
 """
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -105,7 +106,12 @@ FAMILIES = dict(
                      'mlp.dense_h_to_4h', 'mlp.dense_4h_to_h'], dict(hidden_act='gelu', attention_bias=True),
                     block='gpt_neox.layers.{}.', partial_key='rotary_pct',
                     whole=('gpt_neox.embed_in', 'gpt_neox.final_layer_norm', 'embed_out')))
-# (factor, low_freq_factor, high_freq_factor, original_max_position_embeddings) of Llama 3.1, 3.2 and 3.3
+GELUS = 'gelu_new', 'gelu_pytorch_tanh', 'gelu'
+ROPE_ENTRIES = ('rope_type', 'rope_theta', 'partial_rotary_factor', 'factor', 'original_max_position_embeddings',
+                'beta_fast', 'beta_slow', 'low_freq_factor', 'high_freq_factor', 'long_factor', 'short_factor')
+SIGMOID = 2  # expert_gating_func
+# The numbers of Llama 3.1, 3.2 and 3.3.
+LLAMA3_ENTRIES = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'
 LLAMA3_SCALINGS = ((8.0, 1.0, 4.0, 8192), (32.0, 1.0, 4.0, 8192))
 
 
@@ -160,57 +166,72 @@ def known_entries(theirs):
 def entries_to_gguf(theirs):
     """{key of a GGUF file: value} of config.json's entries. ValueError if llama.cpp cannot represent them."""
     family = find_family(theirs)
-    known = known_entries(theirs)
-    if theirs['model_type'] != 'gpt2':
-        known['layer_types'] = expected_layer_types(theirs)
-    defaults = dict(norm_topk_prob=False) if theirs['model_type'] == 'qwen3_moe' else {}
-    for key, value in known.items():
-        found = theirs.get(key, defaults.get(key, value))
-        if found != value and not (found is None and key in ('layer_types', 'mlp_only_layers', 'no_rope_layers')):
-            raise ValueError(f'a GGUF file of {theirs["model_type"]} cannot represent {key}={found!r}: '
-                             f'llama.cpp knows only {key}={value!r}')
-    theirs = dict(theirs)
-    found = {}
-    if theirs['model_type'] == 'gpt2':
-        theirs['n_inner'] = theirs.get('n_inner') or 4 * theirs['n_embd']
-        activation = theirs.get('activation_function', 'gelu_new')
-        if activation not in ('gelu_new', 'gelu_pytorch_tanh', 'gelu'):
-            raise ValueError(f'a GGUF file of gpt2 cannot represent activation_function={activation!r}: '
-                             'llama.cpp knows only GELU')
-        if activation == 'gelu':  # llama.cpp computes GELU by tanh, and our own reader finds this entry
-            found['kilogpt.activation_function'] = activation
-    else:
-        theirs['num_key_value_heads'] = theirs.get('num_key_value_heads') or theirs['num_attention_heads']
-        theirs['head_dim'] = head_width(theirs)
-        if 'num_local_experts' in theirs:  # what version 5 of transformers writes for every mixture
-            theirs |= dict.fromkeys(('num_experts', 'n_routed_experts'), theirs['num_local_experts'])
-        found |= rope_to_gguf(theirs)
+    theirs = complete(theirs)
+    check_known_entries(theirs)
+    found = {} if family.arch == 'gpt2' else rope_to_gguf(theirs)
     for key, entry, kind in family.entries:
         if theirs.get(entry) is not None:
             found[f'{family.arch}.{key}'] = kind(theirs[entry])
-    if 'attention.key_length' in dict.fromkeys(key for key, _, _ in family.entries):
+    if f'{family.arch}.attention.key_length' in found:
         found[f'{family.arch}.attention.value_length'] = theirs['head_dim']
+    if theirs.get('activation_function') == 'gelu':
+        # llama.cpp computes GELU by its approximation with tanh, and our own reader finds the exact one here.
+        found['kilogpt.activation_function'] = 'gelu'
     if family.arch == 'phi3':  # 0 is llama.cpp's sign of a model without a window
         found.setdefault('phi3.attention.sliding_window', 0)
     if family.arch == 'glm4moe':
-        found['glm4moe.expert_gating_func'] = 2  # sigmoid
+        found['glm4moe.expert_gating_func'] = SIGMOID
     found[f'{family.arch}.vocab_size'] = theirs['vocab_size']
     return found
 
 
+def complete(theirs):
+    """config.json's entries with those that files may leave out, or call by another name."""
+    theirs = dict(theirs)
+    if theirs['model_type'] == 'gpt2':
+        theirs['n_inner'] = theirs.get('n_inner') or 4 * theirs['n_embd']
+    else:
+        theirs['num_key_value_heads'] = theirs.get('num_key_value_heads') or theirs['num_attention_heads']
+        theirs['head_dim'] = head_width(theirs)
+    if 'num_local_experts' in theirs:  # what version 5 of transformers writes for every mixture
+        theirs |= dict.fromkeys(('num_experts', 'n_routed_experts'), theirs['num_local_experts'])
+    return theirs
+
+
+def check_known_entries(theirs):
+    """Raise a ValueError for a value that llama.cpp does not read, and that differs from the one it knows."""
+    kind = theirs['model_type']
+    known = known_entries(theirs)
+    if kind == 'gpt2':
+        known['activation_function'] = 'gelu_new'
+    else:
+        known['layer_types'] = expected_layer_types(theirs)
+    for key, value in known.items():
+        # These entries of transformers have a default that is another one, or that follows from others.
+        default = False if key == 'norm_topk_prob' else value
+        found = theirs.get(key, default)
+        if found is None and key in ('layer_types', 'mlp_only_layers', 'no_rope_layers'):
+            continue
+        if found != value and not (key == 'activation_function' and found in GELUS):
+            raise ValueError(f'a GGUF file of {kind} cannot represent {key}={found!r}: llama.cpp knows only '
+                             f'{key}={value!r}')
+
+
 def rope_of(theirs):
-    """The entries that describe RoPE, as one dict. Version 5 of transformers keeps them in rope_parameters."""
+    """(the entries that describe RoPE, the base of blocks with a sliding window or None).
+
+    Version 5 of transformers keeps them in rope_parameters, and earlier ones in several entries.
+    """
     parameters = theirs.get('rope_parameters') or {}
     rope = dict(theirs.get('rope_scaling') or {}) | parameters.get('full_attention', parameters)
     rope['rope_type'] = rope.get('rope_type', rope.pop('type', 'default'))
     base = theirs.get('rope_theta', theirs.get('rotary_emb_base', 10000.0))
     rope['rope_theta'] = float(rope.get('rope_theta') or base)
     local = parameters.get('sliding_attention', {}).get('rope_theta', theirs.get('rope_local_base_freq'))
-    share = rope.get('partial_rotary_factor')
-    if share is None:
+    if rope.get('partial_rotary_factor') is None:
         default = dict(glm4_moe=0.5, gpt_neox=0.25).get(theirs['model_type'], 1.0)
-        share = theirs.get(find_family(theirs).partial_key or 'partial_rotary_factor', default)
-    rope['partial_rotary_factor'] = share
+        key = find_family(theirs).partial_key or 'partial_rotary_factor'
+        rope['partial_rotary_factor'] = theirs.get(key, default)
     original = theirs.get('original_max_position_embeddings')
     if original and rope['rope_type'] != 'default':
         rope.setdefault('original_max_position_embeddings', original)
@@ -221,34 +242,28 @@ def rope_to_gguf(theirs):
     arch = find_family(theirs).arch
     rope, local = rope_of(theirs)
     kind, scaling = rope['rope_type'], f'{arch}.rope.scaling'
-    width = theirs['head_dim']
-    found = {f'{arch}.rope.dimension_count': int(rope['partial_rotary_factor'] * width),
+    kinds = ('default', 'linear', 'yarn', 'llama3') + (('longrope',) if arch == 'phi3' else ())
+    unknown = {key: value for key, value in rope.items() if key not in ROPE_ENTRIES and value is not None}
+    if kind not in kinds or unknown:
+        raise ValueError(f'a GGUF file of {theirs["model_type"]} cannot represent the RoPE scaling '
+                         f'{unknown or kind!r} of config.json')
+    found = {f'{arch}.rope.dimension_count': int(rope['partial_rotary_factor'] * theirs['head_dim']),
              f'{arch}.rope.freq_base': rope['rope_theta']}
     if arch == 'gemma3' and local:
         found['gemma3.rope.freq_base_swa'] = float(local)
-    known = {'rope_type', 'rope_theta', 'partial_rotary_factor', 'factor', 'original_max_position_embeddings'}
-    if kind in ('linear', 'yarn'):
+    if kind in ('linear', 'yarn'):  # llama3 and longrope are tensors
         found |= {f'{scaling}.type': kind, f'{scaling}.factor': float(rope['factor'])}
     if kind == 'yarn':
-        known |= {'beta_fast', 'beta_slow'}
         found[f'{scaling}.original_context_length'] = int(rope['original_max_position_embeddings'])
         for key in ('beta_fast', 'beta_slow'):
             if rope.get(key) is not None:
                 found[f'{scaling}.yarn_{key}'] = float(rope[key])
-    elif kind == 'llama3':  # the tensor rope_freqs.weight
-        known |= {'low_freq_factor', 'high_freq_factor'}
-    elif kind == 'longrope' and arch == 'phi3':  # the tensors rope_factors_long.weight and _short.weight
-        known |= {'long_factor', 'short_factor'}
+    if kind == 'longrope':
         original = int(rope['original_max_position_embeddings'])
         growth = theirs['max_position_embeddings'] / original
-        factor = float(np.sqrt(1 + np.log(growth) / np.log(original))) if growth > 1 else 1.0
+        factor = math.sqrt(1 + math.log(growth) / math.log(original)) if growth > 1 else 1.0
         found |= {f'{scaling}.type': kind, f'{scaling}.original_context_length': original,
                   f'{scaling}.attn_factor': factor}
-    unknown = {key: value for key, value in rope.items() if key not in known and value is not None}
-    if kind not in ('default', 'linear', 'yarn', 'llama3', 'longrope') or (kind, arch != 'phi3') == (
-            'longrope', True) or unknown:
-        raise ValueError(f'a GGUF file of {theirs["model_type"]} cannot represent the RoPE scaling '
-                         f'{unknown or kind!r} of config.json')
     return found
 
 
@@ -270,47 +285,57 @@ def shortest(value):
 def entries_from_gguf(metadata, tensors):
     """config.json's entries from {key: value} and {name: Stored} of a file. ValueError for unknown models."""
     arch = metadata.get('general.architecture')
-    kinds = {}
-    for kind, family in FAMILIES.items():
-        kinds.setdefault(family.arch, kind)
-    if arch not in kinds:
-        raise ValueError(f'its architecture is {arch!r}, but only {", ".join(kinds)} are supported')
-    kind = 'mixtral' if arch == 'llama' and metadata.get('llama.expert_count') else kinds[arch]
+    kind = find_kind(metadata)
     family = FAMILIES[kind]
     own = {key.removeprefix(f'{arch}.'): value for key, value in metadata.items() if key.startswith(f'{arch}.')}
-    read = {key for key, _, _ in family.entries}
-    unknown = {key: value for key, value in own.items() if key not in read and key not in OTHER_KEYS}
-    unknown |= {key: value for key, value in own.items() if isinstance(value, list)}
-    if unknown := {key: value for key, value in unknown.items() if value not in (0, False)}:
-        raise ValueError('its metadata has ' + ', '.join(f'{arch}.{key}={value}' for key, value in unknown.items())
-                         + f', which no {kind} of transformers has')
+    check_keys(family, own)
     theirs = dict(model_type=kind, vocab_size=tensors['token_embd.weight'].shape[0],
                   tie_word_embeddings='output.weight' not in tensors)
     for key, entry, kind_of_value in family.entries:
         if key in own:
             theirs[entry] = shortest(own[key]) if kind_of_value is float else kind_of_value(own[key])
-    missing = [f'{arch}.{key}' for key, entry, _ in family.entries[:5] if entry not in theirs]
-    if missing:
-        raise ValueError(f'its metadata lacks {", ".join(missing)}')
     if kind == 'gpt2':
         activation = metadata.get('kilogpt.activation_function', 'gelu_new')
         return theirs | family.fixed | dict(n_ctx=theirs['n_positions'], activation_function=activation)
-    if family.entries is not NEOX_ENTRIES:
+    if kind != 'gpt_neox':
         theirs.setdefault('num_key_value_heads', theirs['num_attention_heads'])
         theirs.setdefault('head_dim', head_width(theirs))
-        if own.get('attention.value_length', theirs['head_dim']) != theirs['head_dim']:
-            raise ValueError(f'its {arch}.attention.value_length is {own["attention.value_length"]}, '
-                             f'but its key_length is {theirs["head_dim"]}')
+        value_width = own.get('attention.value_length', theirs['head_dim'])
+        if value_width != theirs['head_dim']:
+            raise ValueError(f'its heads have keys of {theirs["head_dim"]} and values of {value_width} numbers, '
+                             f'which no {kind} of transformers has')
     theirs['num_hidden_layers'] -= own.get('nextn_predict_layers', 0)  # transformers does not run these blocks
-    if family.arch == 'phi3':
+    if kind == 'phi3':
         theirs['sliding_window'] = theirs.get('sliding_window') or None
-    if 'attention_bias' not in family.fixed and kind not in ('qwen2', 'phi3'):
-        theirs['attention_bias'] = 'blk.0.attn_q.bias' in tensors
-    if kind in ('llama', 'mixtral', 'granite', 'smollm3'):
-        theirs['mlp_bias'] = 'blk.0.ffn_up.bias' in tensors
+    if kind in ('llama', 'mixtral', 'granite', 'smollm3', 'glm4_moe'):
+        theirs |= dict(attention_bias='blk.0.attn_q.bias' in tensors, mlp_bias='blk.0.ffn_up.bias' in tensors)
     if kind == 'glm4_moe':
         theirs['use_qk_norm'] = 'blk.0.attn_q_norm.weight' in tensors
     return theirs | known_entries(theirs) | rope_from_gguf(theirs, own, tensors)
+
+
+def find_kind(metadata):
+    """The model_type of transformers. ValueError for an architecture that FAMILIES does not have."""
+    kinds = {}
+    for kind, family in FAMILIES.items():
+        kinds.setdefault(family.arch, kind)
+    arch = metadata.get('general.architecture')
+    if arch not in kinds:
+        raise ValueError(f'its architecture is {arch!r}, but only {", ".join(kinds)} are supported')
+    return 'mixtral' if metadata.get('llama.expert_count') else kinds[arch]
+
+
+def check_keys(family, own):
+    """Raise a ValueError if a file's keys of its architecture, `own`, lack some or mean another model."""
+    read = {key for key, _, _ in family.entries}
+    unknown = {key: value for key, value in own.items() if key not in read and key not in OTHER_KEYS}
+    unknown |= {key: value for key, value in own.items() if isinstance(value, list)}
+    unknown = [f'{family.arch}.{key}={value}' for key, value in unknown.items() if value not in (0, False)]
+    if unknown:
+        raise ValueError(f'its metadata has {", ".join(unknown)}, which no {family.arch} of transformers has')
+    missing = [f'{family.arch}.{key}' for key, _, _ in family.entries[:5] if key not in own]
+    if missing:
+        raise ValueError(f'its metadata lacks {", ".join(missing)}')
 
 
 def rope_from_gguf(theirs, own, tensors):
@@ -318,37 +343,44 @@ def rope_from_gguf(theirs, own, tensors):
     width = head_width(theirs)
     theta = shortest(own.get('rope.freq_base', 10000.0))
     found = dict(rope_theta=theta)
-    share = own.get('rope.dimension_count', width) / width
+    rotated = own.get('rope.dimension_count', width)
     if family.partial_key:
-        found[family.partial_key] = share
-    elif share != 1:
-        raise ValueError(f'it rotates {own["rope.dimension_count"]} dimensions of heads of {width}, '
-                         f'which no {theirs["model_type"]} of transformers does')
+        found[family.partial_key] = rotated / width
+    elif rotated != width:
+        raise ValueError(f'it rotates {rotated} dimensions of heads of {width}, which no {theirs["model_type"]} of '
+                         'transformers does')
     if family.arch == 'gptneox':
         found['rotary_emb_base'] = theta
     if family.arch == 'gemma3':
         found['rope_local_base_freq'] = shortest(own.get('rope.freq_base_swa', 10000.0))
-    kind = own.get('rope.scaling.type', 'linear' if 'rope.scaling.factor' in own else 'none')
-    original = own.get('rope.scaling.original_context_length')
+    if family.arch == 'phi3' and 'rope.scaling.original_context_length' in own:
+        found['original_max_position_embeddings'] = own['rope.scaling.original_context_length']
+    scaling = scaling_from_gguf(own, tensors, theta, width)
+    return found | dict(rope_scaling=scaling) if scaling else found
+
+
+def scaling_from_gguf(own, tensors, theta, width):
+    """config.json's rope_scaling, or None for a model without one."""
     if 'rope_freqs.weight' in tensors:
         factors = tensors['rope_freqs.weight'].whole()
-        for scaling in LLAMA3_SCALINGS:
-            if torch.allclose(factors, llama3_factors(theta, width, *scaling), rtol=1e-4, atol=0):
-                keys = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'
-                return found | dict(rope_scaling=dict(rope_type='llama3', **dict(zip(keys, scaling))))
+        for numbers in LLAMA3_SCALINGS:
+            expected = llama3_factors(theta, width, *numbers)
+            if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-4, atol=0):
+                return dict(zip(LLAMA3_ENTRIES, numbers), rope_type='llama3')
         raise ValueError('its rope_freqs.weight is not the scaling of Llama 3.1 (factor 8) or 3.2 (factor 32), '
                          'and the numbers of another scaling cannot be computed from it')
+    kind = own.get('rope.scaling.type', 'linear')
+    original = own.get('rope.scaling.original_context_length')
     if kind == 'longrope':
-        scaling = dict(rope_type=kind, original_max_position_embeddings=original)
+        factors = {}
         for name in ('long', 'short'):
             values = tensors[f'rope_factors_{name}.weight'].whole().tolist()
-            scaling[f'{name}_factor'] = [shortest(value) for value in values]
-        return found | dict(rope_scaling=scaling, original_max_position_embeddings=original)
-    if kind == 'none' or own.get('rope.scaling.factor', 1.0) == 1.0:
-        if original and family.arch == 'phi3':
-            found['original_max_position_embeddings'] = original
-        return found
-    scaling = dict(rope_type=kind, factor=shortest(own['rope.scaling.factor']))
+            factors[f'{name}_factor'] = [shortest(value) for value in values]
+        return dict(rope_type=kind, original_max_position_embeddings=original, **factors)
+    factor = own.get('rope.scaling.factor', 1.0)
+    if kind == 'none' or factor == 1.0:
+        return None
+    scaling = dict(rope_type=kind, factor=shortest(factor))
     if kind == 'yarn':
         scaling['original_max_position_embeddings'] = original
         for key in ('beta_fast', 'beta_slow'):
@@ -356,4 +388,4 @@ def rope_from_gguf(theirs, own, tensors):
                 scaling[key] = shortest(own[f'rope.scaling.yarn_{key}'])
     elif kind != 'linear':
         raise ValueError(f'its RoPE scaling {kind!r} is not linear, yarn or longrope')
-    return found | dict(rope_scaling=scaling)
+    return scaling

@@ -3,7 +3,8 @@ import re
 
 import torch
 
-from kilogpt.convert.gguf_families import count_blocks, find_family, head_width, llama3_factors, rope_of
+from kilogpt.convert.gguf_families import (
+    LLAMA3_ENTRIES, complete, count_blocks, find_family, head_width, llama3_factors, rope_of)
 from kilogpt.convert.tensors import Stored, in_memory, mapped, selected, stacked, transposed, unstacked
 
 # Causal masks and frequencies, which old files of weights have.
@@ -45,9 +46,7 @@ def rotary_order(stem, theirs):
 def tensors_to_gguf(theirs, tensors):
     """{name in GGUF: Stored} from {name in transformers: Stored}. ValueError if a tensor has no place there."""
     family, names = find_family(theirs), tensor_names(theirs)
-    theirs = dict(theirs)
-    if family.arch != 'gpt2':
-        theirs['num_key_value_heads'] = theirs.get('num_key_value_heads') or theirs['num_attention_heads']
+    theirs = complete(theirs)
     found, experts = {}, {}
     for name, stored in tensors.items():
         stem, _, suffix = name.replace('_correction_bias', '_correction.bias').rpartition('.')
@@ -87,9 +86,8 @@ def rope_tensors(theirs):
         return {}
     rope, _ = rope_of(theirs)
     if rope['rope_type'] == 'llama3':
-        values = [rope[key] for key in ('factor', 'low_freq_factor', 'high_freq_factor',
-                                        'original_max_position_embeddings')]
-        factors = llama3_factors(rope['rope_theta'], head_width(theirs), *values)
+        numbers = [rope[key] for key in LLAMA3_ENTRIES]
+        factors = llama3_factors(rope['rope_theta'], head_width(theirs), *numbers)
         return {'rope_freqs.weight': in_memory(factors)}
     if rope['rope_type'] == 'longrope':
         return {f'rope_factors_{kind}.weight': in_memory(torch.tensor(rope[f'{kind}_factor'], dtype=torch.float32))

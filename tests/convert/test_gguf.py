@@ -36,6 +36,8 @@ LLAMA3 = dict(rope_type='llama3', rope_theta=500000.0, factor=8.0, low_freq_fact
 YARN = dict(rope_type='yarn', rope_theta=1e6, factor=4.0, original_max_position_embeddings=16)
 LONG = dict(rope_type='longrope', rope_theta=1e4, original_max_position_embeddings=32,
             long_factor=[1.0, 1.5, 2.25, 3.0, 4.0, 5.0, 6.0, 7.0], short_factor=[1.0 + i / 8 for i in range(8)])
+GEMMA3 = dict(full_attention=dict(rope_type='linear', rope_theta=1e6, factor=8.0),
+              sliding_attention=dict(rope_type='default', rope_theta=1e4))
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=32)
 # {form: (model_type, entries of the config besides BASIC and MODERN)}
 FORMS = dict(
@@ -54,7 +56,7 @@ FORMS = dict(
     phi3=('phi3', dict(sliding_window=None)),
     phi3_long=('phi3', dict(rope_parameters=LONG, original_max_position_embeddings=32)),
     gemma2=('gemma2', dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=16, tie_word_embeddings=True)),
-    gemma3=('gemma3_text', dict(head_dim=32, query_pre_attn_scalar=32, sliding_window=16, num_hidden_layers=7,
+    gemma3=('gemma3_text', dict(rope_parameters=GEMMA3, head_dim=32, query_pre_attn_scalar=32, sliding_window=16, num_hidden_layers=7,
                                 tie_word_embeddings=True)),
     olmo2=('olmo2', {}),
     granite=('granite', dict(attention_multiplier=0.3, embedding_multiplier=2.0, residual_multiplier=0.5,
