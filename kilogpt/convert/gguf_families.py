@@ -1,4 +1,4 @@
-"""The entries and tensors of GGUF files in the form of transformers: its config.json and its names of tensors.
+"""The metadata of GGUF files as the entries of a config.json of transformers, and the inverse.
 
 FAMILIES says for each model_type of transformers which architecture of llama.cpp the model is and how its
 entries are called, for both directions. gguf_files.py reads and writes the files. The source for values that
@@ -18,23 +18,26 @@ GPT2_ENTRIES = (
 NEOX_ENTRIES = (
     ('context_length', 'max_position_embeddings', int), ('embedding_length', 'hidden_size', int),
     ('block_count', 'num_hidden_layers', int), ('feed_forward_length', 'intermediate_size', int),
-    ('attention.head_count', 'num_attention_heads', int), ('attention.layer_norm_epsilon', 'layer_norm_eps', float),
+    ('attention.head_count', 'num_attention_heads', int),
+    ('attention.layer_norm_epsilon', 'layer_norm_eps', float),
     ('use_parallel_residual', 'use_parallel_residual', bool))
 LLAMA_ENTRIES = NEOX_ENTRIES[:5] + (
     ('attention.head_count_kv', 'num_key_value_heads', int), ('attention.key_length', 'head_dim', int),
     ('attention.layer_norm_rms_epsilon', 'rms_norm_eps', float))
-EXPERT_ENTRIES = (('expert_used_count', 'num_experts_per_tok', int),)
+ACTIVE_ENTRIES = (('expert_used_count', 'num_experts_per_tok', int),)
+EXPERT_ENTRIES = ACTIVE_ENTRIES + (('expert_feed_forward_length', 'moe_intermediate_size', int),)
+GROUP_ENTRIES = (('expert_group_count', 'n_group', int), ('expert_group_used_count', 'topk_group', int))
 SLIDING_ENTRIES = (('attention.sliding_window', 'sliding_window', int),
                    ('final_logit_softcapping', 'final_logit_softcapping', float))
 # Keys of files that change nothing here, or that rope_from_gguf and head_width read.
 OTHER_KEYS = ('vocab_size', 'attention.value_length', 'rope.dimension_count', 'rope.freq_base',
               'rope.freq_base_swa', 'rope.scaling.type', 'rope.scaling.factor', 'rope.scaling.attn_factor',
-              'rope.scaling.original_context_length', 'rope.scaling.yarn_beta_fast', 'rope.scaling.yarn_beta_slow',
-              'rope.scaling.finetuned', 'tensor_data_layout', 'expert_gating_func', 'nextn_predict_layers')
+              'rope.scaling.original_context_length', 'rope.scaling.yarn_beta_fast',
+              'rope.scaling.yarn_beta_slow', 'rope.scaling.finetuned', 'tensor_data_layout', 'expert_gating_func', 'nextn_predict_layers')
 
 # Names of tensors without `weight` and `bias`. '*' is the number of an expert.
-NORMS = ['input_layernorm', 'post_attention_layernorm', 'pre_feedforward_layernorm', 'post_feedforward_layernorm',
-         'self_attn.q_norm', 'self_attn.k_norm']
+NORMS = ['input_layernorm', 'post_attention_layernorm', 'pre_feedforward_layernorm',
+         'post_feedforward_layernorm', 'self_attn.q_norm', 'self_attn.k_norm']
 ATTENTION = NORMS + ['self_attn.q_proj', 'self_attn.k_proj', 'self_attn.v_proj', 'self_attn.o_proj']
 MLP = ['mlp.gate_proj', 'mlp.up_proj', 'mlp.down_proj']
 EXPERTS = ['mlp.gate', 'mlp.experts.*.gate_proj', 'mlp.experts.*.up_proj', 'mlp.experts.*.down_proj']
@@ -45,6 +48,7 @@ MIXTRAL_EXPERTS = ['block_sparse_moe.gate', 'block_sparse_moe.experts.*.w1', 'bl
 
 SILU = dict(hidden_act='silu')
 WITHOUT_BIAS = dict(attention_bias=False)
+QWEN = SILU | dict(use_sliding_window=False)
 GEMMA = WITHOUT_BIAS | dict(hidden_activation='gelu_pytorch_tanh')
 
 
@@ -65,24 +69,21 @@ LLAMA = Family('llama', LLAMA_ENTRIES, ATTENTION + MLP, SILU, is_permuted=True)
 FAMILIES = dict(
     llama=LLAMA,
     mistral=LLAMA._replace(fixed=SILU | dict(sliding_window=None)),
-    mixtral=LLAMA._replace(entries=LLAMA_ENTRIES + EXPERT_ENTRIES + (('expert_count', 'num_local_experts', int),),
-                           parts=ATTENTION + MIXTRAL_EXPERTS, fixed=SILU | dict(sliding_window=None)),
-    qwen2=Family('qwen2', LLAMA_ENTRIES, ATTENTION + MLP, SILU | dict(use_sliding_window=False)),
-    qwen3=Family('qwen3', LLAMA_ENTRIES, ATTENTION + MLP, SILU | WITHOUT_BIAS | dict(use_sliding_window=False)),
+    mixtral=LLAMA._replace(
+        entries=LLAMA_ENTRIES + ACTIVE_ENTRIES + (('expert_count', 'num_local_experts', int),),
+        parts=ATTENTION + MIXTRAL_EXPERTS, fixed=SILU | dict(sliding_window=None)),
+    qwen2=Family('qwen2', LLAMA_ENTRIES, ATTENTION + MLP, QWEN),
+    qwen3=Family('qwen3', LLAMA_ENTRIES, ATTENTION + MLP, QWEN | WITHOUT_BIAS),
     qwen3_moe=Family(
-        'qwen3moe', LLAMA_ENTRIES + EXPERT_ENTRIES + (
-            ('expert_count', 'num_experts', int), ('expert_feed_forward_length', 'moe_intermediate_size', int)),
+        'qwen3moe', LLAMA_ENTRIES + EXPERT_ENTRIES + (('expert_count', 'num_experts', int),),
         ATTENTION + EXPERTS,
-        SILU | WITHOUT_BIAS | dict(use_sliding_window=False, norm_topk_prob=True, decoder_sparse_step=1,
-                                   mlp_only_layers=[])),
+        QWEN | WITHOUT_BIAS | dict(norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])),
     glm4_moe=Family(
-        'glm4moe', LLAMA_ENTRIES + EXPERT_ENTRIES + (
-            ('expert_count', 'n_routed_experts', int), ('expert_feed_forward_length', 'moe_intermediate_size', int),
-            ('expert_shared_count', 'n_shared_experts', int),
+        'glm4moe', LLAMA_ENTRIES + EXPERT_ENTRIES + GROUP_ENTRIES + (
+            ('expert_count', 'n_routed_experts', int), ('expert_shared_count', 'n_shared_experts', int),
             ('leading_dense_block_count', 'first_k_dense_replace', int),
             ('expert_weights_scale', 'routed_scaling_factor', float),
-            ('expert_weights_norm', 'norm_topk_prob', bool),
-            ('expert_group_count', 'n_group', int), ('expert_group_used_count', 'topk_group', int)),
+            ('expert_weights_norm', 'norm_topk_prob', bool)),
         ATTENTION + MLP + EXPERTS + SHARED_EXPERT, SILU, partial_key='partial_rotary_factor'),
     phi3=Family('phi3', LLAMA_ENTRIES + SLIDING_ENTRIES[:1],
                 NORMS + ['self_attn.qkv_proj', 'self_attn.o_proj', 'mlp.gate_up_proj', 'mlp.down_proj'], SILU,
@@ -93,22 +94,25 @@ FAMILIES = dict(
                        GEMMA | dict(attn_logit_softcapping=None), norm_offset=1),
     olmo2=Family('olmo2', LLAMA_ENTRIES, ATTENTION + MLP, SILU | WITHOUT_BIAS),
     granite=Family('granite', LLAMA_ENTRIES + (
-        ('attention.scale', 'attention_multiplier', float), ('embedding_scale', 'embedding_multiplier', float),
+        ('attention.scale', 'attention_multiplier', float),
+        ('embedding_scale', 'embedding_multiplier', float),
         ('residual_scale', 'residual_multiplier', float), ('logit_scale', 'logits_scaling', float)),
         ATTENTION + MLP, SILU, is_permuted=True),
-    smollm3=Family('smollm3', LLAMA_ENTRIES, ATTENTION + MLP, SILU | dict(use_sliding_window=False),
-                   is_permuted=True),
-    gpt2=Family('gpt2', GPT2_ENTRIES, ['ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'],
-                dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False), block='transformer.h.{}.',
-                whole=('transformer.wte', 'transformer.wpe', 'transformer.ln_f', 'lm_head')),
-    gpt_neox=Family('gptneox', NEOX_ENTRIES,
-                    ['input_layernorm', 'post_attention_layernorm', 'attention.query_key_value', 'attention.dense',
-                     'mlp.dense_h_to_4h', 'mlp.dense_4h_to_h'], dict(hidden_act='gelu', attention_bias=True),
-                    block='gpt_neox.layers.{}.', partial_key='rotary_pct',
-                    whole=('gpt_neox.embed_in', 'gpt_neox.final_layer_norm', 'embed_out')))
+    smollm3=Family('smollm3', LLAMA_ENTRIES, ATTENTION + MLP, QWEN, is_permuted=True),
+    gpt2=Family(
+        'gpt2', GPT2_ENTRIES, ['ln_1', 'ln_2', 'attn.c_attn', 'attn.c_proj', 'mlp.c_fc', 'mlp.c_proj'],
+        dict(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False), block='transformer.h.{}.',
+        whole=('transformer.wte', 'transformer.wpe', 'transformer.ln_f', 'lm_head')),
+    gpt_neox=Family(
+        'gptneox', NEOX_ENTRIES,
+        ['input_layernorm', 'post_attention_layernorm', 'attention.query_key_value', 'attention.dense',
+         'mlp.dense_h_to_4h', 'mlp.dense_4h_to_h'],
+        dict(hidden_act='gelu', attention_bias=True), block='gpt_neox.layers.{}.', partial_key='rotary_pct',
+        whole=('gpt_neox.embed_in', 'gpt_neox.final_layer_norm', 'embed_out')))
 GELUS = 'gelu_new', 'gelu_pytorch_tanh', 'gelu'
-ROPE_ENTRIES = ('rope_type', 'rope_theta', 'partial_rotary_factor', 'factor', 'original_max_position_embeddings',
-                'beta_fast', 'beta_slow', 'low_freq_factor', 'high_freq_factor', 'long_factor', 'short_factor')
+ROPE_ENTRIES = ('rope_type', 'rope_theta', 'partial_rotary_factor', 'factor', 'beta_fast', 'beta_slow',
+                'original_max_position_embeddings', 'low_freq_factor', 'high_freq_factor', 'long_factor',
+                'short_factor')
 SIGMOID = 2  # expert_gating_func
 # The numbers of Llama 3.1, 3.2 and 3.3.
 LLAMA3_ENTRIES = 'factor', 'low_freq_factor', 'high_freq_factor', 'original_max_position_embeddings'
@@ -126,10 +130,6 @@ def find_family(theirs):
 
 def count_blocks(theirs):
     return theirs['n_layer'] if theirs['model_type'] == 'gpt2' else theirs['num_hidden_layers']
-
-
-def count_heads(theirs):
-    return theirs['n_head'] if theirs['model_type'] == 'gpt2' else theirs['num_attention_heads']
 
 
 def head_width(theirs):
@@ -284,10 +284,10 @@ def shortest(value):
 
 def entries_from_gguf(metadata, tensors):
     """config.json's entries from {key: value} and {name: Stored} of a file. ValueError for unknown models."""
-    arch = metadata.get('general.architecture')
     kind = find_kind(metadata)
     family = FAMILIES[kind]
-    own = {key.removeprefix(f'{arch}.'): value for key, value in metadata.items() if key.startswith(f'{arch}.')}
+    prefix = metadata['general.architecture'] + '.'
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     check_keys(family, own)
     theirs = dict(model_type=kind, vocab_size=tensors['token_embd.weight'].shape[0],
                   tie_word_embeddings='output.weight' not in tensors)
@@ -302,9 +302,10 @@ def entries_from_gguf(metadata, tensors):
         theirs.setdefault('head_dim', head_width(theirs))
         value_width = own.get('attention.value_length', theirs['head_dim'])
         if value_width != theirs['head_dim']:
-            raise ValueError(f'its heads have keys of {theirs["head_dim"]} and values of {value_width} numbers, '
-                             f'which no {kind} of transformers has')
-    theirs['num_hidden_layers'] -= own.get('nextn_predict_layers', 0)  # transformers does not run these blocks
+            raise ValueError(f'its heads have keys of {theirs["head_dim"]} and values of {value_width} '
+                             f'numbers, which no {kind} of transformers has')
+    # transformers does not run the blocks that predict the token after the next.
+    theirs['num_hidden_layers'] -= own.get('nextn_predict_layers', 0)
     if kind == 'phi3':
         theirs['sliding_window'] = theirs.get('sliding_window') or None
     if kind in ('llama', 'mixtral', 'granite', 'smollm3', 'glm4_moe'):
@@ -347,8 +348,8 @@ def rope_from_gguf(theirs, own, tensors):
     if family.partial_key:
         found[family.partial_key] = rotated / width
     elif rotated != width:
-        raise ValueError(f'it rotates {rotated} dimensions of heads of {width}, which no {theirs["model_type"]} of '
-                         'transformers does')
+        raise ValueError(f'it rotates {rotated} dimensions of heads of {width}, which no '
+                         f'{theirs["model_type"]} of transformers does')
     if family.arch == 'gptneox':
         found['rotary_emb_base'] = theta
     if family.arch == 'gemma3':
@@ -367,8 +368,8 @@ def scaling_from_gguf(own, tensors, theta, width):
             expected = llama3_factors(theta, width, *numbers)
             if factors.shape == expected.shape and torch.allclose(factors, expected, rtol=1e-4, atol=0):
                 return dict(zip(LLAMA3_ENTRIES, numbers), rope_type='llama3')
-        raise ValueError('its rope_freqs.weight is not the scaling of Llama 3.1 (factor 8) or 3.2 (factor 32), '
-                         'and the numbers of another scaling cannot be computed from it')
+        raise ValueError('its rope_freqs.weight is not the scaling of Llama 3.1 (factor 8) or 3.2 (factor '
+                         '32), and the numbers of another scaling cannot be computed from it')
     kind = own.get('rope.scaling.type', 'linear')
     original = own.get('rope.scaling.original_context_length')
     if kind == 'longrope':

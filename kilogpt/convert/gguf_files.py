@@ -1,8 +1,8 @@
 """Read and write GGUF files, the weights of llama.cpp, in the form of transformers.
 
-Both directions go through config.json's entries and tensors with the names of transformers (gguf_families.py)
-and through a tokenizer.json (gguf_tokenizer.py). A tensor is read, dequantized or written when it is needed, so a
-model may be larger than memory. The package `gguf` knows the format: https://github.com/ggml-org/ggml.
+Both directions go through config.json's entries (gguf_families.py), tensors with the names of transformers
+(gguf_tensors.py) and a tokenizer.json (gguf_tokenizer.py). A tensor is read, dequantized or written when it is
+needed, so a model may be larger than memory. The package `gguf` knows the format: https://github.com/ggml-org/ggml.
 """
 import contextlib
 import math
@@ -39,7 +39,7 @@ def import_gguf():
 # --- read ---------------------------------------------------------------------------------------------------
 
 class Header:
-    """What precedes the numbers in a file of version 2 or 3: `metadata` {key: value} and `tensors` {name: Stored}.
+    """What precedes the numbers in a file: `metadata` {key: value} and `tensors` {name: Stored}.
 
     gguf.GGUFReader reads the same, but takes seconds for the tokens of a vocabulary.
     """
@@ -83,7 +83,8 @@ class Header:
         kind, count = self.number('I'), self.number('Q')
         if kind in NUMBERS:
             code = NUMBERS[kind]
-            return [value for value, in struct.iter_unpack('<' + code, self.take(count * struct.calcsize(code)))]
+            numbers = self.take(count * struct.calcsize(code))
+            return [value for value, in struct.iter_unpack('<' + code, numbers)]
         return [self.value(kind) for _ in range(count)]
 
     def tensor_info(self):
@@ -110,8 +111,8 @@ class Header:
         try:
             gguf.quants.dequantize(packed[:1], kind)
         except NotImplementedError:
-            raise ValueError(f'it has tensors of the type {kind.name}, which the package gguf cannot dequantize: '
-                             'use the same model as Q8_0, for example') from None
+            raise ValueError(f'it has tensors of the type {kind.name}, which the package gguf cannot '
+                             'dequantize: use the same model as Q8_0, for example') from None
         packed = data.reshape(rows_of_bytes) if len(shape) > 1 else packed
 
         def read(rows):
@@ -173,7 +174,8 @@ def write_gguf(path, theirs, tensors, tokenizer_folder, dtype='float16'):
     entries |= tokenizer_to_gguf(tokenizer_folder, theirs['vocab_size'])
     tensors = tensors_to_gguf(theirs, tensors)
     name = os.path.splitext(os.path.basename(path))[0]
-    entries |= {'general.name': name, 'general.file_type': FILE_TYPES[dtype], 'general.quantization_version': 2}
+    entries |= {'general.name': name, 'general.file_type': FILE_TYPES[dtype],
+                'general.quantization_version': 2}
     writer = gguf.GGUFWriter(path + '.tmp', find_family(theirs).arch)
     for key, value in entries.items():
         add_entry(writer, key, value)
@@ -218,6 +220,6 @@ def convert(path, name, stored, kind):
     gguf = import_gguf()
     tensor = stored.whole().float().contiguous().numpy()
     if kind == gguf.GGMLQuantizationType.F16 and (largest := np.abs(tensor).max()) > np.finfo(np.float16).max:
-        raise ValueError(f'{path} was not written: {name} has a value of {largest:g}, which is too large for float16: '
-                         'set dtype to bfloat16')
+        raise ValueError(f'{path} was not written: {name} has a value of {largest:g}, which is too large for '
+                         'float16: set dtype to bfloat16')
     return gguf.quants.quantize(tensor, kind).view(np.uint8)

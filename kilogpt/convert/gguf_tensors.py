@@ -1,4 +1,8 @@
-"""The tensors of GGUF files under the names of transformers, and the inverse: names, order of rows, offsets."""
+"""The tensors of GGUF files under the names of transformers, and the inverse.
+
+Besides names, the order of rows and experts differs, GPT-2's matrices are transposed, and Gemma's norms have 1
+added.
+"""
 import re
 
 import torch
@@ -44,7 +48,7 @@ def rotary_order(stem, theirs):
 
 
 def tensors_to_gguf(theirs, tensors):
-    """{name in GGUF: Stored} from {name in transformers: Stored}. ValueError if a tensor has no place there."""
+    """{name in GGUF: Stored} from {name in transformers: Stored}. ValueError for a tensor without a place."""
     family, names = find_family(theirs), tensor_names(theirs)
     theirs = complete(theirs)
     found, experts = {}, {}
@@ -90,8 +94,8 @@ def rope_tensors(theirs):
         factors = llama3_factors(rope['rope_theta'], head_width(theirs), *numbers)
         return {'rope_freqs.weight': in_memory(factors)}
     if rope['rope_type'] == 'longrope':
-        return {f'rope_factors_{kind}.weight': in_memory(torch.tensor(rope[f'{kind}_factor'], dtype=torch.float32))
-                for kind in ('long', 'short')}
+        factors = {kind: torch.tensor(rope[f'{kind}_factor'], dtype=torch.float32) for kind in ('long', 'short')}
+        return {f'rope_factors_{kind}.weight': in_memory(tensor) for kind, tensor in factors.items()}
     return {}
 
 

@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file as a tokenizer.json, and the inverse. The library `tokenizers` does the work.
 
-llama.cpp knows two kinds that matter here: 'gpt2', a BPE over bytes whose pre-tokenizer has a name, and 'llama',
-SentencePiece's BPE over characters, with bytes for unknown ones. The source for regular expressions and for what
-follows from a name is llama.cpp's llama-vocab.cpp.
+llama.cpp knows two kinds that matter here: 'gpt2', a BPE over bytes whose pre-tokenizer has a name, and
+'llama', SentencePiece's BPE over characters, with bytes for unknown ones. The source for regular expressions and
+for what follows from a name is llama.cpp's llama-vocab.cpp.
 """
 import json
 import os
@@ -19,7 +19,8 @@ UPPER, LOWER = r'[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]', r'[\p{Ll}\p{Lm}\p{Lo}\p{M}]'
 WORD = r'[^\r\n\p{L}\p{N}]?'
 LLAMA3 = rf'{CONTRACTIONS}|{WORD}\p{{L}}+|\p{{N}}{{1,3}}|{PUNCTUATION}'
 QWEN2 = rf'{CONTRACTIONS}|{WORD}\p{{L}}+|\p{{N}}|{PUNCTUATION}'
-QWEN35 = rf'{CONTRACTIONS}|{WORD}[\p{{L}}\p{{M}}]+|\p{{N}}| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
+QWEN35 = (rf'{CONTRACTIONS}|{WORD}[\p{{L}}\p{{M}}]+|\p{{N}}|'
+          r' ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 GPT4O = (rf'{WORD}{UPPER}*{LOWER}+{CONTRACTIONS}?|{WORD}{UPPER}+{LOWER}*{CONTRACTIONS}?|\p{{N}}{{1,3}}|'
          r' ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+')
 TEKKEN = (rf'{WORD}{UPPER}*{LOWER}+|{WORD}{UPPER}+{LOWER}*|\p{{N}}|'
@@ -44,9 +45,10 @@ DEEPSEEK3 = (r'[!"#$%&' "'" r'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L
 # {tokenizer.ggml.pre: regular expressions that split a text, one after the other}. If a tokenizer.json splits
 # as several do, the first name is written.
 PRE_TOKENIZERS = {
-    'gpt-2': [PATTERNS['gpt2']], 'llama-bpe': [LLAMA3], 'qwen2': [QWEN2], 'gpt-4o': [GPT4O], 'tekken': [TEKKEN],
-    'smollm': [r'\p{N}', PATTERNS['gpt2']], 'qwen35': [QWEN35],
-    'deepseek-llm': [r'[\r\n]', rf'\s?[{DEEPSEEK_LETTERS}]+', rf'\s?[{DEEPSEEK_MARKS}]+', r'\s+$', HAN, r'\p{N}+'],
+    'gpt-2': [PATTERNS['gpt2']], 'llama-bpe': [LLAMA3], 'qwen2': [QWEN2], 'gpt-4o': [GPT4O],
+    'tekken': [TEKKEN], 'smollm': [r'\p{N}', PATTERNS['gpt2']], 'qwen35': [QWEN35],
+    'deepseek-llm': [r'[\r\n]', rf'\s?[{DEEPSEEK_LETTERS}]+', rf'\s?[{DEEPSEEK_MARKS}]+', r'\s+$', HAN,
+                     r'\p{N}+'],
     'deepseek-coder': [r'[\r\n]', r'\s?\p{L}+', r'\s?\p{P}+', HAN, r'\p{N}'],
     'deepseek-v3': [r'\p{N}{1,3}', '[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+', DEEPSEEK3],
     'falcon': [r'[\p{P}\$\+<=>\^~\|`]+', PATTERNS['gpt2'], '[0-9][0-9][0-9]'],
@@ -58,8 +60,9 @@ SAME_SPLIT = {
     'smollm': 'starcoder refact command-r codeshell exaone minerva-7b'}
 for name, others in SAME_SPLIT.items():
     PRE_TOKENIZERS |= dict.fromkeys(others.split(), PRE_TOKENIZERS[name])
-# Names for which llama.cpp takes a word that is a token as this token, and puts <s> first unless told otherwise.
+# Names for which llama.cpp puts <s> before a text unless the file says otherwise.
 WITH_BOS = {'llama-bpe', 'llama3', 'llama-v3', 'falcon3', 'falcon-h1', 'pixtral', 'lfm2'}
+# Names for which a word that is a token becomes this token, whatever its merges.
 IGNORE_MERGES = WITH_BOS | {'tekken', 'glm4'}
 NORMALIZED = {'qwen2'}  # The tokenizers of these models apply Unicode's NFC first.
 # A text that each of PRE_TOKENIZERS splits in another way.
@@ -85,18 +88,19 @@ def tokenizer_from_gguf(metadata):
     if kind in ('no_vocab', 'none'):
         return None
     if kind not in ('gpt2', 'llama'):
-        raise ValueError(f"its tokenizer is {kind!r}, but only 'gpt2' (BPE over bytes) and 'llama' (SentencePiece) "
-                         'are supported')
+        raise ValueError(f"its tokenizer is {kind!r}, but only 'gpt2' (BPE over bytes) and 'llama' "
+                         '(SentencePiece) are supported')
     tokens = own['tokens']
     types = own.get('token_type', [NORMAL] * len(tokens))
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise ValueError(f'its {len(tokens)} tokens have {len(types)} types and {len(set(tokens))} different names')
+        raise ValueError(f'its {len(tokens)} tokens have {len(types)} types and {len(set(tokens))} names')
     names = {name: tokens[own[f'{key}_token_id']] for name, key in SPECIAL.items()
              if own.get(f'{key}_token_id', len(tokens)) < len(tokens)}
-    backend = build_byte_level(own, tokens, types) if kind == 'gpt2' else build_sentence_piece(own, tokens, types)
+    build = build_byte_level if kind == 'gpt2' else build_sentence_piece
+    backend = build(own, tokens, types)
     add_special_tokens(backend, tokens, types)
-    has_bos_by_default = kind == 'llama' or own.get('pre') in WITH_BOS
-    add_template(backend, kind, names, own.get('add_bos_token', has_bos_by_default), own.get('add_eos_token', False))
+    add_bos = own.get('add_bos_token', kind == 'llama' or own.get('pre') in WITH_BOS)
+    add_template(backend, kind, names, add_bos, own.get('add_eos_token', False))
     config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False)
     config |= {f'{name}_token': token for name, token in names.items()}
     if 'tokenizer.chat_template' in metadata:
@@ -110,7 +114,8 @@ def build_byte_level(own, tokens, types):
     from tokenizers import Tokenizer, decoders, models, normalizers
     pre = own.get('pre', 'default')
     if pre not in PRE_TOKENIZERS:
-        raise ValueError(f'its tokenizer.ggml.pre is {pre!r}, but only {", ".join(PRE_TOKENIZERS)} are supported')
+        raise ValueError(f'its tokenizer.ggml.pre is {pre!r}, but only {", ".join(PRE_TOKENIZERS)} are '
+                         'supported')
     vocabulary = {token: i for i, token in enumerate(tokens)
                   if types[i] != UNUSED or not UNUSED_NAME.fullmatch(token)}
     merges = []
@@ -131,14 +136,14 @@ def build_byte_level(own, tokens, types):
 def build_pre_tokenizer(pre):
     from tokenizers import Regex, pre_tokenizers
     steps = [pre_tokenizers.Split(Regex(pattern), 'isolated') for pattern in PRE_TOKENIZERS[pre]]
-    return pre_tokenizers.Sequence([*steps, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(steps)
 
 
 def build_sentence_piece(own, tokens, types):
     """The `tokenizers.Tokenizer` of a BPE of SentencePiece, whose merges follow from its scores.
 
-    Two neighbouring tokens are merged if their concatenation is a token, the one with the highest score first.
-    Spaces are user-defined tokens in Gemma, and such tokens do not have scores of their own. There, the order
+    Two neighbouring tokens are merged if their concatenation is a token, in the order of the scores. Spaces are user-defined tokens in Gemma, and such tokens do not have scores of their own. There, the order
     of the tokens is the order of the merges.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
@@ -202,10 +207,10 @@ def add_template(backend, kind, names, add_bos, add_eos):
 # --- to a file ----------------------------------------------------------------------------------------------
 
 def tokenizer_to_gguf(folder, vocab_size):
-    """{key: value} of a GGUF file for the tokenizer.json in a folder. ValueError if llama.cpp does not know it.
+    """{key: value} of a GGUF file for the tokenizer.json in a folder.
 
     folder: None for a model without a tokenizer. vocab_size: rows of the token table. Rows without a token get
-    an unused one.
+    an unused one. ValueError if llama.cpp does not have such a tokenizer.
     """
     if folder is None:
         return {'tokenizer.ggml.model': 'no_vocab'}
@@ -215,8 +220,8 @@ def tokenizer_to_gguf(folder, vocab_size):
     path = os.path.join(folder, 'tokenizer.json')
     backend.encode_special_tokens = False
     if content['model']['type'] != 'BPE' or not (tokenizer.is_byte_level or tokenizer.has_byte_tokens):
-        raise ValueError(f'{path} is {content["model"]["type"]} without bytes, but llama.cpp needs BPE over bytes or '
-                         "SentencePiece's BPE with bytes for unknown characters")
+        raise ValueError(f'{path} is {content["model"]["type"]} without bytes, but llama.cpp needs BPE over bytes '
+                         "or SentencePiece's BPE with bytes for unknown characters")
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f'{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}')
     tokens = [f'[PAD{i}]' for i in range(vocab_size)]
