@@ -33,7 +33,8 @@ SLIDING_ENTRIES = (('attention.sliding_window', 'sliding_window', int),
 OTHER_KEYS = ('vocab_size', 'attention.value_length', 'rope.dimension_count', 'rope.freq_base',
               'rope.freq_base_swa', 'rope.scaling.type', 'rope.scaling.factor', 'rope.scaling.attn_factor',
               'rope.scaling.original_context_length', 'rope.scaling.yarn_beta_fast',
-              'rope.scaling.yarn_beta_slow', 'rope.scaling.finetuned', 'tensor_data_layout', 'expert_gating_func', 'nextn_predict_layers')
+              'rope.scaling.yarn_beta_slow', 'rope.scaling.finetuned', 'tensor_data_layout',
+              'expert_gating_func', 'nextn_predict_layers')
 
 # Names of tensors without `weight` and `bias`. '*' is the number of an expert.
 NORMS = ['input_layernorm', 'post_attention_layernorm', 'pre_feedforward_layernorm',
@@ -202,6 +203,10 @@ def check_known_entries(theirs):
     """Raise a ValueError for a value that llama.cpp does not read, and that differs from the one it knows."""
     kind = theirs['model_type']
     known = known_entries(theirs)
+    softcaps = [theirs.get(f'{place}_logit_softcapping') for place in ('attn', 'final')]
+    if kind == 'gemma2' and None in softcaps:
+        raise ValueError('a GGUF file of gemma2 needs attn_logit_softcapping and final_logit_softcapping in '
+                         'config.json, since llama.cpp takes 50 and 30 without them')
     if kind == 'gpt2':
         known['activation_function'] = 'gelu_new'
     else:
@@ -306,6 +311,9 @@ def entries_from_gguf(metadata, tensors):
                              f'numbers, which no {kind} of transformers has')
     # transformers does not run the blocks that predict the token after the next.
     theirs['num_hidden_layers'] -= own.get('nextn_predict_layers', 0)
+    if kind == 'gemma2':  # what llama.cpp takes without these keys
+        defaults = dict(sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
+        theirs = defaults | theirs
     if kind == 'phi3':
         theirs['sliding_window'] = theirs.get('sliding_window') or None
     if kind in ('llama', 'mixtral', 'granite', 'smollm3', 'glm4_moe'):

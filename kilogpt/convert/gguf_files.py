@@ -1,8 +1,8 @@
 """Read and write GGUF files, the weights of llama.cpp, in the form of transformers.
 
 Both directions go through config.json's entries (gguf_families.py), tensors with the names of transformers
-(gguf_tensors.py) and a tokenizer.json (gguf_tokenizer.py). A tensor is read, dequantized or written when it is
-needed, so a model may be larger than memory. The package `gguf` knows the format: https://github.com/ggml-org/ggml.
+(gguf_tensors.py) and a tokenizer.json (gguf_tokenizer.py). A tensor is read, dequantized or written when it
+is needed, so a model may be larger than memory. The format: docs/gguf.md of https://github.com/ggml-org/ggml.
 """
 import contextlib
 import math
@@ -150,6 +150,10 @@ def read_gguf(path):
         files = tokenizer_from_gguf(metadata)
     except ValueError as error:
         raise ValueError(f'{path} cannot be read: {error}') from None
+    except ImportError:
+        raise
+    except Exception as error:  # an entry is missing, for example, or tokenizers raises a bare Exception
+        raise ValueError(f'{path} cannot be read: its metadata are incomplete or wrong: {error!r}') from None
 
     def write_tokenizer(folder):
         for name, text in files.items():

@@ -1,7 +1,7 @@
 """The tensors of GGUF files under the names of transformers, and the inverse.
 
-Besides names, the order of rows and experts differs, GPT-2's matrices are transposed, and Gemma's norms have 1
-added.
+Besides the names, the order of rows differs, the matrices of all experts are one tensor, those of GPT-2 are
+transposed, and 1 is added to Gemma's norms.
 """
 import re
 
@@ -94,8 +94,8 @@ def rope_tensors(theirs):
         factors = llama3_factors(rope['rope_theta'], head_width(theirs), *numbers)
         return {'rope_freqs.weight': in_memory(factors)}
     if rope['rope_type'] == 'longrope':
-        factors = {kind: torch.tensor(rope[f'{kind}_factor'], dtype=torch.float32) for kind in ('long', 'short')}
-        return {f'rope_factors_{kind}.weight': in_memory(tensor) for kind, tensor in factors.items()}
+        return {f'rope_factors_{kind}.weight': in_memory(torch.tensor(rope[f'{kind}_factor']).float())
+                for kind in ('long', 'short')}
     return {}
 
 

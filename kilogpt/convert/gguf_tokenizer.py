@@ -1,8 +1,8 @@
 """The tokenizer of a GGUF file as a tokenizer.json, and the inverse. The library `tokenizers` does the work.
 
 llama.cpp knows two kinds that matter here: 'gpt2', a BPE over bytes whose pre-tokenizer has a name, and
-'llama', SentencePiece's BPE over characters, with bytes for unknown ones. The source for regular expressions and
-for what follows from a name is llama.cpp's llama-vocab.cpp.
+'llama', SentencePiece's BPE over characters, with bytes for unknown ones. The source for regular expressions
+and for what follows from a name is llama.cpp's llama-vocab.cpp.
 """
 import json
 import os
@@ -143,7 +143,8 @@ def build_pre_tokenizer(pre):
 def build_sentence_piece(own, tokens, types):
     """The `tokenizers.Tokenizer` of a BPE of SentencePiece, whose merges follow from its scores.
 
-    Two neighbouring tokens are merged if their concatenation is a token, in the order of the scores. Spaces are user-defined tokens in Gemma, and such tokens do not have scores of their own. There, the order
+    Two neighbouring tokens are merged if their concatenation is a token, in the order of the scores. Several
+    spaces are a user-defined token in Gemma, and such tokens do not have scores of their own. There, the order
     of the tokens is the order of the merges.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers
@@ -209,8 +210,8 @@ def add_template(backend, kind, names, add_bos, add_eos):
 def tokenizer_to_gguf(folder, vocab_size):
     """{key: value} of a GGUF file for the tokenizer.json in a folder.
 
-    folder: None for a model without a tokenizer. vocab_size: rows of the token table. Rows without a token get
-    an unused one. ValueError if llama.cpp does not have such a tokenizer.
+    folder: None for a model without a tokenizer. vocab_size: rows of the token table. Rows without a token
+    get an unused one. ValueError if llama.cpp does not have such a tokenizer.
     """
     if folder is None:
         return {'tokenizer.ggml.model': 'no_vocab'}
@@ -220,8 +221,8 @@ def tokenizer_to_gguf(folder, vocab_size):
     path = os.path.join(folder, 'tokenizer.json')
     backend.encode_special_tokens = False
     if content['model']['type'] != 'BPE' or not (tokenizer.is_byte_level or tokenizer.has_byte_tokens):
-        raise ValueError(f'{path} is {content["model"]["type"]} without bytes, but llama.cpp needs BPE over bytes '
-                         "or SentencePiece's BPE with bytes for unknown characters")
+        raise ValueError(f'{path} is {content["model"]["type"]} without bytes, but llama.cpp needs BPE over '
+                         "bytes, or SentencePiece's BPE with bytes for unknown characters")
     if tokenizer.vocab_size > vocab_size:
         raise ValueError(f'{path} has {tokenizer.vocab_size} tokens, but the model has {vocab_size}')
     tokens = [f'[PAD{i}]' for i in range(vocab_size)]
