@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from data.bpe import PATTERNS
 from data.json_tokenizer import JsonTokenizer
-from data.tokenizer import ByteTokenizer, CharTokenizer
+from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
 from kilogpt.convert.gguf_tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, PROBE, build_pre_tokenizer
 from kilogpt.convert.gguf_tokenizer import find_pre_tokenizer, tokenizer_from_gguf, tokenizer_to_gguf
@@ -134,6 +134,47 @@ def test_read_gives_what_was_written(form, tmp_path):
         # Without a config, transformers guesses the width of heads and ignores biases and RoPE's scaling.
         from_file = type(model).from_pretrained(tmp_path, gguf_file='model.gguf', config=model.config)
         assert_same_logits(model, from_file)
+
+
+def in_llama_cpps_order(rows, heads):
+    """LlamaModel.permute in llama.cpp's conversion/llama.py."""
+    halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])
+    return halves.swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize('form', ['mistral', 'mixtral', 'granite', 'smollm3', 'olmo2', 'gpt_neox', 'gemma2',
+                                  'llama3'])
+def test_file_has_what_the_converter_of_llama_cpp_writes(form, tmp_path):
+    """Formulas of convert_hf_to_gguf.py, where the same error in both directions would not be seen otherwise."""
+    theirs, tensors = save(make_model(form), tmp_path / 'hf')
+    write_gguf(str(tmp_path / 'model.gguf'), theirs, tensors, None, 'float32')
+    written = {tensor.name: torch.from_numpy(np.array(tensor.data))
+               for tensor in gguf.GGUFReader(tmp_path / 'model.gguf').tensors}
+    tensors = {name: stored.whole() for name, stored in tensors.items()}
+    if form == 'gpt_neox':
+        packed = tensors['gpt_neox.layers.1.attention.query_key_value.weight'].reshape(4, 3, 16, 64)
+        parts = [packed[:, i].reshape(64, 64) for i in range(3)]
+        assert written['blk.1.attn_qkv.weight'].equal(torch.cat(parts))
+        return
+    for name, heads in dict(q=4, k=2).items():
+        rows = tensors[f'model.layers.1.self_attn.{name}_proj.weight']
+        rows = rows if form in ('olmo2', 'gemma2') else in_llama_cpps_order(rows, heads)
+        assert written[f'blk.1.attn_{name}.weight'].equal(rows)
+    norm = tensors['model.layers.1.post_attention_layernorm.weight']
+    name = 'post_attention_norm' if form in ('olmo2', 'gemma2') else 'ffn_norm'
+    assert written[f'blk.1.{name}.weight'].equal(norm + 1 if form == 'gemma2' else norm)
+    if form == 'mixtral':
+        down = [tensors[f'model.layers.1.block_sparse_moe.experts.{i}.w2.weight'] for i in range(4)]
+        assert written['blk.1.ffn_down_exps.weight'].equal(torch.stack(down))
+    if form == 'llama3':
+        expected = []
+        for i in range(8):
+            wavelength = 2 * np.pi * LLAMA3['rope_theta'] ** (i / 8)
+            smooth = (8192 / wavelength - 1) / 3
+            middle = 1 / ((1 - smooth) / 8 + smooth)
+            expected.append(1 if wavelength < 8192 / 4 else 8 if wavelength > 8192 else middle)
+        assert {1, 8} < set(expected)
+        torch.testing.assert_close(written['rope_freqs.weight'], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
 # Arguments: a file, the prompt's ids or a text, and where to save the logits or the ids of the text.
@@ -415,6 +456,20 @@ def test_bytes_have_their_own_ids(tmp_path):
     for name, text in tokenizer_from_gguf(tokenizer_to_gguf(str(tmp_path / 'first'), 256)).items():
         (tmp_path / name).write_text(text)
     assert all(JsonTokenizer(tmp_path).encode(text) == list(text.encode()) for text in TEXTS)
+
+
+def test_gpt2_of_tiktoken_keeps_its_ids(vocabulary, monkeypatch, tmp_path):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
+    tokenizer = get_tokenizer(dict(tokenizer='gpt2'))
+    (tmp_path / 'first').mkdir()
+    tokenizer.save(str(tmp_path / 'first'), 64)
+    entries = tokenizer_to_gguf(str(tmp_path / 'first'), 50304)
+    assert entries['tokenizer.ggml.pre'] == 'gpt-2' and entries['tokenizer.ggml.eos_token_id'] == 50256
+    for name, text in tokenizer_from_gguf(entries).items():
+        (tmp_path / name).write_text(text)
+    again = JsonTokenizer(tmp_path)
+    assert all(again.encode_prompt(text) == tokenizer.encode_prompt(text) for text in TEXTS)
+    assert again.eot == tokenizer.eot
 
 
 def with_pre_tokenizer(*steps):
