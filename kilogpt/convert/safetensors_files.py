@@ -70,7 +70,7 @@ def _open_tensor(path, start, dtype, shape, data_offsets):
 
 def _bytes_of(tensor):
     """The memory of a contiguous tensor, as a buffer of bytes."""
-    return tensor.view(torch.uint8).numpy().data.cast('B') if tensor.numel() else b''
+    return tensor.flatten().view(torch.uint8).numpy()
 
 
 # --- writing ------------------------------------------------------------------------------------------------
