@@ -54,7 +54,7 @@ def test_import_export_and_init_from_have_one_tensor_at_a_time(n_layer, dataset,
     assert peak_memory(tmp_path, 'kilogpt.convert', 'import', tmp_path / 'hf', tmp_path / 'again')[0] < few
     assert peak_memory(tmp_path, 'kilogpt.convert', 'inspect', tmp_path / 'hf')[0] < few
     peaks = peak_memory(tmp_path, 'train.py', *TINY, f'--dataset={dataset}', f'--init_from={tmp_path}/hf',
-                        '--zero_stage=3', '--eval_only=True', '--eval_iters=1', nproc=2)
+                        '--zero_stage=3', '--eval_only=True', nproc=2)
     assert max(peaks) < size / 2 + few
 
 
@@ -95,10 +95,12 @@ def test_writer_and_reader_agree_with_the_library(dtype, tmp_path):
         assert file.metadata() == dict(format='pt')  # which transformers requires
     save_file(named, tmp_path / 'theirs.safetensors')
     for name, stored in open_safetensors(str(tmp_path / 'theirs.safetensors')).items():
-        assert stored.dtype == dtype and stored.whole().equal(named[name]) and stored[1:3].equal(named[name][1:3])
+        assert stored.dtype == dtype and stored.whole().equal(named[name])
+        assert stored[1:3].equal(named[name][1:3])
 
 
-ROWS = st.tuples(st.none() | st.integers(-9, 9), st.none() | st.integers(-9, 9)).map(lambda ends: slice(*ends))
+END = st.none() | st.integers(-9, 9)
+ROWS = st.builds(slice, END, END)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -118,7 +120,8 @@ def test_rows_of_combined_tensors_are_those_of_the_whole(rows):
     padded[:4] = first
     with mock.patch.object(tensors, 'BLOCK_BYTES', 24):  # two rows
         assert tensors.pad_rows(a, (6, 3), rows).equal(padded[rows])
-        assert tensors.have_same_values(a, a) and not tensors.have_same_values(a, tensors.mapped(a, torch.neg))
+        assert tensors.have_same_values(a, a)
+        assert not tensors.have_same_values(a, tensors.mapped(a, torch.neg))
 
 
 def test_parts_that_do_not_fit_are_not_put_together():
@@ -152,8 +155,8 @@ def test_rank_that_reads_nan_ends_the_run_with_one_sentence(dataset, tmp_path):
     in_file = load_file(path)
     in_file['model.layers.1.mlp.down_proj.weight'][-1, 0] = torch.nan  # a row of the second rank
     save_file(in_file, path, metadata=dict(format='pt'))
-    failed = run_forked('train.py', *TINY, f'--dataset={dataset}', f'--init_from={tmp_path}/hf', '--zero_stage=3',
-                        f'--out_dir={tmp_path}/out', nproc=2, check=False)
+    failed = run_forked('train.py', *TINY, f'--dataset={dataset}', f'--init_from={tmp_path}/hf',
+                        '--zero_stage=3', f'--out_dir={tmp_path}/out', nproc=2, check=False)
     count = in_file['model.layers.1.mlp.down_proj.weight'].numel()
     assert failed.outputs[1].splitlines()[0] == (
         f'error: {path} has NaN or infinity in model.layers.1.mlp.down_proj.weight (1 of {count:,} values): '

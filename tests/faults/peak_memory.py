@@ -1,7 +1,7 @@
-"""Measure the memory of a process from here on, beyond what it has now: of the script, or up to the end of `fill`.
+"""Measure the memory that a process takes from here on, up to the end of `fill`, or of a script without it.
 
-PEAK_MEMORY.RANK gets the number of bytes. The kernel's high-water mark begins again at its present value, since a
-process that is forked inherits that of its parent.
+PEAK_MEMORY.RANK gets the number of bytes. The kernel's high-water mark begins again at its present value,
+since a process that is forked inherits that of its parent. The process ends after `fill`.
 """
 import atexit
 import os
@@ -22,18 +22,17 @@ def resident(name):
 
 
 def note():
-    if not os.path.exists(path):
-        pathlib.Path(path).write_text(str(resident('VmHWM') - before))
-
-
-def measured_fill(*arguments):
-    fill(*arguments)
-    note()
+    pathlib.Path(path).write_text(str(resident('VmHWM') - before))
 
 
 def note_and_end(code):
     note()
     end(code)
+
+
+def measured_fill(*arguments):
+    fill(*arguments)
+    note_and_end(0)
 
 
 dtensor.fill = measured_fill
