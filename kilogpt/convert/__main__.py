@@ -76,7 +76,10 @@ def print_row(title, entries):
 
 
 def print_parameters(weights, moments):
-    """Print a table of weights ({name: a tensor or Stored}), with one row for all blocks, and the number of bytes."""
+    """Print a table of weights, with one row for all blocks, and the number of bytes.
+
+    weights: {name: a tensor or Stored}.
+    """
     blocks_of_row = {}
     for name, tensor in weights.items():
         block = re.search(r'(?<=\.h\.)\d+', name)

@@ -73,7 +73,8 @@ def open_checkpoint(path):
                 if first < last:
                     columns = [slice(offset, offset + size)
                                for offset, size in zip(chunk.offsets[1:], chunk.sizes[1:])]
-                    whole[(slice(first - start, last - start), *columns)] = load(key, chunk)[first - top:last - top]
+                    part = load(key, chunk)[first - top:last - top]
+                    whole[(slice(first - start, last - start), *columns)] = part
             return whole
 
         return Stored(shape, dtype, read)

@@ -22,12 +22,7 @@ def open_folder(folder):
 
     OSError if a file is missing, ValueError if one is damaged, or if the weights are quantized or an adapter.
     """
-    names = os.listdir(folder)
-    adapter = os.path.join(folder, 'adapter_config.json')
-    if 'adapter_config.json' in names and not any(name.startswith(('model', 'pytorch_model')) for name in names):
-        base = read_json(adapter).get('base_model_name_or_path', 'unknown')
-        raise ValueError(f'{folder} is an adapter for the model {base}, and not a model: merge the adapter into '
-                         'its base model first, with merge_and_unload of peft')
+    refuse_adapter(folder)
     config_file = os.path.join(folder, 'config.json')
     if not os.path.exists(config_file):
         raise OSError(_missing(folder, 'config.json'))
@@ -49,8 +44,20 @@ def read_json(path):
         except (ValueError, RecursionError) as error:
             raise ValueError(f'{path} is not JSON ({error})') from None
     if not isinstance(content, dict):
-        raise ValueError(f'{path} has a {type(content).__name__} where an object with entries is needed: {ADVICE}')
+        raise ValueError(f'{path} has a {type(content).__name__} where an object with entries is needed: '
+                         f'{ADVICE}')
     return content
+
+
+def refuse_adapter(folder):
+    """ValueError if a folder has an adapter, such as LoRA's, and no model."""
+    names = os.listdir(folder)
+    has_model = any(name.startswith(('model', 'pytorch_model')) for name in names)
+    if 'adapter_config.json' in names and not has_model:
+        adapter = read_json(os.path.join(folder, 'adapter_config.json'))
+        base = adapter.get('base_model_name_or_path', 'unknown')
+        raise ValueError(f'{folder} is an adapter for the model {base}, and not a model: merge the adapter '
+                         'into its base model first, with merge_and_unload of peft')
 
 
 def refuse_quantized(folder, theirs):
@@ -61,8 +68,8 @@ def refuse_quantized(folder, theirs):
             found, source = read_json(os.path.join(folder, name)), f'it has a file {name}'
     if found:
         method = found.get('quant_method') if isinstance(found, dict) else None
-        raise ValueError(f'{folder} is quantized by {method or "an unnamed method"} ({source}): use the weights '
-                         'in float32, bfloat16 or float16')
+        raise ValueError(f'{folder} is quantized by {method or "an unnamed method"} ({source}): use the '
+                         'weights in float32, bfloat16 or float16')
 
 
 def open_tensors(folder):
@@ -82,7 +89,8 @@ def _missing(folder, name):
 
 
 def _open_checked(path, open_file):
-    return {name: checked(stored, path, name, 'use other weights') for name, stored in open_file(path).items()}
+    return {name: checked(stored, path, name, 'use other weights')
+            for name, stored in open_file(path).items()}
 
 
 def _open_shards(folder, index, open_file):
@@ -129,5 +137,5 @@ def open_pickled(path):
     except OSError:
         raise
     except Exception as error:  # for files of another format, torch.load raises many kinds of errors
-        raise ValueError(f'{path} is damaged, or has more than tensors, which might run code: it was not loaded '
-                         f'({type(error).__name__})') from None
+        raise ValueError(f'{path} is damaged, or has more than tensors, which might run code: it was not '
+                         f'loaded ({type(error).__name__})') from None

@@ -18,13 +18,15 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER)
 def write_model_card(folder, config, state, entries, dtype):
     """Write the README.md of an exported folder.
 
-    config: the GPTConfig. state: the checkpoint's state.json. entries: those of config.json. dtype: of the file.
+    config: the GPTConfig. state: the checkpoint's state.json. entries: those of config.json.
+    dtype: the name of the weights' dtype.
     """
     name = os.path.basename(os.path.abspath(folder))
     kind = entries['architectures'][0]
-    # The hub reads the lines between the dashes. The license is left out, because nobody has said which it is.
+    # The hub reads the lines between the dashes. The license is not known, and so is left out.
     text = ('---\nlibrary_name: transformers\npipeline_tag: text-generation\ntags:\n'
-            f'- {entries["model_type"]}\n- kilogpt\n---\n\n# {name}\n\n{describe_model(config, kind, dtype)}\n\n')
+            f'- {entries["model_type"]}\n- kilogpt\n---\n\n')
+    text += f'# {name}\n\n{describe_model(config, kind, dtype)}\n\n'
     facts = [*describe_training(state), *describe_code()]
     text += ''.join(f'- {fact}\n' for fact in facts)
     load = HOW_TO_LOAD.replace('FOLDER', repr(name))
@@ -40,11 +42,12 @@ def write_model_card(folder, config, state, entries, dtype):
 def describe_model(config, kind, dtype):
     """One sentence: the number of parameters and the shape."""
     parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())
-    experts = f', {config.n_experts} experts of which {config.n_active_experts} are active' if (
-        config.mlp == 'moe') else ''
+    experts = ''
+    if config.mlp == 'moe':
+        experts = f', {config.n_experts} experts of which a token goes to {config.n_active_experts}'
     return (f'A language model in the form of {kind}: {parameters:,} parameters in {dtype}, {config.n_layer} '
-            f'layers, width {config.n_embd}, {config.n_head} attention heads ({config.n_kv_head} for keys and '
-            f'values){experts}, a vocabulary of {config.vocab_size:,} tokens, and a context of '
+            f'layers, width {config.n_embd}, {config.n_head} attention heads ({config.n_kv_head} for keys '
+            f'and values){experts}, a vocabulary of {config.vocab_size:,} tokens, and a context of '
             f'{config.block_size:,} tokens.')
 
 
@@ -56,8 +59,8 @@ def describe_training(state):
     if state['iteration']:
         yield f'Training: {state["iteration"]:,} iterations, {state["tokens"]:,} tokens.'
     if state['val_loss'] is not None:
-        yield (f'Loss on the validation split: {state["val_loss"]:.4f} nats per token; the best of the run until '
-               f'then: {state["best_val_loss"]:.4f}.')
+        yield (f'Loss on the validation split: {state["val_loss"]:.4f} nats per token; the best of the run '
+               f'until then: {state["best_val_loss"]:.4f}.')
     start = run.get('init_from', 'scratch')
     if start not in OWN_STARTS:
         yield f'The run started from the weights of {os.path.basename(os.path.normpath(start))}.'

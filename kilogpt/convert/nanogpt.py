@@ -43,9 +43,9 @@ def pack_qkv(tensors):
 
 def keys_without_form(config):
     """The entries of a GPTConfig, as 'key=value', that nanoGPT does not have."""
-    known = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu'], n_kv_head=[config.n_head], qk_norm=[False],
-                 softcap=[0], head_width=[config.n_embd / config.n_head], tie_weights=[True], norm_eps=[1e-5],
-                 n_hidden=[4 * config.n_embd])
+    known = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu'], n_kv_head=[config.n_head],
+                 qk_norm=[False], softcap=[0], head_width=[config.n_embd / config.n_head],
+                 tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
     return [f'{key}={getattr(config, key)}' for key in known if getattr(config, key) not in known[key]]
 
 
@@ -60,7 +60,8 @@ def load_nanogpt(path):
     try:
         saved = torch.load(path, map_location='cpu', weights_only=True, mmap=True)
         saved['model_args'].items()
-        model = {name.removeprefix('_orig_mod.'): in_memory(tensor) for name, tensor in saved['model'].items()}
+        model = {name.removeprefix('_orig_mod.'): in_memory(tensor)
+                 for name, tensor in saved['model'].items()}
     except OSError:
         raise
     except Exception as error:  # for files of another format, torch.load raises many kinds of errors

@@ -1,8 +1,8 @@
 """Read and write safetensors files tensor by tensor, of models that are larger than memory.
 
-A file is the length of its header (8 bytes, little-endian), a header in JSON, and the bytes of the tensors. The
-header says of each tensor its dtype, its shape, and where its bytes are. The library safetensors maps a file into
-memory to read it, and writes only tensors that are all in memory.
+A file is the length of its header (8 bytes, little-endian), a header in JSON, and the bytes of the tensors.
+The header says of each tensor its dtype, its shape, and where its bytes are. The library safetensors maps a
+file into memory to read it, and writes only tensors that are all in memory.
 """
 import json
 import math
@@ -29,20 +29,24 @@ def open_safetensors(path):
     with open(path, 'rb') as file:
         start = 8 + int.from_bytes(file.read(8), 'little')
         if start > size:
-            raise ValueError(f'{path} is damaged (its header ends at byte {start:,}, but the file has {size:,} '
-                             f'bytes): {ADVICE}')
+            raise ValueError(f'{path} is damaged (its header ends at byte {start:,}, but the file has '
+                             f'{size:,} bytes): {ADVICE}')
         header = file.read(start - 8)
     try:
         entries = json.loads(header)
         entries.pop('__metadata__', None)
         tensors = {name: _open_tensor(path, start, **entry) for name, entry in entries.items()}
-        end = start + max((entry['data_offsets'][1] for entry in entries.values()), default=0)
+        end = 0
+        for first, stop in sorted(entry['data_offsets'] for entry in entries.values()):
+            if first != end:
+                raise ValueError('two tensors overlap, or bytes belong to none')
+            end = stop
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f'{path} is damaged (its header is not of safetensors: {type(error).__name__}): '
                          f'{ADVICE}') from None
-    if end != size:
-        raise ValueError(f'{path} is damaged (its tensors end at byte {end:,}, but the file has {size:,} bytes): '
-                         f'{ADVICE}')
+    if start + end != size:
+        raise ValueError(f'{path} is damaged (its tensors end at byte {start + end:,}, but the file has '
+                         f'{size:,} bytes): {ADVICE}')
     return tensors
 
 
@@ -70,7 +74,7 @@ def _open_tensor(path, start, dtype, shape, data_offsets):
 
 def _bytes_of(tensor):
     """The memory of a contiguous tensor, as a buffer of bytes."""
-    return tensor.view(torch.uint8).numpy().data.cast('B') if tensor.numel() else b''
+    return tensor.flatten().view(torch.uint8).numpy()
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -78,8 +82,8 @@ def _bytes_of(tensor):
 def write_safetensors(folder, tensors, dtype):
     """Write {name: Stored} in a dtype into files of at most SHARD_BYTES in a folder, one tensor at a time.
 
-    One file is model.safetensors. Several have numbers, and model.safetensors.index.json says which tensor is in
-    which file, as transformers writes it. A tensor larger than SHARD_BYTES has a file to itself.
+    One file is model.safetensors. Several have numbers, and model.safetensors.index.json says which tensor is
+    in which file, as transformers writes it. A tensor larger than SHARD_BYTES has a file to itself.
     """
     shards, room = [], 0
     for name, stored in tensors.items():

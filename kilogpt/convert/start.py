@@ -91,8 +91,8 @@ def find_initial(init_from, processes):
     """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
 
     init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
-    read_weights, for tensors ({name: Stored}; checkpoint is None). Raises the errors of read_weights, and ValueError for a
-    damaged checkpoint.
+    read_weights, for tensors ({name: Stored}; checkpoint is None). Raises the errors of read_weights, and
+    ValueError for a damaged checkpoint.
     """
     path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
     if not path:

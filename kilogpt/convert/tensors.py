@@ -41,7 +41,10 @@ def blocks(stored, rows=slice(None)):
 
 
 def checked(stored, path, name, advice):
-    """The same tensor, but to read NaN or infinity is the ValueError of `check_finite` for the whole tensor."""
+    """The same tensor, but whoever reads NaN or infinity from it gets the ValueError of `check_finite`.
+
+    The error counts such values in the whole tensor.
+    """
 
     def read(rows):
         found = stored[rows]
@@ -55,7 +58,7 @@ def checked(stored, path, name, advice):
 def pad_rows(stored, shape, rows=slice(None)):
     """A float32 copy of a tensor's rows, with rows of zeros up to the model's shape."""
     start, stop, _ = rows.indices(shape[0])
-    padded = torch.zeros(stop - start, *shape[1:])
+    padded = torch.zeros(max(stop - start, 0), *shape[1:])
     for block in blocks(stored, slice(start, stop)):
         padded[block.start - start:block.stop - start] = stored[block]
     return padded
@@ -98,8 +101,8 @@ def selected(stored, indices):
 def _common_dtype(parts, shapes):
     """The dtype that holds all values of several tensors. ValueError unless `shapes` of them are the same."""
     if len(set(shapes)) > 1:
-        raise ValueError(f'tensors of the shapes {sorted({part.shape for part in parts})} belong together, but '
-                         'do not fit: copy or download the weights again')
+        raise ValueError(f'tensors of the shapes {sorted({part.shape for part in parts})} belong together, '
+                         'but do not fit: copy or download the weights again')
     return functools.reduce(torch.promote_types, [part.dtype for part in parts])
 
 
@@ -155,7 +158,7 @@ def zeros(shape, dtype=torch.float32):
     """A tensor of zeros that no file holds."""
 
     def read(rows):
-        return torch.zeros(len(range(*rows.indices(shape[0]))), *shape[1:], dtype=dtype)
+        count = len(range(*rows.indices(shape[0])))
+        return torch.zeros(count, *shape[1:], dtype=dtype)
 
     return Stored(tuple(shape), dtype, read)
-

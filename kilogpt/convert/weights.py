@@ -1,7 +1,7 @@
 """Read and write weights of other software: nanoGPT's ckpt.pt, and Hugging Face folders.
 
-A model that is larger than memory is read and written tensor by tensor. Reading a file never runs code from it:
-only tensors, plain values and JSON are accepted.
+A model that is larger than memory is read and written tensor by tensor. Reading a file never runs code from
+it: only tensors, plain values and JSON are accepted.
 """
 import contextlib
 import dataclasses
@@ -38,13 +38,13 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of wei
 def read_weights(source):
     """Open weights that were trained elsewhere.
 
-    source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a ckpt.pt of nanoGPT, or
-    'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
-    Returns (GPTConfig arguments, {our name: Stored}, meta of the tokenizer). Tensors have the file's dtype. The
-    meta is None if the tokenizer is not one of ours. A head that differs from the token table is kept, even if
-    the file says that the two are tied.
-    OSError if the weights are not available, ValueError if our model cannot represent them. NaN and infinity are
-    a ValueError when the tensor that has them is read.
+    source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a ckpt.pt of nanoGPT,
+    or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
+    Returns (GPTConfig arguments, {our name: Stored}, meta of the tokenizer). Tensors have the file's dtype.
+    The meta is None if the tokenizer is not one of ours. A head that differs from the token table is kept,
+    even if the file says that the two are tied.
+    OSError if the weights are not available, ValueError if our model cannot represent them. NaN and infinity
+    are a ValueError when the tensor that has them is read.
     """
     if not os.path.exists(source) and source not in GPT2_NAMES:
         raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
@@ -66,8 +66,8 @@ def read_weights(source):
             raise ValueError(f'{source} has {name} with shape {shape}, but its config requires '
                              f'{expected.get(name)}')
         if weights[name].dtype not in DTYPES:
-            raise ValueError(f'{source} has {name} in {weights[name].dtype}, and may be quantized: use weights in '
-                             'float32, bfloat16 or float16')
+            raise ValueError(f'{source} has {name} in {weights[name].dtype}, and may be quantized: use '
+                             'weights in float32, bfloat16 or float16')
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
@@ -81,8 +81,8 @@ def check_types(source, arguments, meta):
                              f'{value!r}, which is not a {field.type.__name__}')
     if arguments.get('norm_eps', 0) < 0 or arguments.get('rope_theta', 1) <= 0:
         raise ValueError(f'the config of {source} has a missing or wrong entry: norm_eps would be '
-                         f'{arguments.get("norm_eps")} and rope_theta {arguments.get("rope_theta")}, which must '
-                         'be positive')
+                         f'{arguments.get("norm_eps")} and rope_theta {arguments.get("rope_theta")}, which '
+                         'must be positive')
     if meta is not None and not (isinstance(meta, dict) and type(meta.get('vocab_size')) is int):
         raise ValueError(f'{source} names a tokenizer without its vocab_size: remove the entry tokenizer')
 
