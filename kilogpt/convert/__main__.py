@@ -1,6 +1,7 @@
 """Export and import weights, and show the content of a checkpoint.
 
     python -m kilogpt.convert export out-quickstart quickstart-hf   write a folder for transformers
+    python -m kilogpt.convert export out-quickstart model.gguf      write a file for llama.cpp
     python -m kilogpt.convert export out-quickstart ckpt.pt         write a checkpoint of nanoGPT
     python -m kilogpt.convert import ckpt.pt out-imported           make a run's folder to sample or train
     python -m kilogpt.convert inspect out-quickstart                print iteration, losses, config, weights
@@ -17,7 +18,7 @@ from kilogpt import checkpoint
 from kilogpt.configurator import announced, exit_on_error
 from kilogpt.convert.nanogpt import load_nanogpt
 from kilogpt.convert.weights import (
-    GPT2_NAMES, check_finite_values, export_weights, import_weights, read_weights)
+    GPT2_NAMES, check_finite_values, export_weights, import_weights, is_nanogpt, read_weights)
 from model import GPT, GPTConfig
 
 STATE_KEYS = ('iteration', 'tokens', 'val_loss', 'best_val_loss')
@@ -54,7 +55,7 @@ def print_foreign_weights(source):
     arguments, weights, meta = read_weights(source)
     with announced(f'reading {source}'):
         check_finite_values(weights)
-    saved = load_nanogpt(source) if os.path.isfile(source) else {}
+    saved = load_nanogpt(source) if is_nanogpt(source) else {}
     print_row(source, {key: saved[key] for key in NANOGPT_STATE_KEYS if key in saved})
     print_config(arguments, saved.get('config', {}), meta)
     moments = []
@@ -108,19 +109,22 @@ def build_parser():
     tokenizer = dict(default='', help='for weights that do not name their tokenizer: gpt2, bytes or another '
                                       'tokenizer, or a dataset that has the same')
 
-    command = commands.add_parser('export', help="write a run's weights for transformers or for nanoGPT")
+    command = commands.add_parser('export', help="write a run's weights for transformers, llama.cpp or nanoGPT")
     command.add_argument('source', metavar='OUT_DIR', help="a run's folder, or one of its ckpt/iter_*")
     command.add_argument('target', metavar='TARGET',
-                         help='a new folder for transformers, or a new file that ends with .pt for nanoGPT')
+                         help='a new folder for transformers, or a new file that ends with .gguf for llama.cpp or '
+                              'with .pt for nanoGPT')
     command.add_argument('--which', **which)
-    command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16'), default='float32',
-                         help='dtype of the weights (default: float32)')
+    command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16', 'q8_0'), default='float32',
+                         help='dtype of the weights (default: float32); q8_0, of 8 bits, is for GGUF')
+    command.add_argument('--family', default='',
+                         help='the model_type to write, such as qwen3 (default: the first that fits)')
     command.add_argument('--tokenizer', **tokenizer)
 
     command = commands.add_parser('import', help="make a run's folder from weights trained elsewhere")
     command.add_argument('source', metavar='SOURCE',
-                         help="a Hugging Face folder (GPT-2, Llama, Qwen3), nanoGPT's ckpt.pt, gpt2, "
-                              'gpt2-medium, gpt2-large or gpt2-xl')
+                         help="a Hugging Face folder, a GGUF file, nanoGPT's ckpt.pt, gpt2, gpt2-medium, "
+                              'gpt2-large or gpt2-xl')
     command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
     command.add_argument('--tokenizer', '--dataset', **tokenizer)
 

@@ -72,7 +72,7 @@ def shortest(pattern):
 
 
 def read_rope(entries, theta=10000.0, share=None):
-    """The arguments of RoPE. theta, share: the family's defaults; share is None if it rotates all features."""
+    """The arguments of RoPE. theta, share: the family's defaults; share None means that all is rotated."""
     # The second key is new in version 5 of transformers, which prefers the first one, as we do.
     found = [entries.value(key, {}, (dict,), 'an object') for key in ('rope_scaling', 'rope_parameters')]
     found = dict(found[0] or found[1])
@@ -81,7 +81,8 @@ def read_rope(entries, theta=10000.0, share=None):
     name = found.pop('rope_type', None) or found.pop('type', None) or 'default'
     found.pop('type', None)
     theta = found.pop('rope_theta', None) or entries.number('rope_theta', theta)
-    found_share = found.pop('partial_rotary_factor', None) or entries.number('partial_rotary_factor', share or 1.0)
+    found_share = found.pop('partial_rotary_factor', None)
+    found_share = found_share or entries.number('partial_rotary_factor', share or 1.0)
     if share is None and found_share != 1:
         entries.refuse('partial_rotary_factor', found_share, 'but this family rotates all features')
     if name == 'default':

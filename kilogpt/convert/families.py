@@ -274,7 +274,7 @@ def qwen3_moe_read(entries):
         every = blocks[1] - first if len(blocks) > 1 else n_layer
     if blocks != list(range(first, n_layer, every)):
         entries.refuse('mlp_only_layers', dense,
-                       f'so that the blocks with experts are {blocks}: in our model every n-th block has them')
+                       f'so that blocks {blocks} have experts, but in our model every n-th block has them')
     divides = entries.flag('norm_topk_prob', False)
     check_single_expert(entries, divides)
     n_experts = entries.theirs.get('num_experts', entries.theirs.get('num_local_experts'))

@@ -41,8 +41,8 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
         if arguments['pos'] == 'rope' and init_from not in ('resume', 'auto'):
             extend = (f", or extend it with --rope_scaling='yarn factor={-(-block_size // longest)} "
                       f"original_max_position_embeddings={longest}'")
-        raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only {longest} '
-                         f'positions: set --block_size={longest} or less{extend}')
+        raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only '
+                         f'{longest} positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
     return source, tensors, saved, arguments, meta
 
@@ -56,8 +56,8 @@ def with_longer_context(arguments, keys):
     original = scaling.get('original_max_position_embeddings', arguments['block_size'])
     longest, block_size = int(original * scaling.get('factor', 1)), keys['block_size']
     if block_size > longest:
-        raise ValueError(f'block_size is {block_size}, but rope_scaling={keys["rope_scaling"]!r} reaches only '
-                         f'{longest} positions: set a larger factor, or block_size to {longest} or less')
+        raise ValueError(f'block_size is {block_size}, but rope_scaling={keys["rope_scaling"]!r} reaches '
+                         f'only {longest} positions: set a larger factor, or block_size to {longest} or less')
     return arguments | dict(rope_scaling=keys['rope_scaling'],
                             block_size=max(block_size, arguments['block_size']))
 

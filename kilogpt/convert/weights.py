@@ -1,13 +1,15 @@
-"""Read and write weights of other software: nanoGPT's ckpt.pt, and Hugging Face folders.
+"""Read and write weights of other software: Hugging Face folders, GGUF files, and nanoGPT's ckpt.pt.
 
 A model that is larger than memory is read and written tensor by tensor. Reading a file never runs code from
 it: only tensors, plain values and JSON are accepted.
 """
+import atexit
 import contextlib
 import dataclasses
 import math
 import os
 import shutil
+import tempfile
 from functools import partial
 
 import torch
@@ -20,9 +22,10 @@ from kilogpt.configurator import announced
 from kilogpt.convert import families, nanogpt
 from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
 from kilogpt.convert.folders import open_folder
+from kilogpt.convert.gguf_files import read_gguf, write_gguf
 from kilogpt.convert.model_card import write_model_card
 from kilogpt.convert.safetensors_files import write_safetensors
-from kilogpt.convert.tensors import pad_rows
+from kilogpt.convert.tensors import checked, pad_rows
 from kilogpt.checkpoint_files import write_json
 from kilogpt.optim import build_adamw
 from model import GPT, GPTConfig
@@ -38,8 +41,8 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of wei
 def read_weights(source):
     """Open weights that were trained elsewhere.
 
-    source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a ckpt.pt of nanoGPT,
-    or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
+    source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a file that ends with
+    .gguf, a ckpt.pt of nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
     Returns (GPTConfig arguments, {our name: Stored}, meta of the tokenizer). Tensors have the file's dtype.
     The meta is None if the tokenizer is not one of ours. A head that differs from the token table is kept,
     even if the file says that the two are tied.
@@ -50,7 +53,9 @@ def read_weights(source):
         raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
                          f"a Hugging Face folder, nanoGPT's ckpt.pt, or {', '.join(GPT2_NAMES)} "
                          '(and --init_from of train.py takes scratch, resume, auto)')
-    read = read_nanogpt if os.path.isfile(source) else read_hugging_face
+    read = read_hugging_face
+    if os.path.isfile(source):
+        read = read_nanogpt if is_nanogpt(source) else read_gguf_file
     try:
         arguments, weights, meta = read(source)
         check_types(source, arguments, meta)
@@ -110,7 +115,27 @@ def read_hugging_face(source):
     """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
     folder = source if os.path.isdir(source) else download_gpt2(source)
     theirs, tensors = open_folder(folder)
-    arguments = families.arguments_of(theirs, folder)
+    arguments, tensors = from_standard_form(theirs, tensors, folder)
+    return arguments, tensors, find_tokenizer(folder, theirs)
+
+
+def read_gguf_file(path):
+    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a GGUF file."""
+    theirs, tensors, write_tokenizer = read_gguf(path)
+    tensors = {name: checked(stored, path, name, 'use other weights') for name, stored in tensors.items()}
+    arguments, tensors = from_standard_form(theirs, tensors, path)
+    meta = None
+    if write_tokenizer:
+        folder = tempfile.mkdtemp(prefix='kilogpt-tokenizer-')
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        write_tokenizer(folder)
+        meta = load_tokenizer(folder).meta()
+    return arguments, tensors, meta
+
+
+def from_standard_form(theirs, tensors, source):
+    """(GPTConfig arguments, {our name: Stored}) from config.json's entries and {their name: Stored}."""
+    arguments = families.arguments_of(theirs, source)
     ours = theirs.get('kilogpt', {})  # added by our own export
     arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
     tensors = families.to_ours(tensors, theirs, arguments)
@@ -122,7 +147,7 @@ def read_hugging_face(source):
     if arguments['tie_weights']:
         drop_copied_head(tensors)
         arguments['tie_weights'] = 'lm_head.weight' not in tensors
-    return arguments, tensors, find_tokenizer(folder, theirs)
+    return arguments, tensors
 
 
 def read_nanogpt(path):
@@ -131,6 +156,11 @@ def read_nanogpt(path):
     arguments, tensors = nanogpt.open_model(saved)
     default_meta = GPT2_META if arguments['vocab_size'] in GPT2_VOCAB_SIZES else None
     return arguments, tensors, saved.get('tokenizer', default_meta)
+
+
+def is_nanogpt(source):
+    """Whether a source of read_weights is a ckpt.pt of nanoGPT."""
+    return os.path.isfile(source) and not source.endswith('.gguf')
 
 
 def find_tokenizer(folder, theirs):
@@ -167,12 +197,13 @@ def download_gpt2(name):
 
 # --- from a run ---------------------------------------------------------------------------------------------
 
-def export_weights(source, target, which='best', dtype='float32', tokenizer=''):
+def export_weights(source, target, which='best', dtype='float32', tokenizer='', family=''):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
 
-    source, which: as in checkpoint.choose. dtype: 'float32', 'bfloat16' or 'float16'.
-    tokenizer: as in choose_tokenizer.
-    target: a new file that ends with .pt for nanoGPT, or a new folder for Hugging Face.
+    source, which: as in checkpoint.choose. dtype: 'float32', 'bfloat16', 'float16', or 'q8_0' for GGUF.
+    tokenizer: as in choose_tokenizer. family: as in families.entries_of.
+    target: a new file that ends with .pt for nanoGPT or with .gguf for llama.cpp, or a new folder for
+    Hugging Face.
     """
     path = checkpoint.choose(source, which)
     if not path:
@@ -183,40 +214,55 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer=''):
         raise ValueError(f'{path} is damaged ({problem}): export another checkpoint')
     state = checkpoint.read_state(path)
     config = GPTConfig(**state['model'])
-    to_nanogpt = target.endswith('.pt')
+    to_nanogpt, to_gguf = target.endswith('.pt'), target.endswith('.gguf')
+    if dtype == 'q8_0' and not to_gguf:
+        raise ValueError(f'dtype is q8_0, which only a GGUF file can have: let {target} end with .gguf')
     if to_nanogpt and (unknown := nanogpt.keys_without_form(config)):
         raise ValueError(f'{path} has {", ".join(unknown)}, which nanoGPT does not have: '
                          'use the checkpoint with our own sample.py and train.py')
     state['tokenizer'] = choose_tokenizer(tokenizer, state['tokenizer'], path, config.vocab_size)
-    write = nanogpt.write_nanogpt if to_nanogpt else write_hugging_face
     with announced(f'writing {target}'):
-        write(target, path, config, state, getattr(torch, dtype))
+        if to_nanogpt:
+            nanogpt.write_nanogpt(target, path, config, state, getattr(torch, dtype))
+        else:
+            try:
+                entries = families.entries_of(config, family)
+            except ValueError as error:
+                raise ValueError(f'{path} cannot be exported: {error}') from None
+            tensors = families.to_theirs(open_weights(path, config), entries, config)
+            tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
+            end = tokenizer.eot if tokenizer else None
+            entries |= dict(bos_token_id=end, eos_token_id=end, pad_token_id=None)
+            write = write_gguf_file if to_gguf else write_hugging_face
+            write(target, config, state, entries, tensors, tokenizer, dtype)
     print(f'wrote {target} from {path}')
 
 
-def write_hugging_face(target, path, config, state, dtype):
-    """Write a checkpoint as a folder for transformers. ValueError if no family can represent the model."""
-    try:
-        entries = families.entries_of(config)
-    except ValueError as error:
-        raise ValueError(f'{path} cannot be exported: {error}') from None
-    tensors = families.to_theirs(open_weights(path, config), entries, config)
-    tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
-    end = tokenizer.eot if tokenizer else None
-    ends = dict(bos_token_id=end, eos_token_id=end)
-    dtype_name = str(dtype).removeprefix('torch.')
-    theirs = dict(
-        vocab_size=config.vocab_size, tie_word_embeddings=config.tie_weights,
-        torch_dtype=dtype_name, dtype=dtype_name, pad_token_id=None, **ends,
-        kilogpt=dict(model=dataclasses.asdict(config), tokenizer=portable(state['tokenizer']))) | entries
+def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):
+    """Write a GGUF file. The arguments are those of write_hugging_face."""
+    with tempfile.TemporaryDirectory() as folder:
+        if tokenizer:
+            tokenizer.save(folder, config.block_size)
+        has_file = os.path.exists(os.path.join(folder, JsonTokenizer.name))
+        write_gguf(target, entries, tensors, folder if has_file else None, dtype)
+
+
+def write_hugging_face(target, config, state, entries, tensors, tokenizer, dtype):
+    """Write a folder for transformers.
+
+    state: of the checkpoint. entries: of config.json. tensors: {their name: Stored}. tokenizer: or None.
+    """
+    theirs = entries | dict(torch_dtype=dtype, dtype=dtype, kilogpt=dict(
+        model=dataclasses.asdict(config), tokenizer=portable(state['tokenizer'])))
     os.makedirs(target)
     try:
         if tokenizer:
             tokenizer.save(target, config.block_size)
         if not os.path.exists(os.path.join(target, 'generation_config.json')):
+            ends = {key: entries[key] for key in ('bos_token_id', 'eos_token_id')}
             write_json(os.path.join(target, 'generation_config.json'), ends)
-        write_model_card(target, config, state, entries, dtype_name)
-        write_safetensors(target, tensors, dtype)
+        write_model_card(target, config, state, entries, dtype)
+        write_safetensors(target, tensors, getattr(torch, dtype))
         write_json(os.path.join(target, 'config.json'), theirs)  # last: a folder without it is not complete
     except BaseException:
         shutil.rmtree(target)
@@ -237,7 +283,7 @@ def import_weights(source, out_dir, tokenizer=''):
     meta = choose_tokenizer(tokenizer, meta, source, arguments['vocab_size'])
     with announced(f'reading {source}'):
         check_finite_values(weights)
-    saved = nanogpt.load_nanogpt(source) if os.path.isfile(source) else {}
+    saved = nanogpt.load_nanogpt(source) if is_nanogpt(source) else {}
     run = saved.get('config', {})
     iteration = saved.get('iter_num', 0)
     sequences = iteration * run.get('gradient_accumulation_steps', 0) * run.get('batch_size', 0)

@@ -23,8 +23,8 @@ ENDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, vocab_size=
 MODERN = ENDS | dict(
     hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=88,
     max_position_embeddings=64, rms_norm_eps=1e-3, rope_theta=300.0, initializer_range=0.02)
-YARN = dict(rope_type='yarn', rope_theta=300.0, factor=4.0, original_max_position_embeddings=16, beta_fast=3.0,
-            beta_slow=0.5)
+YARN = dict(rope_type='yarn', rope_theta=300.0, factor=4.0, original_max_position_embeddings=16,
+            beta_fast=3.0, beta_slow=0.5)
 LLAMA3 = dict(rope_type='llama3', rope_theta=300.0, factor=8.0, original_max_position_embeddings=32,
               low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type='linear', rope_theta=300.0, factor=4.0)
@@ -144,7 +144,8 @@ def test_config_of_version_4_is_read_alike(case, tmp_path):
     share = rope.pop('partial_rotary_factor', None)
     if share is not None:
         config['partial_rotary_factor'] = config['rotary_pct'] = share
-    config['rope_scaling'] = rope | dict(type=rope.pop('rope_type')) if rope['rope_type'] != 'default' else None
+    kind = rope.pop('rope_type')
+    config['rope_scaling'] = None if kind == 'default' else rope | dict(type=kind)
     path.write_text(json.dumps(config))
     assert read_weights(str(tmp_path))[0] == arguments
 
