@@ -9,7 +9,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from test_weights import FORMS, PROMPT, change_json, make_run, model_from, randomize, transformers_model
+from test_families import make_theirs
+from test_weights import FORMS, PROMPT, change_json, make_run, model_from
 
 from kilogpt.convert.weights import export_weights, import_weights, read_weights
 
@@ -23,7 +24,7 @@ def originals(tmp_path_factory):
     folders = {}
     for kind in KINDS:
         folders[kind] = tmp_path_factory.mktemp(kind)
-        randomize(transformers_model(kind)).save_pretrained(folders[kind], max_shard_size='60KB')
+        make_theirs(kind).save_pretrained(folders[kind], max_shard_size='60KB')
     return folders
 
 
@@ -59,7 +60,8 @@ def shards_of(folder):
 
 # --- folders that load --------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('dtype, shards', [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)], ids=str)
+@pytest.mark.parametrize('dtype, shards', [
+    (torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 1)], ids=str)
 def test_pickled_weights_load_like_safetensors(dtype, shards, folder):
     tensors = {name: tensor.to(dtype) for name, tensor in tensors_of(folder).items()}
     replace_tensors(folder, tensors)
