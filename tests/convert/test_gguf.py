@@ -145,7 +145,7 @@ def in_llama_cpps_order(rows, heads):
 @pytest.mark.parametrize('form', ['mistral', 'mixtral', 'granite', 'smollm3', 'olmo2', 'gpt_neox', 'gemma2',
                                   'llama3'])
 def test_file_has_what_the_converter_of_llama_cpp_writes(form, tmp_path):
-    """Formulas of convert_hf_to_gguf.py, where the same error in both directions would not be seen otherwise."""
+    """Formulas of convert_hf_to_gguf.py: the same error in both directions would not be seen otherwise."""
     theirs, tensors = save(make_model(form), tmp_path / 'hf')
     write_gguf(str(tmp_path / 'model.gguf'), theirs, tensors, None, 'float32')
     written = {tensor.name: torch.from_numpy(np.array(tensor.data))
