@@ -1,4 +1,4 @@
-"""The families of models in `transformers`: entries of config.json and names of tensors. See hugging_face.py."""
+"""The families of models in `transformers`: entries of config.json and names of tensors."""
 from kilogpt.convert.hugging_face import (
     arguments_from_hugging_face, gpt2_config, keys_without_standard_form, llama_config, tensors_from_gpt2,
     tensors_from_llama, tensors_to_gpt2, tensors_to_llama)
@@ -16,8 +16,8 @@ def to_ours(tensors, theirs, arguments):
 def entries_of(config):
     """The entries of config.json for a GPTConfig. ValueError if no family can represent it."""
     if unknown := keys_without_standard_form(config):
-        raise ValueError(f'the model has {", ".join(unknown)}, which no standard form has: use the checkpoint '
-                         'with our own sample.py and train.py')
+        raise ValueError(f'the model has {", ".join(unknown)}, which no standard form has: use the '
+                         'checkpoint with our own sample.py and train.py')
     return gpt2_config(config) if config.pos == 'learned' else llama_config(config)
 
 
