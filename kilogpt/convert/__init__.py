@@ -1,6 +1,7 @@
 """Reads and writes the weights of other programs: `python -m kilogpt.convert`.
 
-weights.py reads and writes whole models (nanoGPT, GPT-2, Hugging Face); hugging_face.py has the names of
-tensors and the config entries of each family; start.py chooses what a run starts from. Read weights.py first;
+weights.py exports and imports whole models; folders.py, safetensors_files.py and nanogpt.py read and write their
+files; families.py has the names of tensors and the config entries of each family; tensors.py has the tensors,
+which are read when they are needed; start.py chooses what a run starts from. Read weights.py first;
 docs/weights.md has examples.
 """

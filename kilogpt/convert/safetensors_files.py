@@ -42,7 +42,8 @@ def open_safetensors(path):
                 raise ValueError('two tensors overlap, or bytes belong to none')
             end = stop
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f'{path} is damaged (its header is not of safetensors: {type(error).__name__}): '
+        reason = f'{type(error).__name__}: {error}'.splitlines()[0]
+        raise ValueError(f'{path} is damaged (its header is not of safetensors: {reason}): '
                          f'{ADVICE}') from None
     if start + end != size:
         raise ValueError(f'{path} is damaged (its tensors end at byte {start + end:,}, but the file has '

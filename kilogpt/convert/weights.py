@@ -59,7 +59,8 @@ def read_weights(source):
     try:
         arguments, weights, meta = read(source)
         check_types(source, arguments, meta)
-        config = GPTConfig(**arguments)
+        with naming(source):
+            config = GPTConfig(**arguments)
         expected = expected_shapes(config)
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         first_line = (str(error).splitlines() or [''])[0]
@@ -76,6 +77,15 @@ def read_weights(source):
     return dataclasses.asdict(config), {name: weights[name] for name in expected}, meta
 
 
+@contextlib.contextmanager
+def naming(source):
+    """A context in which a ValueError gets the name of the source of the weights."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f'{source} cannot be loaded: {error}') from None
+
+
 def check_types(source, arguments, meta):
     """ValueError unless GPTConfig arguments and a tokenizer's meta have values of their types."""
     for field in dataclasses.fields(GPTConfig):
@@ -83,7 +93,7 @@ def check_types(source, arguments, meta):
         is_right = type(value) is field.type or (field.type is float and type(value) is int)
         if not is_right or (field.type is float and not math.isfinite(value)):
             raise ValueError(f'the config of {source} has a missing or wrong entry: {field.name} would be '
-                             f'{value!r}, which is not a {field.type.__name__}')
+                             f'{value!r}, but must be of type {field.type.__name__}')
     if arguments.get('norm_eps', 0) < 0 or arguments.get('rope_theta', 1) <= 0:
         raise ValueError(f'the config of {source} has a missing or wrong entry: norm_eps would be '
                          f'{arguments.get("norm_eps")} and rope_theta {arguments.get("rope_theta")}, which '
@@ -138,7 +148,8 @@ def from_standard_form(theirs, tensors, source):
     arguments = families.arguments_of(theirs, source)
     ours = theirs.get('kilogpt', {})  # added by our own export
     arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
-    tensors = families.to_ours(tensors, theirs, arguments)
+    with naming(folder):
+        tensors = families.to_ours(tensors, theirs, arguments)
     if theirs['model_type'] == 'gpt2' and ours and not ours['model']['bias']:
         biases = [name for name in tensors if name.endswith('.bias')]
         if not any(tensors[name].whole().any() for name in biases):  # GPT-2 has biases, our model had none

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from test_families import make_theirs
 from test_weights import FORMS, PROMPT, change_json, make_run, model_from
 
+from kilogpt.convert.model_card import describe_training
 from kilogpt.convert.weights import export_weights, import_weights, read_weights
 
 KINDS = 'gpt2', 'llama', 'qwen3'
@@ -198,8 +199,32 @@ def test_tensors_that_share_bytes_are_refused(folder):
     header = json.loads(content[8:8 + length])
     names = [name for name, entry in header.items() if entry.get('shape') == [88, 32]]
     header[names[0]] = header[names[1]]
-    path.write_bytes(content[:8] + json.dumps(header).encode().ljust(length)[:length] + content[8 + length:])
-    assert_refused(folder, f'{path.name} is damaged (its header is not of safetensors')
+    path.write_bytes(content[:8] + json.dumps(header, separators=(',', ':')).encode().ljust(length)
+                     + content[8 + length:])
+    assert_refused(folder, f'{path.name} is damaged', 'two tensors overlap')
+
+
+@pytest.mark.parametrize('change, words', [
+    (dict(rms_norm_eps=None), 'norm_eps would be None, but must be of type float'),
+    (dict(rms_norm_eps=float('nan')), 'norm_eps would be nan'),
+    (dict(rms_norm_eps=-1.0), 'must be positive'),
+    (dict(num_key_value_heads=True), 'n_kv_head would be True, but must be of type int'),
+    (dict(num_hidden_layers=10 ** 12), 'num_hidden_layers=1000000000000, but the files have only'),
+    (dict(vocab_size=10 ** 40), 'a missing or wrong entry'),
+    (dict(hidden_size='wide'), 'a missing or wrong entry'),
+    (dict(num_attention_heads=0, head_dim=None), 'n_head')], ids=str)
+def test_config_with_values_of_a_wrong_kind_is_refused(change, words, folder):
+    change_json(folder / 'config.json', change)
+    assert_refused(folder, words)
+
+
+def test_of_a_tensor_in_two_shards_the_one_that_the_index_names_counts(folder):
+    expected = logits_of(folder)
+    shard_of = json.loads((folder / INDEX).read_text())['weight_map']
+    first, *_, last = shards_of(folder)
+    name = next(name for name, shard in shard_of.items() if shard == first.name)
+    save_file(load_file(last) | {name: load_file(first)[name] + 1}, last)
+    assert logits_of(folder).equal(expected)
 
 
 @pytest.mark.parametrize('weight_map, words', [
@@ -245,6 +270,15 @@ def test_model_card_has_the_metadata_and_facts_of_the_run(tmp_path):
     config = json.loads((tmp_path / 'tiny' / 'config.json').read_text())
     assert config['dtype'] == config['torch_dtype'] == 'bfloat16'
     assert config['architectures'] == ['LlamaForCausalLM']
+
+
+def test_model_card_names_the_weights_that_the_run_started_from():
+    state = dict(config=dict(init_from='/data/Llama-3.2-1B/', dataset='x'), tokenizer=None, iteration=0, tokens=0,
+                 val_loss=None)
+    facts = ['Data: the dataset x of the run.', 'The run started from the weights of Llama-3.2-1B.']
+    assert list(describe_training(state)) == facts
+    state['config']['init_from'] = 'resume'
+    assert list(describe_training(state)) == facts[:1]
 
 
 # --- anything else ------------------------------------------------------------------------------------------
