@@ -46,6 +46,7 @@ QUICK_START = [
     step('python sample.py --out_dir=out-quickstart --interactive', FEW_TOKENS, stdin='ROMEO:\n'),
     step('python -m kilogpt.convert export out-quickstart quickstart-hf'),
     step('python sample.py --init_from=quickstart-hf --start="ROMEO:"', FEW_TOKENS),
+    step('python -m kilogpt.convert import quickstart-hf out-imported-hf'),
 ]
 FIGURE = [
     step('python train.py config/quickstart.py', SMALL),
@@ -63,6 +64,9 @@ SESSIONS = dict(
              '--num_proc=1'),
         step('python train.py config/quickstart.py --dataset=mybooks --out_dir=out-mybooks', SMALL),
         step('python train.py config/finetune_shakespeare.py --init_from=out-mybooks --block_size=64', SMALL),
+        step('python -m kilogpt.convert export out-mybooks mybooks.gguf --dtype=q8_0'),
+        step('python -m kilogpt.convert import mybooks.gguf out-from-gguf'),
+        step('python sample.py --init_from=mybooks.gguf --start="Once"', FEW_TOKENS),
     ],
     own_tokenizer=[
         step("python data/text/train_tokenizer.py --input='books/*.txt' --vocab_size=4096 --out=mytokenizer"),
@@ -123,6 +127,8 @@ SLOW_SESSIONS = dict(
     ],
     prove=[
         step('python -m kilogpt.prove config/train_gpt2.py --quick', ONE_LAYOUT),
+        step('python -m kilogpt.prove config/quickstart.py --norm_place=both --window=16 --attention_softcap=30',
+             ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" '
              '--json', ONE_LAYOUT),

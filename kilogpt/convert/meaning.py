@@ -13,18 +13,21 @@ def keys_not_kept(config, read):
     All keys, if read() or GPTConfig raises ValueError.
     """
     try:
-        arguments = read()
-        found = meaning(GPTConfig(**arguments))
+        found = GPTConfig(**read())
     except ValueError:
         return [field.name for field in dataclasses.fields(config)]
-    if arguments.get('pos', 'learned') == 'learned':  # GPT-2 always has biases, which are written as zeros
+    if found.pos == 'learned':  # GPT-2 always has biases, which are written as zeros
         config = dataclasses.replace(config, bias=True, bias_of='')
-    wanted = meaning(config)
+    return keys_that_differ(config, found)
+
+
+def keys_that_differ(config, other):
+    """The keys of a GPTConfig that have another meaning in another one."""
+    wanted, found = meaning(config), meaning(other)
     keys = []
     for key in wanted.keys() & found.keys():
-        one, other = wanted[key], found[key]
-        is_close = isinstance(one, float) and math.isclose(one, other)
-        if one != other and not is_close:
+        is_close = isinstance(wanted[key], float) and math.isclose(wanted[key], found[key])
+        if wanted[key] != found[key] and not is_close:
             keys.append(key)
     if any(key.startswith('bias_of_') for key in keys):
         keys.append('bias_of' if config.bias_of else 'bias')

@@ -5,9 +5,10 @@ import torch
 
 from kilogpt import checkpoint
 from kilogpt.convert.checkpoint_tensors import TOKEN_TABLES, drop_copied_head
+from kilogpt.convert.meaning import keys_that_differ
 from kilogpt.convert.tensors import checked, in_memory, joined, narrowed
 from kilogpt.optim import build_adamw
-from model import GPT
+from model import GPT, GPTConfig
 
 KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')  # of its model_args
 MOMENTS = ('exp_avg', 'exp_avg_sq')  # in AdamW's state
@@ -43,10 +44,8 @@ def pack_qkv(tensors):
 
 def keys_without_form(config):
     """The entries of a GPTConfig, as 'key=value', that nanoGPT does not have."""
-    known = dict(pos=['learned'], norm=['layernorm'], mlp=['gelu'], n_kv_head=[config.n_head],
-                 qk_norm=[False], softcap=[0], head_width=[config.n_embd / config.n_head],
-                 tie_weights=[True], norm_eps=[1e-5], n_hidden=[4 * config.n_embd])
-    return [f'{key}={getattr(config, key)}' for key in known if getattr(config, key) not in known[key]]
+    theirs = GPTConfig(**{key: getattr(config, key) for key in KEYS})
+    return [f'{key}={getattr(config, key)}' for key in keys_that_differ(config, theirs)]
 
 
 # --- reading ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 
 from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer, portable, tokenizer_folder
-from data.tokenizer import describe_tokenizer, get_tokenizer
+from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.configurator import announced
 from kilogpt.convert import families, nanogpt
@@ -148,7 +148,7 @@ def from_standard_form(theirs, tensors, source):
     arguments = families.arguments_of(theirs, source)
     ours = theirs.get('kilogpt', {})  # added by our own export
     arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
-    with naming(folder):
+    with naming(source):
         tensors = families.to_ours(tensors, theirs, arguments)
     if theirs['model_type'] == 'gpt2' and ours and not ours['model']['bias']:
         biases = [name for name in tensors if name.endswith('.bias')]
@@ -252,7 +252,7 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
 def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):
     """Write a GGUF file. The arguments are those of write_hugging_face."""
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer:
+        if tokenizer and not isinstance(tokenizer, CharTokenizer):  # llama.cpp does not know alphabets
             tokenizer.save(folder, config.block_size)
         has_file = os.path.exists(os.path.join(folder, JsonTokenizer.name))
         write_gguf(target, entries, tensors, folder if has_file else None, dtype)
