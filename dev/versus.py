@@ -1,9 +1,10 @@
-"""Compare a part of nanoGPT with the same part of kiloGPT on this machine: milliseconds and their ratio.
+"""Compare a part of nanoGPT, or of transformers, with the same part of kiloGPT: milliseconds and their ratio.
 
     python dev/versus.py ../nanoGPT --theirs="compile=False" --dataset=shakespeare_char --n_layer=4
     python dev/versus.py ../nanoGPT --part=loader
     python dev/versus.py ../nanoGPT --part=tokenize --input=book.txt
     python dev/versus.py ../nanoGPT --part=sample --new_tokens=200 --device=cpu --n_layer=6
+    python dev/versus.py ../smollm2 --part=transformers --block_size=512 --batch_size=4 --random_tokens=49152
     python dev/versus.py --part=start config/quickstart.py
 
 The two run in turns. All arguments that are not options listed below are passed to train.py. Parts:
@@ -12,6 +13,8 @@ The two run in turns. All arguments that are not options listed below are passed
   loader    a batch of 64 sequences of 1024 random tokens
   tokenize  the command that converts --input to GPT-2's tokens
   sample    one text of --new_tokens from the same random weights, minus the time of the first token
+  transformers  an iteration that finetunes the weights in a Hugging Face folder: of train.py, and of a loop over
+            the model of transformers with torch.compile and fused AdamW, as in its documentation
   start     from the command to the end of the first iteration, compared with a process that imports torch
 """
 import argparse
@@ -32,6 +35,7 @@ from typing import NamedTuple
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data.datasets import dataset_folder
 from data.prepare import write_random_tokens
+from kilogpt.configurator import config_of
 from kilogpt.script_runs import ROOT, as_arguments, timed, train, train_command
 
 
@@ -89,6 +93,61 @@ def compare_train(nanogpt, arguments, options, folder):
         return dict(ms=run.median('dt_ms', options.warmup), gb=run.median('mem_gb', options.warmup))
 
     return Comparison(theirs, ours, 1, 'iterations')
+
+
+TRANSFORMERS_LOOP = """if True:
+    import sys, time
+    import torch
+    from transformers import AutoModelForCausalLM
+    from kilogpt import metrics
+    folder, data, dtype = sys.argv[1:4]
+    B, T, iters = map(int, sys.argv[4:])
+    tokens = torch.from_file(data, size=B * T * iters, dtype=torch.int16).view(torch.uint16).long()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, fused=True)
+    model.forward = torch.compile(model.forward)
+    for batch in tokens.view(iters, B, T).to(device):
+        start = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=dtype == "bfloat16"):
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = loss.item()
+        print(f"time {1000 * (time.perf_counter() - start):.2f}ms", flush=True)
+    print("peak GB", metrics.peak_memory_gb(torch.device(device)))"""
+
+
+def compare_transformers(weights, arguments, options, folder):
+    """Compare an iteration that finetunes the weights of a Hugging Face folder on random tokens."""
+    import torch
+
+    from kilogpt.parallel.processes import resolve_dtype
+    read(os.path.join(weights, 'config.json'), 'give a Hugging Face folder')
+    arguments = [*arguments, '--gradient_accumulation_steps=1', '--dropout=0.0', '--learning_rate=1e-5',
+                 '--decay_lr=False']
+    config = config_of(os.path.join(ROOT, 'train.py'), arguments)
+    n_iters = options.warmup + options.iters
+    data = os.path.join(dataset_of(arguments), 'train.bin')
+    dtype = resolve_dtype(config['dtype'], torch.device('cuda' if torch.cuda.is_available() else 'cpu'))
+
+    def theirs():
+        numbers = [str(number) for number in (config['batch_size'], config['block_size'], n_iters)]
+        _, output = timed(['-c', TRANSFORMERS_LOOP, os.path.abspath(weights), data, dtype, *numbers],
+                          PYTHONPATH=ROOT)
+        times = [float(ms) for ms in re.findall(r'^time ([\d.]+)ms', output, re.MULTILINE)]
+        return dict(ms=statistics.median(times[options.warmup:]),
+                    gb=float(re.search('^peak GB (.*)', output, re.MULTILINE)[1]))
+
+    def ours():
+        with tempfile.TemporaryDirectory() as out_dir:
+            run = train(arguments, out_dir, options.nproc_per_node, max_iters=n_iters,
+                        init_from=os.path.abspath(weights))
+        return dict(ms=run.median('dt_ms', options.warmup), gb=run.median('mem_gb', options.warmup))
+
+    return Comparison(theirs, ours, 1, 'iterations', name='transformers')
 
 
 def dataset_of(arguments):
@@ -232,7 +291,7 @@ def compare_start(nanogpt, arguments, options, folder):
 
 
 PARTS = dict(train=compare_train, loader=compare_loader, tokenize=compare_tokenize, sample=compare_sample,
-             start=compare_start)
+             transformers=compare_transformers, start=compare_start)
 
 
 def compare_once(comparison):
@@ -255,7 +314,7 @@ def medians_text(rows, comparison):
 
 
 def parse_arguments():
-    """(folder of nanoGPT or None, options, arguments for train.py)."""
+    """(folder of nanoGPT or of weights, or None; options; arguments for train.py)."""
     parser = argparse.ArgumentParser(
         'python dev/versus.py', '%(prog)s [DIR] [options] [config_file ...] [--key=value ...]', __doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
@@ -286,8 +345,8 @@ def parse_arguments():
     nanogpt = None
     if options.part != 'start':
         if not arguments or arguments[0].startswith('--'):
-            sys.exit(f'error: --part={options.part} needs a nanoGPT checkout to compare with: '
-                     'give its folder first, python dev/versus.py DIR ...')
+            sys.exit(f'error: --part={options.part} needs a nanoGPT checkout to compare with, or for '
+                     'transformers a folder of weights: give it first, python dev/versus.py DIR ...')
         nanogpt = arguments.pop(0)
     return nanogpt, options, arguments
 

@@ -15,7 +15,9 @@ import torch
 
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
+from kilogpt.checkpoint_files import check_finite
 from kilogpt.configurator import announced, exit_on_error
+from kilogpt.convert.checkpoint_tensors import open_checkpoint
 from kilogpt.convert.nanogpt import load_nanogpt
 from kilogpt.convert.weights import (
     GPT2_NAMES, check_finite_values, export_weights, import_weights, is_nanogpt, read_weights)
@@ -39,6 +41,9 @@ def inspect(source, which='best'):
 def print_checkpoint(path):
     if problem := checkpoint.damage(path):
         raise ValueError(f'{path} is damaged: {problem}')
+    with announced(f'reading {path}'):
+        for key, tensor in open_checkpoint(path).items():
+            check_finite(path, [(key, tensor.whole())], 'delete this checkpoint to use another one')
     state = checkpoint.read_state(path)
     print_row(path, {key: state[key] for key in STATE_KEYS} | dict(checksums='correct'))
     print_config(state['model'], state['config'], state['tokenizer'])

@@ -27,11 +27,12 @@ class LimitedAttention(nn.Module):
             mask = causal_mask(T, S, q.device) if mask is None else mask
             last = mask.sum(dim=1, keepdim=True) - 1  # (T, 1): the position of each query
             mask = mask & (torch.arange(S, device=q.device) > last - self.window)
+        # With a mask, no kernel that stores less than all scores lets heads share keys and values.
+        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         if not self.softcap:
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                                  enable_gqa=k.size(1) != q.size(1), dropout_p=dropout)
+                                                  dropout_p=dropout)
         mask = causal_mask(T, S, q.device) if mask is None else mask
-        k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         scores = (q @ k.mT).float() * q.size(-1) ** -0.5  # (B, H, T, S)
         scores = self.softcap * torch.tanh(scores / self.softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).type_as(v)

@@ -288,6 +288,9 @@ def block_activations(config, layout, work, has_experts):
         # The mean number of scores of a query: keys up to the end of its chunk of 256 queries.
         keys = (work.block_size + min(work.block_size, 256)) / 2
         attention = width * (4 * heads + config.n_head / layout.cp * keys)
+    if config.attention_softcap:  # keeps the capped scores and their softmax
+        scores = config.n_head * work.block_size
+        attention += scores * (2 * FLOAT32 + (width if width < FLOAT32 else 0))
     if layout.cp > 1:
         attention += width * heads  # the result both before and after its exchange
     if config.qk_norm:
@@ -303,7 +306,8 @@ def block_activations(config, layout, work, has_experts):
         mlp = width * (C + n_hidden * F / tp)
         # The result of a row-wise product, here and in attention, is summed over tp and whole on each rank.
         mlp_products = mlp_selective = width * (C + n_hidden // 2 * F / tp)
-    whole = 2 * norm_input / tp + width * C + attention / tp + mlp
+    n_norms = 4 if config.norm_place == 'both' else 2
+    whole = n_norms * norm_input / tp + width * C + attention / tp + mlp
     if config.dropout:
         whole += 2 * C / tp * (width if on_cpu else 1)
     products = width * ((heads + 2 * kv_heads) / tp + C) + mlp_products

@@ -165,7 +165,7 @@ def test_family_is_finetuned_alike_in_every_layout(train_all, family, tmp_path):
         variants = {name: [*LAYOUTS[name].split(), f'--init_from={tmp_path}/hf'] for name in names}
         runs |= train_all(variants, base=FINETUNING, nproc=nproc)
     one = runs.pop('one')
-    assert one.lines[3]['loss'] < one.lines[1]['loss']
+    assert one.evals[3]['val_loss'] < one.evals[0]['val_loss']
     for run in runs.values():
         assert_near(run, one)
 

@@ -434,6 +434,8 @@ def test_values_of_a_checkpoint_that_are_not_finite_are_named(tmp_path):
     assert done.stderr.splitlines() == [f'error: {sentence}'] and done.returncode == 1
     with pytest.raises(ValueError, match=re.escape(sentence)):
         export_weights(str(tmp_path), str(tmp_path / 'hf'))
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        inspect(str(tmp_path))
 
 
 class Trap:

@@ -134,6 +134,8 @@ BY_HAND = {
     *((4, name) for name in ('modern zero1', 'zero2', 'zero3', 'deep pp4 gpipe', 'deep pp4 1f1b',
                              'deep pp4 interleaved1f1b', 'muon hsdp', 'modern hsdp tp2', 'moe ep2 zero3',
                              'moe ep2 pp2', 'moe cp2 ep2', 'muon_moe ep2 zero3')),
+    *((4, f'{model} tp2 cp2') for model in ('after', 'neox', 'granite')),
+    *((4, f'{model} tp2 pp2 compiled') for model in ('after', 'neox', 'granite')),
     (6, 'tp2 zero2'), (8, 'modern hsdp tp2'), (8, 'losses ep4 tp2 zero3')}
 # Products of degrees that the matrix does not have.
 MORE_LAYOUTS = {
