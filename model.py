@@ -425,6 +425,7 @@ class Loss(nn.Module):
         super().__init__()
         self.config = config
         self.cross_entropy = cross_entropy
+        self.max_logits = math.inf  # what a device sets if it prefers fewer than MAX_LOGITS
 
     def forward(self, x, head, targets):
         """x (B, T, C), head: the linear that gives logits, targets (B, T; -1 is ignored)."""
@@ -436,10 +437,10 @@ class Loss(nn.Module):
             return LossInParts.apply(x, weight, targets, self.of_hidden, size)
         return sum(self.of_hidden(x, weight, y) for x, y in zip(x.split(size), targets.split(size)))
 
-    def part_size(self, N, V):
+    def part_size(self, N, V, max_logits=math.inf):
         """How many of N rows of V logits to compute at a time: all, or a divisor of N if one is near."""
         # Parts of one size are compiled once.
-        parts = max(1, -(-N * V // MAX_LOGITS))
+        parts = max(1, -(-N * V // min(MAX_LOGITS, self.max_logits, max_logits)))
         divisors = (number for number in range(parts, 2 * parts) if N % number == 0)
         return -(-N // next(divisors, parts))
 

@@ -114,11 +114,11 @@ def build_parser():
     tokenizer = dict(default='', help='for weights that do not name their tokenizer: gpt2, bytes or another '
                                       'tokenizer, or a dataset that has the same')
 
-    command = commands.add_parser('export', help="write a run's weights for transformers, llama.cpp or nanoGPT")
+    command = commands.add_parser('export', help="write a run's weights for other programs")
     command.add_argument('source', metavar='OUT_DIR', help="a run's folder, or one of its ckpt/iter_*")
     command.add_argument('target', metavar='TARGET',
-                         help='a new folder for transformers, or a new file that ends with .gguf for llama.cpp or '
-                              'with .pt for nanoGPT')
+                         help='a new folder for transformers, or a new file that ends with .gguf for '
+                              'llama.cpp or with .pt for nanoGPT')
     command.add_argument('--which', **which)
     command.add_argument('--dtype', choices=('float32', 'bfloat16', 'float16', 'q8_0'), default='float32',
                          help='dtype of the weights (default: float32); q8_0, of 8 bits, is for GGUF')

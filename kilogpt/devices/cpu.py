@@ -11,6 +11,10 @@ from kilogpt.devices.parts import find_parts, replace_all, replace_parts
 from kilogpt.layers.attention import LimitedAttention
 from kilogpt.layers.mixture import GATED
 
+# Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
+# longer, since the system provides new pages for them each time.
+MAX_LOGITS = 2 ** 25
+
 
 def use_faster_parts(model, use_kernels=False):
     """Put faster forms in the place of the model's parts, and of its dropout, in place.
@@ -26,6 +30,8 @@ def use_faster_parts(model, use_kernels=False):
         for mlp, name in find_parts(model, 'activation'):
             setattr(mlp, name, faster_activation(getattr(mlp, name), getattr(mlp, 'form', None)))
     replace_parts(model, 'cross_entropy', faster_cross_entropy)
+    for owner, name in find_parts(model, 'loss'):
+        getattr(owner, name).max_logits = MAX_LOGITS
     replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
     group_products(model, [torch.float32, torch.bfloat16])
 

@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kilogpt.devices import cpu
 from kilogpt.layers.mixture import GATED
 from kilogpt.plan.shape import Stage
 
@@ -364,7 +365,8 @@ def loss_bytes(shape, layout, work):
     per_logit += 8 if config.softcap else 0
     if layout.tp > 1:  # sharded logits, all at once; DTensor's loss makes one more copy
         return (per_logit + FLOAT32) * rows * vocabulary / layout.tp + work.width * rows * config.n_embd
-    size = shape.model.loss.part_size(rows, vocabulary)
+    size = shape.model.loss.part_size(
+        rows, vocabulary, cpu.MAX_LOGITS if work.device == 'cpu' else math.inf)
     if size == rows:
         return per_logit * rows * vocabulary
     gradients = (FLOAT32 + 2 * work.width) * vocabulary * config.n_embd + work.width * rows * config.n_embd
