@@ -32,6 +32,7 @@ class GPTConfig(MixtureConfig, ModelOptions):
     n_head: int = 12
     n_kv_head: int = 0         # key/value heads (grouped-query attention); 0 = n_head
     n_embd: int = 768
+    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
     dropout: float = 0.0
     bias: bool = True          # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'       # 'learned' or 'rope'
@@ -199,10 +200,11 @@ class Block(nn.Module):
 
     def forward(self, x, rope=None, cache=None, is_counted=None):
         """x (B, T, C) -> (B, T, C). rope, cache: as in Attention. is_counted: as in Router."""
-        y = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, cache)))
-        h = self.ln_2(x if self.is_parallel else y)
+        inputs = x
+        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, cache)))
+        h = self.ln_2(inputs if self.is_parallel else x)
         h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
-        return y + self.scaled(self.ln_2_after(h))
+        return x + self.scaled(self.ln_2_after(h))
 
     def scaled(self, x):
         return x if self.residual_scale == 1 else x * self.residual_scale

@@ -67,6 +67,8 @@ SESSIONS = dict(
         step('python -m kilogpt.convert export out-mybooks mybooks.gguf --dtype=q8_0'),
         step('python -m kilogpt.convert import mybooks.gguf out-from-gguf'),
         step('python sample.py --init_from=mybooks.gguf --start="Once"', FEW_TOKENS),
+        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=out-from-gguf/tokenizer --out=mybooks",
+             '--num_proc=1'),
     ],
     own_tokenizer=[
         step("python data/text/train_tokenizer.py --input='books/*.txt' --vocab_size=4096 --out=mytokenizer"),
@@ -87,7 +89,8 @@ SESSIONS = dict(
         step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
     ],
     models=[
-        step('python train.py config/quickstart.py --window=16 --window_pattern=SSSL --out_dir=out-windows', SMALL),
+        step('python train.py config/quickstart.py --window=16 --window_pattern=SSSL --out_dir=out-windows',
+             SMALL),
         step('python train.py config/quickstart.py --norm_place=both --mlp=geglu --attention_softcap=30 '
              '--out_dir=out-gemma', SMALL),
         step('python train.py config/quickstart.py --init_from=out-windows --rope_scaling=yarn,factor=2,'

@@ -32,6 +32,8 @@ class Entries:
         return value
 
     def number(self, key, default=None):
+        if key in self.theirs and self.theirs[key] is None:  # unlike in sizes, null does not mean a default
+            self.refuse(key, None, f'but {key} must be a number')
         value = float(self.value(key, default, (int, float), 'a number'))
         if not math.isfinite(value):
             self.refuse(key, value, f'but {key} must be finite')
@@ -81,8 +83,8 @@ def read_rope(entries, theta=10000.0, share=None):
     name = found.pop('rope_type', None) or found.pop('type', None) or 'default'
     found.pop('type', None)
     theta = found.pop('rope_theta', None) or entries.number('rope_theta', theta)
-    found_share = found.pop('partial_rotary_factor', None)
-    found_share = found_share or entries.number('partial_rotary_factor', share or 1.0)
+    found_share = (found.pop('partial_rotary_factor', None) or entries.theirs.get('partial_rotary_factor')
+                   or share or 1.0)
     if share is None and found_share != 1:
         entries.refuse('partial_rotary_factor', found_share, 'but this family rotates all features')
     if name == 'default':

@@ -12,7 +12,6 @@ from kilogpt.layers.rope import check_scaling
 class ModelOptions:
     """Parts that fewer models have (kilogpt/layers/options.py)."""
     # Fields of GPTConfig, and keys of train.py.
-    head_width: int = 0  # width of a head; 0 = n_embd / n_head
     n_hidden: int = 0  # width of a dense MLP; 0 = 4 * n_embd (SwiGLU, GeGLU: 8/3 * n_embd, up to the next 64)
     norm_eps: float = 1e-5  # added to the mean square, or the variance, in each norm
     norm_place: str = 'before'  # 'before' attention and MLP, 'after' them (OLMo 2), or 'both' (Gemma 2)

@@ -205,13 +205,13 @@ def test_tensors_that_share_bytes_are_refused(folder):
 
 
 @pytest.mark.parametrize('change, words', [
-    (dict(rms_norm_eps=None), 'norm_eps would be None, but must be of type float'),
-    (dict(rms_norm_eps=float('nan')), 'norm_eps would be nan'),
-    (dict(rms_norm_eps=-1.0), 'must be positive'),
-    (dict(num_key_value_heads=True), 'n_kv_head would be True, but must be of type int'),
+    (dict(rms_norm_eps=None), 'rms_norm_eps must be a number'),
+    (dict(rms_norm_eps=float('nan')), 'rms_norm_eps must be finite'),
+    (dict(rms_norm_eps=-1.0), 'norm_eps is -1.0: it cannot be negative'),
+    (dict(num_key_value_heads=True), 'num_key_value_heads must be a whole number'),
     (dict(num_hidden_layers=10 ** 12), 'num_hidden_layers=1000000000000, but the files have only'),
-    (dict(vocab_size=10 ** 40), 'a missing or wrong entry'),
-    (dict(hidden_size='wide'), 'a missing or wrong entry'),
+    (dict(vocab_size=10 ** 40), 'vocab_size must be a whole number'),
+    (dict(hidden_size='wide'), 'hidden_size must be a whole number'),
     (dict(num_attention_heads=0, head_dim=None), 'n_head')], ids=str)
 def test_config_with_values_of_a_wrong_kind_is_refused(change, words, folder):
     change_json(folder / 'config.json', change)

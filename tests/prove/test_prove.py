@@ -7,10 +7,11 @@ from helpers import FAULTS, ROOT, copy_repository, run_forked, run_script, sampl
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
-BLOCK = "        x = x + self.attn(self.ln_1(x), rope, cache)\n"
-NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config)\n"
+BLOCK = "        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, cache)))\n"
+NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config, 'before')\n"
+INPUT_2 = "        h = self.ln_2(inputs if self.is_parallel else x)\n"
 PRODUCT = "        return F.scaled_dot_product_attention(\n"
-QUERIES = "        q = self.c_q(x).view(B, T, -1, self.head_width)"
+QUERIES = "        q = self.q_norm_all(self.c_q(x)).view(B, T, -1, self.head_width)"
 
 # {name: (edits of model.py, layouts, texts that the report must contain)}
 MISTAKES = {
@@ -107,16 +108,16 @@ HARMLESS = {
                                                       "    if form == 'relu2':"},
     'an extra norm': {
         NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
-        "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(self.ln_3(self.ln_2(x)))",
+        INPUT_2: INPUT_2 + "        h = self.ln_3(h)\n",
         "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
     'a norm behind attention': {
         NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, cache))\n",
         "local=('attn.q_norm', ": "local=('ln_3', 'attn.q_norm', "},
     'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, cache)\n"},
-    'a parallel block': {
-        BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n",
-        NORM_2: "", "        return x + self.mlp(self.ln_2(x))": "        return x + self.mlp(h)"},
+    'a block with one norm': {
+        BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n", NORM_2: "", INPUT_2: "",
+        "self.ln_2_after(h)": "h"},
     'sliding-window attention': {
         "        return F.scaled_dot_product_attention(\n":
             "        T = q.size(2)\n"
