@@ -87,7 +87,8 @@ class JsonTokenizer(Tokenizer):
     def _encode(self, text, add_special_tokens):
         # JSON can carry lone surrogates, which have no UTF-8
         text = text.encode(errors='replace').decode()
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` also computes where each token is in the text, which takes a third of its time.
+        return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids):
         return self.backend.decode(ids, skip_special_tokens=False)

@@ -236,6 +236,7 @@ NEEDS = {
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
+    'python dev/versus.py ../smollm2': 'weights of a real model, and ten minutes: LOG.md has its figures',
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',

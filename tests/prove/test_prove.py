@@ -1,9 +1,13 @@
 """kilogpt.prove as a user runs it: it finds and names planted mistakes, and accepts correct edits."""
+import dataclasses
 import json
 import pathlib
 
 import pytest
+from test_parallel import MODELS
+
 from helpers import FAULTS, ROOT, copy_repository, run_forked, run_script, sampled
+from kilogpt.layers.options import ModelOptions
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
@@ -208,6 +212,19 @@ CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py')
 @pytest.mark.parametrize('config', sampled(CONFIGS, 3))
 def test_shipped_config_passes(config):
     done = prove(f'config/{config}.py', '--quick', '--nproc=4')
+    assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
+
+
+@pytest.mark.parametrize('model', [
+    pytest.param('gemma', marks=pytest.mark.slow),
+    *(pytest.param(model, marks=pytest.mark.matrix) for model in ('after', 'neox', 'granite'))])
+def test_parts_of_other_models_pass(model):
+    """Each key of kilogpt/layers/options.py is in one of these models."""
+    arguments = ' '.join(MODELS[name] for name in ('after', 'gemma', 'neox', 'granite')).split()
+    keys = {argument.removeprefix('--').partition('=')[0] for argument in arguments}
+    fields = {field.name for field in dataclasses.fields(ModelOptions)}
+    assert fields - keys == {'n_hidden', 'norm_eps', 'rope_theta'}  # numbers alone
+    done = prove(*SMALL, '--n_layer=3', *MODELS[model].split(), '--quick')
     assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
 
 
