@@ -83,16 +83,24 @@ def compare_train(nanogpt, arguments, options, folder):
 
     def theirs():
         _, output = timed(['-c', script, *command], nanogpt, PYTHONPATH=ROOT)
-        times = [float(ms) for ms in re.findall(r'^iter \d+: .* time ([\d.]+)ms', output, re.MULTILINE)]
-        peak = re.search('^peak GB (.*)', output, re.MULTILINE)[1]
-        return dict(ms=statistics.median(times[options.warmup:]), gb=float(peak))
+        return their_iterations(output, r'^iter \d+: .* time ([\d.]+)ms', options)
 
-    def ours():
-        with tempfile.TemporaryDirectory() as out_dir:
-            run = train(arguments, out_dir, options.nproc_per_node, max_iters=options.warmup + options.iters)
-        return dict(ms=run.median('dt_ms', options.warmup), gb=run.median('mem_gb', options.warmup))
+    return Comparison(theirs, lambda: our_iterations(arguments, options), 1, 'iterations')
 
-    return Comparison(theirs, ours, 1, 'iterations')
+
+def their_iterations(output, pattern, options):
+    """The median iteration and the peak memory that a peer printed. pattern: of the milliseconds."""
+    times = [float(ms) for ms in re.findall(pattern, output, re.MULTILINE)]
+    peak = re.search('^peak GB (.*)', output, re.MULTILINE)[1]
+    return dict(ms=statistics.median(times[options.warmup:]), gb=float(peak))
+
+
+def our_iterations(arguments, options, **keys):
+    """The same of train.py."""
+    n_iters = options.warmup + options.iters
+    with tempfile.TemporaryDirectory() as out_dir:
+        run = train(arguments, out_dir, options.nproc_per_node, max_iters=n_iters, **keys)
+    return dict(ms=run.median('dt_ms', options.warmup), gb=run.median('mem_gb', options.warmup))
 
 
 TRANSFORMERS_LOOP = """if True:
@@ -129,23 +137,17 @@ def compare_transformers(weights, arguments, options, folder):
     arguments = [*arguments, '--gradient_accumulation_steps=1', '--dropout=0.0', '--learning_rate=1e-5',
                  '--decay_lr=False']
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
-    n_iters = options.warmup + options.iters
     data = os.path.join(dataset_of(arguments), 'train.bin')
     dtype = resolve_dtype(config['dtype'], torch.device('cuda' if torch.cuda.is_available() else 'cpu'))
 
     def theirs():
-        numbers = [str(number) for number in (config['batch_size'], config['block_size'], n_iters)]
-        _, output = timed(['-c', TRANSFORMERS_LOOP, os.path.abspath(weights), data, dtype, *numbers],
-                          PYTHONPATH=ROOT)
-        times = [float(ms) for ms in re.findall(r'^time ([\d.]+)ms', output, re.MULTILINE)]
-        return dict(ms=statistics.median(times[options.warmup:]),
-                    gb=float(re.search('^peak GB (.*)', output, re.MULTILINE)[1]))
+        numbers = config['batch_size'], config['block_size'], options.warmup + options.iters
+        command = ['-c', TRANSFORMERS_LOOP, os.path.abspath(weights), data, dtype, *map(str, numbers)]
+        _, output = timed(command, PYTHONPATH=ROOT)
+        return their_iterations(output, r'^time ([\d.]+)ms', options)
 
     def ours():
-        with tempfile.TemporaryDirectory() as out_dir:
-            run = train(arguments, out_dir, options.nproc_per_node, max_iters=n_iters,
-                        init_from=os.path.abspath(weights))
-        return dict(ms=run.median('dt_ms', options.warmup), gb=run.median('mem_gb', options.warmup))
+        return our_iterations(arguments, options, init_from=os.path.abspath(weights))
 
     return Comparison(theirs, ours, 1, 'iterations', name='transformers')
 

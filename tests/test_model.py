@@ -127,6 +127,37 @@ def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path):  # without
 
 # --- against the formulas -----------------------------------------------------------------------------------
 
+def rope_angles(theta, scaling, R, T):
+    """(frequency of each pair, factor of the R rotated features) from the definitions of the scalings."""
+    name, *entries = scaling.split() or ['none']
+    s = {key: float(value) for key, value in (entry.split('=') for entry in entries)}
+    original = s.get('original_max_position_embeddings')
+    if name == 'dynamic' and T > original:  # NTK-aware: theta grows with the length
+        theta *= (s['factor'] * T / original - s['factor'] + 1) ** (R / (R - 2))
+    frequencies, factor = [], 1.0
+    for j in range(R // 2):
+        f = theta ** (-2 * j / R)
+        if name == 'linear':
+            f /= s['factor']
+        if name == 'llama3':  # Llama 3.1: by the wavelength
+            wavelength = 2 * math.pi / f
+            if wavelength > original / s['low_freq_factor']:
+                f /= s['factor']
+            elif wavelength > original / s['high_freq_factor']:
+                smooth = (original / wavelength - s['low_freq_factor']) / (
+                    s['high_freq_factor'] - s['low_freq_factor'])
+                f = (1 - smooth) * f / s['factor'] + smooth * f
+        if name == 'yarn':  # Peng et al. 2023, (23) and its code's find_correction_range
+            low, high = (R * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
+                         for beta in (s['beta_fast'], s['beta_slow']))
+            low, high = max(math.floor(low), 0), min(math.ceil(high), R - 1)
+            ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)
+            f = f / s['factor'] * ramp + f * (1 - ramp)
+            factor = 0.1 * math.log(s['factor']) + 1
+        frequencies.append(f)
+    return torch.tensor(frequencies).double(), factor
+
+
 def reference(w, c, idx):
     """Logits (T, vocab_size) of one sequence (T,), from the formulas.
 
@@ -145,43 +176,12 @@ def reference(w, c, idx):
     def norm(x, name):  # LayerNorm is RMSNorm of the centred x
         return rms(x - x.mean(-1, keepdim=True) if c.norm == 'layernorm' else x, name)
 
-    def angles(theta, scaling):
-        """(frequency of each pair, factor of the rotated features) from the definitions of the scalings."""
-        R = int(D * c.rope_share)
-        name, *entries = scaling.split() or ['none']
-        s = {key: float(value) for key, value in (entry.split('=') for entry in entries)}
-        original = s.get('original_max_position_embeddings')
-        if name == 'dynamic' and T > original:  # NTK-aware: theta grows with the length
-            theta *= (s['factor'] * T / original - s['factor'] + 1) ** (R / (R - 2))
-        frequencies, factor = [], 1.0
-        for j in range(R // 2):
-            f = theta ** (-2 * j / R)
-            if name == 'linear':
-                f /= s['factor']
-            if name == 'llama3':  # Llama 3.1: by the wavelength
-                wavelength = 2 * math.pi / f
-                if wavelength > original / s['low_freq_factor']:
-                    f /= s['factor']
-                elif wavelength > original / s['high_freq_factor']:
-                    smooth = (original / wavelength - s['low_freq_factor']) / (
-                        s['high_freq_factor'] - s['low_freq_factor'])
-                    f = (1 - smooth) * f / s['factor'] + smooth * f
-            if name == 'yarn':  # Peng et al. 2023, (23) and its code's find_correction_range
-                low, high = (R * math.log(original / (beta * 2 * math.pi)) / (2 * math.log(theta))
-                             for beta in (s['beta_fast'], s['beta_slow']))
-                low, high = max(math.floor(low), 0), min(math.ceil(high), R - 1)
-                ramp = min(max((j - low) / max(high - low, 0.001), 0), 1)
-                f = f / s['factor'] * ramp + f * (1 - ramp)
-                factor = 0.1 * math.log(s['factor']) + 1
-            frequencies.append(f)
-        return torch.tensor(frequencies).double(), factor
-
     def turn(x, layer):  # RoFormer (Su et al. 2021), 3.2.2: pair j of position t turns by t * theta^(-2j/R)
         if c.pos != 'rope' or c.rope_pattern[layer % len(c.rope_pattern)] == 'N':
             return x
         local = c.rope_theta_window and is_windowed(layer)
-        frequencies, factor = angles(c.rope_theta_window if local else c.rope_theta,
-                                     '' if local else c.rope_scaling)
+        theta, scaling = (c.rope_theta_window, '') if local else (c.rope_theta, c.rope_scaling)
+        frequencies, factor = rope_angles(theta, scaling, int(D * c.rope_share), T)
         P = len(frequencies)
         angle = torch.arange(T).double()[:, None] * frequencies
         z = torch.complex(x[:, :P], x[:, P:2 * P]) * torch.exp(1j * angle) * factor

@@ -56,14 +56,11 @@ class Entries:
             self.refuse(key, self.theirs[key], 'which our model cannot represent')
 
 
-
 def biases(norm=False, qkv=False, proj=False, mlp=False):
     """The arguments `bias` and `bias_of` for a model whose norms and linears have biases or not."""
     chosen = [name for name, has in (('qkv', qkv), ('proj', proj), ('mlp', mlp)) if has]
-    if len(chosen) in (0, 3) and norm == bool(chosen):
-        return dict(bias=norm)
-    if not norm and len(chosen) == 3:
-        return dict(bias=True)
+    if len(chosen) in (0, 3):
+        return dict(bias=bool(chosen))
     return dict(bias=norm, bias_of='+'.join(chosen))
 
 
@@ -137,15 +134,16 @@ def layer_types(config):
     return ['sliding_attention' if config.window_of(i) else 'full_attention' for i in range(config.n_layer)]
 
 
-def read_llama(entries, head_width=0, tied=False, eps=1e-6, **rope):
+def read_llama(entries, head_width=0, tied=False, eps=1e-6, mlp='swiglu', **rope):
     """The arguments that most families name as Llama does. rope: the family's defaults for read_rope."""
     n_head = entries.integer('num_attention_heads')
-    entries.only('hidden_act', 'silu', None)
+    if mlp == 'swiglu':
+        entries.only('hidden_act', 'silu', None)
     return dict(
         vocab_size=entries.integer('vocab_size'), n_layer=entries.integer('num_hidden_layers'), n_head=n_head,
         n_kv_head=entries.integer('num_key_value_heads', n_head),
         head_width=entries.integer('head_dim', 0) or head_width, n_embd=entries.integer('hidden_size'),
-        n_hidden=entries.integer('intermediate_size'), pos='rope', norm='rmsnorm', mlp='swiglu', bias=False,
+        n_hidden=entries.integer('intermediate_size'), pos='rope', norm='rmsnorm', mlp=mlp, bias=False,
         tie_weights=entries.flag('tie_word_embeddings', tied),
         norm_eps=entries.number('rms_norm_eps', eps)) | read_rope(entries, **rope)
 

@@ -66,8 +66,8 @@ def llama_write(config):
     return write_llama(config) | dict(mlp_bias=config.has_bias('mlp'))
 
 
-def mistral_read(entries):
-    return read_llama(entries) | read_windows(
+def mistral_read(entries, **rope):
+    return read_llama(entries, **rope) | read_windows(
         entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
 
 
@@ -175,10 +175,9 @@ def gemma_read(entries):
     activation = entries.theirs.get('hidden_activation') or entries.theirs.get('hidden_act')
     if activation not in ('gelu_pytorch_tanh', None):
         entries.refuse('hidden_act', activation, 'which our model cannot represent')
-    plain = Entries(entries.theirs | dict(hidden_act='silu'), entries.source)
-    return read_llama(plain, head_width=256, tied=True) | dict(
-        mlp='geglu', embedding_scale=math.sqrt(entries.integer('hidden_size'))) | biases(
-        **read_attention_bias(entries))
+    return (read_llama(entries, head_width=256, tied=True, mlp='geglu')
+            | biases(**read_attention_bias(entries))
+            | dict(embedding_scale=math.sqrt(entries.integer('hidden_size'))))
 
 
 def gemma_write(config):
@@ -248,8 +247,7 @@ def check_single_expert(entries, divides):
 
 def mixtral_read(entries):
     check_single_expert(entries, True)
-    return mistral_read(Entries(dict(rope_theta=1000000.0) | entries.theirs, entries.source)
-                        ) | read_softmax_router(entries) | dict(
+    return mistral_read(entries, theta=1000000.0) | read_softmax_router(entries) | dict(
         n_experts=entries.integer('num_local_experts', 8), expert_hidden=entries.integer('intermediate_size'))
 
 
@@ -277,13 +275,12 @@ def qwen3_moe_read(entries):
                        f'so that blocks {blocks} have experts, but in our model every n-th block has them')
     divides = entries.flag('norm_topk_prob', False)
     check_single_expert(entries, divides)
-    n_experts = entries.theirs.get('num_experts', entries.theirs.get('num_local_experts'))
+    n_experts = 'num_experts' if 'num_experts' in entries.theirs else 'num_local_experts'
     arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_softmax_router(entries)
     if entries.flag('use_sliding_window', False):
         arguments |= read_windows(entries, ['sliding_attention'] * n_layer)
     return arguments | dict(
-        qk_norm=True, n_experts=Entries(dict(num_experts=n_experts, model_type='qwen3_moe'),
-                                        entries.source).integer('num_experts', 128),
+        qk_norm=True, n_experts=entries.integer(n_experts, 128),
         expert_hidden=entries.integer('moe_intermediate_size'), moe_first_layer=first, moe_every=every,
         router_norm=divides or arguments['n_active_experts'] == 1)
 

@@ -7,12 +7,10 @@ import re
 
 import torch
 
+from kilogpt.convert import renaming
 from kilogpt.convert.gguf_families import (
     LLAMA3_ENTRIES, complete, count_blocks, find_family, head_width, llama3_factors, rope_of)
-from kilogpt.convert.tensors import Stored, in_memory, mapped, selected, stacked, transposed, unstacked
-
-# Causal masks and frequencies, which old files of weights have.
-CONSTANTS = ('.attn.bias', '.masked_bias', '.attention.bias', '.rotary_emb.inv_freq')
+from kilogpt.convert.tensors import in_memory, selected
 
 
 def tensor_names(theirs):
@@ -39,9 +37,7 @@ def rotary_order(stem, theirs):
         heads = theirs['num_key_value_heads' if stem.endswith('.k_proj') else 'num_attention_heads']
         order = torch.arange(heads * head_width(theirs)).view(heads, 2, -1)
     elif stem.endswith('.query_key_value'):
-        heads = theirs['num_attention_heads']
-        order = torch.arange(3 * theirs['hidden_size']).view(heads, 3, -1)
-        return order.transpose(0, 1).reshape(-1)
+        return torch.cat(renaming.row_indices(3 * [theirs['hidden_size']], 3, head_width(theirs)))
     else:
         return None
     return order.transpose(1, 2).reshape(-1)
@@ -51,37 +47,21 @@ def tensors_to_gguf(theirs, tensors):
     """{name in GGUF: Stored} from {name in transformers: Stored}. ValueError for a tensor without a place."""
     family, names = find_family(theirs), tensor_names(theirs)
     theirs = complete(theirs)
-    found, experts = {}, {}
-    for name, stored in tensors.items():
+    tensors = renaming.drop_leftovers(tensors)
+    if family.arch == 'gpt2':
+        tensors = renaming.transpose_matrices(tensors)
+    if family.norm_offset:
+        tensors = renaming.shift_norms(tensors, family.norm_offset)
+    found = {}
+    for name, stored in renaming.stack_experts(tensors).items():
         stem, _, suffix = name.replace('_correction_bias', '_correction.bias').rpartition('.')
-        is_copy = theirs.get('tie_word_embeddings', False) and stem in ('lm_head', 'embed_out')
-        if is_copy or name.endswith(CONSTANTS):
+        if theirs.get('tie_word_embeddings', False) and stem in ('lm_head', 'embed_out'):
             continue
-        numbered = re.fullmatch(r'(.*\.experts)\.(\d+)(\..*)', stem)
-        stem = f'{numbered[1]}.*{numbered[3]}' if numbered else stem
         if stem not in names:
             raise ValueError(f'the tensor {name} has no place in a GGUF file of {theirs["model_type"]}')
-        target = f'{names[stem]}.{suffix}'
-        if numbered:
-            experts.setdefault(target, {})[int(numbered[2])] = stored
-        else:
-            found[target] = tensor_to_gguf(stem, stored, theirs)
-    for target, parts in experts.items():
-        if sorted(parts) != list(range(len(parts))):
-            raise ValueError(f'{target} lacks some experts: it has only {sorted(parts)}')
-        found[target] = stacked([parts[number] for number in range(len(parts))])
+        order = rotary_order(stem, theirs)
+        found[f'{names[stem]}.{suffix}'] = stored if order is None else selected(stored, order)
     return found | rope_tensors(theirs)
-
-
-def tensor_to_gguf(stem, stored, theirs):
-    family = find_family(theirs)
-    order = rotary_order(stem, theirs)
-    if order is not None:
-        return selected(stored, order)
-    if family.norm_offset and stem.endswith('norm'):
-        return Stored(stored.shape, torch.float32, lambda rows: stored[rows].float() + family.norm_offset)
-    is_matrix_of_gpt2 = family.arch == 'gpt2' and '.h.' in stem and len(stored.shape) == 2
-    return transposed(stored) if is_matrix_of_gpt2 else stored
 
 
 def rope_tensors(theirs):
@@ -112,17 +92,11 @@ def tensors_from_gguf(theirs, tensors):
             continue
         if stem not in stems:
             raise ValueError(f'its tensor {name} is unknown in {theirs["model_type"]} of transformers')
-        target = stems[stem]
-        order = rotary_order(target, theirs)
-        if '*' in target:
-            for number, matrix in enumerate(unstacked(stored)):
-                found[f'{target.replace("*", str(number))}.{suffix}'] = matrix
-        elif order is not None:
-            found[f'{target}.{suffix}'] = selected(stored, order.argsort())
-        elif family.norm_offset and target.endswith('norm'):
-            found[f'{target}.{suffix}'] = mapped(stored, lambda tensor: tensor - family.norm_offset)
-        elif family.arch == 'gpt2' and '.h.' in target and len(stored.shape) == 2:
-            found[f'{target}.{suffix}'] = transposed(stored)
-        else:
-            found[f'{target}.{suffix}'.replace('_correction.bias', '_correction_bias')] = stored
-    return found
+        order = rotary_order(stems[stem], theirs)
+        name = f'{stems[stem]}.{suffix}'.replace('_correction.bias', '_correction_bias')
+        found[name] = stored if order is None else selected(stored, order.argsort())
+    if family.norm_offset:
+        found = renaming.shift_norms(found, -family.norm_offset)
+    if family.arch == 'gpt2':
+        found = renaming.transpose_matrices(found)
+    return renaming.unstack_experts(found)

@@ -6,7 +6,8 @@ import torch
 from kilogpt import checkpoint
 from kilogpt.convert.checkpoint_tensors import TOKEN_TABLES, drop_copied_head
 from kilogpt.convert.meaning import keys_that_differ
-from kilogpt.convert.tensors import checked, in_memory, joined, narrowed
+from kilogpt.convert.renaming import pack
+from kilogpt.convert.tensors import checked, in_memory, narrowed
 from kilogpt.optim import build_adamw
 from model import GPT, GPTConfig
 
@@ -32,14 +33,9 @@ def split_qkv(tensors):
 
 def pack_qkv(tensors):
     """The inverse of split_qkv, in nanoGPT's order: token table, position table, blocks."""
-    packed = {}
-    for name in sorted(tensors, key=lambda name: ('.wte.' not in name, '.wpe.' not in name)):
-        if '.attn.c_q.' in name:
-            packed[name.replace('c_q', 'c_attn')] = joined(
-                [tensors[name.replace('c_q', f'c_{part}')] for part in 'qkv'])
-        elif '.attn.c_k.' not in name and '.attn.c_v.' not in name:
-            packed[name] = tensors[name]
-    return packed
+    in_order = sorted(tensors, key=lambda name: ('.wte.' not in name, '.wpe.' not in name))
+    parts = [f'.attn.c_{part}.' for part in 'qkv']
+    return pack({name: tensors[name] for name in in_order}, '.attn.c_attn.', parts)
 
 
 def keys_without_form(config):

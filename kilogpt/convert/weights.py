@@ -18,6 +18,7 @@ from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer, portable, tokenizer_folder
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
+from kilogpt.checkpoint_files import write_json
 from kilogpt.configurator import announced
 from kilogpt.convert import families, nanogpt
 from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
@@ -26,7 +27,6 @@ from kilogpt.convert.gguf_files import read_gguf, write_gguf
 from kilogpt.convert.model_card import write_model_card
 from kilogpt.convert.safetensors_files import write_safetensors
 from kilogpt.convert.tensors import checked, pad_rows
-from kilogpt.checkpoint_files import write_json
 from kilogpt.optim import build_adamw
 from model import GPT, GPTConfig
 
@@ -78,12 +78,12 @@ def read_weights(source):
 
 
 @contextlib.contextmanager
-def naming(source):
+def naming(source, action='loaded'):
     """A context in which a ValueError gets the name of the source of the weights."""
     try:
         yield
     except ValueError as error:
-        raise ValueError(f'{source} cannot be loaded: {error}') from None
+        raise ValueError(f'{source} cannot be {action}: {error}') from None
 
 
 def check_types(source, arguments, meta):
@@ -94,10 +94,6 @@ def check_types(source, arguments, meta):
         if not is_right or (field.type is float and not math.isfinite(value)):
             raise ValueError(f'the config of {source} has a missing or wrong entry: {field.name} would be '
                              f'{value!r}, but must be of type {field.type.__name__}')
-    if arguments.get('norm_eps', 0) < 0 or arguments.get('rope_theta', 1) <= 0:
-        raise ValueError(f'the config of {source} has a missing or wrong entry: norm_eps would be '
-                         f'{arguments.get("norm_eps")} and rope_theta {arguments.get("rope_theta")}, which '
-                         'must be positive')
     if meta is not None and not (isinstance(meta, dict) and type(meta.get('vocab_size')) is int):
         raise ValueError(f'{source} names a tokenizer without its vocab_size: remove the entry tokenizer')
 
@@ -190,8 +186,7 @@ def download_gpt2(name):
     """The folder in the Hugging Face cache that holds one of GPT2_NAMES, downloaded if necessary."""
     import huggingface_hub
     names = ['config.json', 'model.safetensors']
-    find = partial(huggingface_hub.snapshot_download, f'openai-community/{name}',
-                             allow_patterns=names)
+    find = partial(huggingface_hub.snapshot_download, f'openai-community/{name}', allow_patterns=names)
     with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
         folder = find(local_files_only=True)
         if all(os.path.exists(os.path.join(folder, each)) for each in names):
@@ -236,10 +231,8 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
         if to_nanogpt:
             nanogpt.write_nanogpt(target, path, config, state, getattr(torch, dtype))
         else:
-            try:
+            with naming(path, 'exported'):
                 entries = families.entries_of(config, family)
-            except ValueError as error:
-                raise ValueError(f'{path} cannot be exported: {error}') from None
             tensors = families.to_theirs(open_weights(path, config), entries, config)
             tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
             end = tokenizer.eot if tokenizer else None
@@ -252,10 +245,11 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
 def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):
     """Write a GGUF file. The arguments are those of write_hugging_face."""
     with tempfile.TemporaryDirectory() as folder:
-        if tokenizer and not isinstance(tokenizer, CharTokenizer):  # llama.cpp does not know alphabets
+        if tokenizer is None or isinstance(tokenizer, CharTokenizer):  # llama.cpp does not know alphabets
+            write_gguf(target, entries, tensors, None, dtype)
+        else:
             tokenizer.save(folder, config.block_size)
-        has_file = os.path.exists(os.path.join(folder, JsonTokenizer.name))
-        write_gguf(target, entries, tensors, folder if has_file else None, dtype)
+            write_gguf(target, entries, tensors, folder, dtype)
 
 
 def write_hugging_face(target, config, state, entries, tensors, tokenizer, dtype):
