@@ -369,7 +369,7 @@ class GPT(nn.Module):
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)
         matrices -= self.num_params() - self.num_active_params()
         windows = [self.config.window_of(layer) or T for layer in range(self.config.n_layer)]
-        seen = sum(min(window, T) * (1 - min(window, T) / (2 * T)) for window in windows)
+        seen = sum(min(window, T) * (1 - min(window, T) / (2 * T)) for window in windows) if T else 0
         return 6 * matrices + int(12 * seen * self.config.n_head * self.config.head_width)
 
     @torch.no_grad()

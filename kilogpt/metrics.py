@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from kilogpt.machines import GPUS
+from kilogpt.machines import GPUS, read_text
 
 # Matrix products (rows, inner, columns) to time on a CPU. Caches and vector units decide which shape is
 # fastest: with AMX, bfloat16 reaches three times as many FLOP/s with the last two as with the first.
@@ -268,6 +268,9 @@ def peak_memory_gb(device):
     """
     if device.type == 'cuda':
         return torch.cuda.max_memory_allocated(device) / 1e9
+    # Not getrusage's figure on Linux, which includes what the parent held when it started this process.
+    if found := re.search(r'VmHWM:\s*(\d+) kB', read_text('/proc/self/status')):
+        return int(found.group(1)) * 1024 / 1e9
     try:
         import resource
     except ImportError:

@@ -2,12 +2,14 @@
 import json
 import os
 import shutil
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from helpers import ROOT
 from kilogpt import checkpoint, metrics
 
 pytestmark = pytest.mark.quick
@@ -73,7 +75,16 @@ def test_peak_memory_is_measured_and_is_0_if_unknown(monkeypatch):
     cpu = torch.device('cpu')
     assert 0.05 < metrics.peak_memory_gb(cpu) < 1000
     monkeypatch.setitem(sys.modules, 'resource', None)
+    monkeypatch.setattr(metrics, 'read_text', lambda path: '')
     assert metrics.peak_memory_gb(cpu) == 0.0
+
+
+def test_peak_memory_leaves_out_that_of_the_parent():
+    """Linux's getrusage starts at the peak of the process that launched this one."""
+    code = 'import torch; from kilogpt import metrics; print(metrics.peak_memory_gb(torch.device("cpu")))'
+    held = bytearray(os.urandom(1000) * 1_500_000)
+    done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert 0.05 < float(done.stdout) < len(held) / 2e9
 
 
 def test_tensorboard_has_the_scalars_of_the_log_each_once_after_a_resume(train):
