@@ -16,7 +16,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kilogpt.layers.attention import LimitedAttention, NormOverHeads
+from kilogpt.layers.attention import (
+    CappedAttention, NormOverHeads, build_mask, first_seen, starts_of)
 from kilogpt.layers.cache import Cache
 from kilogpt.layers.mixture import (
     GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears)
@@ -103,14 +104,17 @@ class DotProductAttention(nn.Module):
         self.first_head = 0  # the number of the first head that this process computes (tp, cp)
 
     def forward(self, q, k, v, mask=None):
-        """q (B, H, T, D), k, v (B, G, S, D) -> (B, H, T, D). mask (T, S); None means causal, with T = S."""
+        """q (B, H, T, D), k, v (B, G, S, D) -> (B, H, T, D).
+
+        mask (B or 1, 1, T, S) or (T, S): which keys each query sees; None means causal, with T = S.
+        """
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=k.size(1) != q.size(1),
             dropout_p=self.dropout if self.training else 0.0)
 
 
 class Attention(nn.Module):
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
         self.head_width = config.head_width
         width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
@@ -127,13 +131,15 @@ class Attention(nn.Module):
             self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
         self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
         self.dot_product = DotProductAttention(config.dropout)
-        if config.attention_softcap or config.window_of(layer):
-            self.dot_product = LimitedAttention(config.dropout, config.window_of(layer),
-                                                config.attention_softcap)
+        if config.attention_softcap:
+            self.dot_product = CappedAttention(config.dropout, config.attention_softcap)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, cache=None):
-        """x (B, T, C) -> (B, T, C). rope: one of `rope_tables`. cache: the CacheView of this layer."""
+    def forward(self, x, rope=None, mask=None, cache=None):
+        """x (B, T, C) -> (B, T, C).
+
+        rope: one of `rope_tables`. mask: as in DotProductAttention. cache: the CacheView of this layer.
+        """
         B, T, _ = x.shape
         x = cast_for_linears(x)
         q = self.q_norm_all(self.c_q(x)).view(B, T, -1, self.head_width)  # (B, T, H, D)
@@ -147,9 +153,7 @@ class Attention(nn.Module):
         if self.q_scale != 1:  # attention itself divides by the root of the head width
             q = q * self.q_scale
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D) and (B, G, T, D)
-        mask = None
         if cache is not None:
-            mask = cache.mask  # (T, S)
             k, v = cache.extend(k, v)  # (B, G, S, D)
         y = self.dot_product(q, k, v, mask=mask)  # (B, H, T, D)
         y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * D)
@@ -189,7 +193,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = build_norm(config.n_embd, config, 'before')
-        self.attn = Attention(config, layer)
+        self.attn = Attention(config)
         self.ln_1_after = build_norm(config.n_embd, config, 'after')
         self.ln_2 = build_norm(config.n_embd, config, 'before')
         self.has_experts = config.has_experts(layer)
@@ -198,10 +202,10 @@ class Block(nn.Module):
         self.ln_2_after = build_norm(config.n_embd, config, 'after')
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
-    def forward(self, x, rope=None, cache=None, is_counted=None):
-        """x (B, T, C) -> (B, T, C). rope, cache: as in Attention. is_counted: as in Router."""
+    def forward(self, x, rope=None, mask=None, cache=None, is_counted=None):
+        """x (B, T, C) -> (B, T, C). rope, mask, cache: as in Attention. is_counted: as in Router."""
         inputs = x
-        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, cache)))
+        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache)))
         h = self.ln_2(inputs if self.is_parallel else x)
         h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
         return x + self.scaled(self.ln_2_after(h))
@@ -232,6 +236,7 @@ class GPT(nn.Module):
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
     replaceable = dict(
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
+        mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),
         loss=('loss',),
         loss_of_hidden=('loss.of_hidden',),            # what is compiled of the loss
@@ -261,6 +266,7 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
+        self.build_mask = build_mask
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
         self.sums = {}  # {name: sum over tokens} of what is logged beside the loss, as a mean per token
         # Context parallelism: the start of this rank's part of each sequence, and the number of parts.
@@ -297,26 +303,33 @@ class GPT(nn.Module):
             block.normal_(0.0, std, generator=generator)
         return value[start - first:stop - first]
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None, starts=None, cache=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
 
         With targets (B, T; -1 is ignored), the result is the sum of their cross-entropies in nats. The caller
         divides by the number of targets in the global batch, which only the caller knows.
+        starts (B, T): the position in its row at which each token's document begins. Attention and positions
+        restart there, so that a row gives what its documents give alone. None: a row is one document.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
         those of the last position alone.
         A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
+        Under context parallelism idx and targets are this rank's part, and starts are of whole sequences.
         """
         # Sequence parallelism splits x between pipeline stages, but never the targets.
         T = idx.size(1) if targets is None else targets.size(1)
         if cache is None:
-            self.config.check_length(self.first_position + T)
-            positions = self.first_position + torch.arange(T, device=idx.device)
             length = T * self.n_sequence_parts
-            views = {name: None for name in self.transformer.h}
+            self.config.check_length(length)
+            positions = torch.arange(length, device=idx.device)
+            views, masks = dict.fromkeys(self.transformer.h), {}
+            for window in {self.config.window_of(int(name)) for name in views}:  # once for all blocks
+                first = first_seen(length, window, starts, idx.device)
+                masks[window] = None if first is None else self.build_mask(first)
         else:
-            views = cache.next_views(T, self.config)
-            positions = views['0'].positions
+            positions, masks, views = cache.next_step(T, self.config, starts)
             length = positions[-1] + 1
+        positions = positions[None] if starts is None else positions - starts  # (B, positions)
+        positions = positions[:, self.first_position:self.first_position + T]
         x = idx
         if self.transformer.wte is not None:
             x = self.transformer.wte(idx)  # (B, T, C)
@@ -328,7 +341,8 @@ class GPT(nn.Module):
         rope = rope_tables(self.config, positions, length)
         is_counted = None if targets is None else targets.flatten() >= 0
         for name, block in self.transformer.h.items():
-            x = block(x, rope.get(self.config.rope_of(int(name))), views[name], is_counted)
+            mask = masks[self.config.window_of(int(name))]
+            x = block(x, rope.get(self.config.rope_of(int(name))), mask, views[name], is_counted)
         if cache is not None:
             cache.length += T
             x = x[:, -1:]
@@ -341,8 +355,9 @@ class GPT(nn.Module):
 
     def new_cache(self, batch_size, length=math.inf):
         """An empty Cache for `forward`, with batch_size rows of min(length, block_size) tokens."""
-        shape = batch_size, self.config.n_kv_head, min(length, self.config.block_size), self.config.head_width
-        return Cache(self.config.n_layer, shape, self.transformer.wte.weight)
+        windows = [self.config.window_of(layer) for layer in range(self.config.n_layer)]
+        return Cache(windows, batch_size, self.config.n_kv_head, min(length, self.config.block_size),
+                     self.config.head_width, self.transformer.wte.weight)
 
     def num_params(self):
         """Parameters, a tied head counted once."""
@@ -357,30 +372,36 @@ class GPT(nn.Module):
         """Parameters that a token meets, which do not include those of experts that it does not go to."""
         return self.num_params() - sum(m.num_idle() for m in self.modules() if isinstance(m, Experts))
 
-    def flops_per_token(self, T):
-        """Floating-point operations per token, forward and backward, in sequences of T tokens.
+    def flops_per_token(self, lengths):
+        """Floating-point operations per token, forward and backward, in documents of `lengths` tokens.
 
         Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds
-        two products a layer with H D elements for each position that a token sees, 6 each: half of the
-        sequence on average, or less with a window. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do
+        two products a layer with H D elements for each position that a token sees, 6 each: half of its
+        document on average, or less with a window. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do
         not halve.
+        lengths: [tokens of a document], each counted; for whole sequences [T]. [] leaves out attention.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)
         matrices -= self.num_params() - self.num_active_params()
-        windows = [self.config.window_of(layer) or T for layer in range(self.config.n_layer)]
-        seen = sum(min(window, T) * (1 - min(window, T) / (2 * T)) for window in windows) if T else 0
-        return 6 * matrices + int(12 * seen * self.config.n_head * self.config.head_width)
+        seen = 0  # by all tokens, in all layers
+        for layer in range(self.config.n_layer):
+            for T in lengths:
+                window = min(self.config.window_of(layer) or T, T)
+                seen += window * (T - window / 2)
+        attention = 12 * seen * self.config.n_head * self.config.head_width
+        return 6 * matrices + int(attention / max(1, sum(lengths)))
 
     @torch.no_grad()
     def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None,
-                        generator=None, cache=None):
+                        generator=None, cache=None, separator=None):
         """Continue idx (B, T): yield the next token of each row (B,), up to max_new_tokens times.
 
         temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
         probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it, and
         the text ends once all rows have. Past block_size, each token takes a new reading of the window.
         cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
+        separator: the token at which a document begins, for a model that was trained on documents one by one.
         """
         block_size = self.config.block_size
         cache = cache or self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
@@ -388,12 +409,13 @@ class GPT(nn.Module):
         stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
         window, token, filled = idx[:, -block_size:], None, 0
         for _ in range(max_new_tokens):
+            starts = starts_of(window, separator)
             if token is None or filled == block_size:
                 cache.length.zero_()
-                logits = self.forward(window, cache=cache)
+                logits = self.forward(window, starts=starts, cache=cache)
                 filled = window.size(1)
             else:  # a call of the module, since compile() compiles this step, which always has one shape
-                logits = self(token[:, None], cache=cache)
+                logits = self(token[:, None], starts=None if starts is None else starts[:, -1:], cache=cache)
                 filled += 1
             token = draw_token(logits[:, -1].float().expand(rows, -1), temperature, top_k, top_p, generator)
             if stop_token is not None:

@@ -21,7 +21,7 @@ import torch
 from torch.profiler import record_function
 
 from data.datasets import fingerprint, open_dataset
-from data.loader import open_splits
+from data.documents import open_splits
 from data.shares import Shares
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
@@ -70,6 +70,7 @@ accept_new_data = False  # resume although the files of the dataset have changed
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
 block_size = 1024  # tokens in a sequence
+documents = 'stream'  # 'stream' = one text; 'mask' = attention within documents; 'pack' = whole ones in rows
 # model
 n_layer = 12  # blocks
 n_head = 12  # attention heads
@@ -187,8 +188,8 @@ with exit_on_error():
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
     train_loader, val_loader = open_splits(
-        data_dir, block_size, model_args['vocab_size'], meta, seed, processes, eval_iters > 0)
-    size, flops_per_token = model.describe_size(), model.flops_per_token(block_size)
+        data_dir, block_size, model_args['vocab_size'], meta, seed, documents, processes, eval_iters > 0)
+    size, flops_per_token = model.describe_size(), model.flops_per_token(train_loader.document_lengths())
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
@@ -205,7 +206,7 @@ with exit_on_error():
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
               max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
               always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
-    batches = parallel.batches(train_loader, run.sequences, train_loader.train_starts)
+    batches = parallel.batches(train_loader.train_batch, run.sequences)
     parallel.warm_up(lambda: batches(run.iteration, 0))
 
 # --- set-up: what the run will be, its folder and its log ---------------------------------------------------
@@ -213,7 +214,7 @@ available = metrics.available_memory(processes.device) - all_islands.bytes_on(pr
 processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
               f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
 for line in (*describe_layout(parallel, optimizer, batch_size, islands), *all_islands.describe(),
-             *describe_nodes(out_dir, data_dir),
+             *train_loader.describe(), *describe_nodes(out_dir, data_dir),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
 if saved:
@@ -245,14 +246,14 @@ def evaluate():
     parallel.train(False)
     for split, loader in (('train', train_loader), ('val', val_loader)):
         starts = loader.eval_starts(eval_iters * batch_size)
-        eval_batches = parallel.batches(loader, lambda _: starts, lambda starts: starts)
+        eval_batches = parallel.batches(loader.batch, lambda _: starts)
         loss_sum = torch.zeros((), device=processes.device)
         for step in range(eval_batches.count(0)):
             if signals.poll():
                 break
             with exit_on_error():
-                x, y = eval_batches(0, step)
-            loss_sum += parallel.evaluate(x, y)
+                batch = eval_batches(0, step)
+            loss_sum += parallel.evaluate(batch)
         means[f'{split}_loss'] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
     parallel.train(True)
     return None if signals.stop else means
@@ -325,8 +326,8 @@ while True:
             if signals.poll():
                 break
             with record_function('data'), exit_on_error():
-                x, y = batches(run.iteration, step)
-            loss_sum += parallel.forward_backward(x, y, n_tokens, step == steps - 1, guard.scale)
+                batch = batches(run.iteration, step)
+            loss_sum += parallel.forward_backward(batch, n_tokens, step == steps - 1, guard.scale)
         # The device has made the previous update long ago, so the guard does not wait here.
         if signals.stop or not guard.settle():
             continue  # a run that resumes, or has gone back, makes this iteration again

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from data.checks import find_oddities, refuse_other_formats
+from data.checks import refuse_other_formats
 from data.datasets import find_shards
 
 # llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
@@ -42,24 +42,6 @@ def shuffled(positions, n, key):
         x[outside] = left << half | right
         outside = x >= n
     return x.astype(np.int64)
-
-
-def open_splits(folder, block_size, vocab_size, meta, seed, processes, evaluates):
-    """The TokenLoaders of a dataset's training and validation splits. All processes of a run call this.
-
-    evaluates: whether the run evaluates. If not, the validation split is None, and its files may be missing.
-    ValueError on all processes if they do not have the same data. The first process prints what is odd.
-    """
-    splits = ('train', 'val') if evaluates else ('train',)
-    loaders = [TokenLoader(folder, split, block_size, vocab_size, meta, seed) for split in splits]
-    sizes = [loader.n_tokens for loader in loaders]
-    if processes.any(sizes != processes.share(sizes)):
-        raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
-                         'here): copy one folder to all of them')
-    if processes.is_first:
-        for sentence in find_oddities(folder, meta, loaders):
-            print(f'warning: {sentence}', flush=True)
-    return loaders if evaluates else (*loaders, None)
 
 
 class TokenLoader:
@@ -122,6 +104,10 @@ class TokenLoader:
             start, length = start + len(pieces[-1]), length - len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
+    def train_batch(self, sequences):
+        """The `batch` of the training sequences with these numbers; -1 stands for padding."""
+        return self.batch(self.train_starts(sequences))
+
     def train_starts(self, sequences):
         """Stream positions at which training sequences begin, given their numbers; -1 stays -1."""
         epochs, places = np.divmod(sequences, self.n_tokens // self.block_size)
@@ -135,11 +121,13 @@ class TokenLoader:
 
     def _starts(self, epoch, block):
         """Stream positions of a block of an epoch's sequences. Cached: steps ask for blocks in order."""
-        key = [self.seed, epoch]
         per_epoch = self.n_tokens // self.block_size
-        rotation = int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) % self.n_tokens
         places = np.arange(block * SHUFFLE_BLOCK, min((block + 1) * SHUFFLE_BLOCK, per_epoch))
-        return rotation + self.block_size * shuffled(places, per_epoch, key)
+        return self.rotation(epoch) + self.block_size * shuffled(places, per_epoch, [self.seed, epoch])
+
+    def rotation(self, epoch):
+        """The stream position at which an epoch begins to cut."""
+        return int(np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]) % self.n_tokens
 
     def where(self, starts):
         """[(file, position in the file)] of stream positions."""
@@ -152,7 +140,7 @@ class TokenLoader:
         return np.arange(count) * available // max(count, 1) * self.block_size
 
     def batch(self, starts):
-        """Inputs and targets (B, block_size), int64, of the sequences at starts.
+        """Inputs and targets (B, block_size), int64 arrays, of the sequences at starts.
 
         A start of -1 stands for padding, whose targets are -1.
         """
@@ -169,7 +157,15 @@ class TokenLoader:
         # numpy casts: torch would cast in parallel, and wait for the threads that compute the model.
         x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
         y[starts < 0] = -1
-        return torch.from_numpy(x), torch.from_numpy(y)
+        return x, y
+
+    def document_lengths(self):
+        """The lengths of what attention sees as one document, in a sample of the training sequences."""
+        return [self.block_size]
+
+    def describe(self):
+        """Lines about the documents in training sequences."""
+        return []
 
 
 def _open_tokens(path, meta):
@@ -195,16 +191,16 @@ class Batches:
     """The micro-batches that this process takes of one split, on its device.
 
     A thread reads each micro-batch while the previous one is in use.
-    sequences(batch): the numbers of the sequences in a global batch, an integer array.
-    starts(numbers): the stream positions at which these sequences begin.
+    read(numbers): inputs, targets, and whatever else a model takes, of the sequences with these numbers, an
+        integer array in which -1 is padding: arrays (B, block_size).
+    sequences(batch): the numbers of the sequences in a global batch.
     steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
     rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
-    positions: the slice of each sequence that this process takes.
+    positions: the slice of each sequence's inputs and targets that this process takes.
     """
 
-    def __init__(self, loader, sequences, starts, steps, rows, positions, device):
-        self.loader, self.sequences, self.steps, self.rows = loader, sequences, steps, rows
-        self.starts = functools.lru_cache(2)(lambda numbers: starts(np.frombuffer(numbers, np.int64)))
+    def __init__(self, read, sequences, steps, rows, positions, device):
+        self.read, self.sequences, self.steps, self.rows = read, sequences, steps, rows
         self.positions, self.device = positions, device
         self._read_ahead = Prefetcher(self._read)
 
@@ -213,7 +209,7 @@ class Batches:
         return self.steps(len(self.sequences(batch)))
 
     def __call__(self, batch, step):
-        """Inputs and targets, int64 (micro-batch, positions), of one micro-step of a global batch.
+        """Inputs and targets of one micro-step (micro-batch, positions), int64, and what else `read` returns.
 
         ValueError if a token id is too large.
         """
@@ -222,20 +218,19 @@ class Batches:
         following = numbers, step + 1
         if step + 1 == self.steps(len(sequences)):
             following = self.sequences(batch + 1).tobytes(), 0
-        x, y = self._read_ahead((numbers, step), following)
-        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return tuple(tensor.to(self.device, non_blocking=True)
+                     for tensor in self._read_ahead((numbers, step), following))
 
     def _read(self, request):
-        numbers, step = request
-        starts = self.starts(numbers)
-        rows = self.rows(len(starts), step)
-        x, y = self.loader.batch(np.where(rows < 0, -1, starts[rows]))
-        x, y = x[:, self.positions], y[:, self.positions]
+        numbers, step = np.frombuffer(request[0], np.int64), request[1]
+        rows = self.rows(len(numbers), step)
+        x, y, *others = self.read(np.where(rows < 0, -1, numbers[rows]))
+        tensors = [torch.from_numpy(array) for array in (x[:, self.positions], y[:, self.positions], *others)]
         if self.device.type == 'cuda':
             # A thread that has not chosen a device would open a context on GPU 0 to pin memory.
             torch.cuda.set_device(self.device)
-            x, y = x.pin_memory(), y.pin_memory()
-        return x, y
+            tensors = [tensor.pin_memory() for tensor in tensors]
+        return tensors
 
 
 class Prefetcher:

@@ -188,7 +188,7 @@ def compare_loader(nanogpt, arguments, options, folder):
     batch_numbers = itertools.count()
 
     def our_batch():
-        return loader.batch(loader.train_starts(64 * next(batch_numbers) + np.arange(64)))
+        return [torch.from_numpy(array) for array in loader.train_batch(64 * next(batch_numbers) + np.arange(64))]
 
     def time_batches(batch, calls=64):
         """Median over 8 of the mean over many calls, since our loader prepares several batches at once."""

@@ -53,8 +53,7 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
         assert micro_batch <= batch_size
         iterations = -(-3 * per_epoch // global_batch)
         for rank in range(world_size):
-            batches = Batches(loader, lambda i: i * global_batch + np.arange(global_batch),
-                              loader.train_starts,
+            batches = Batches(loader.train_batch, lambda i: i * global_batch + np.arange(global_batch),
                               steps=lambda total: -(-total // (micro_batch * world_size)),
                               rows=lambda total, step: layout.rows(rank, total, micro_batch, step),
                               positions=layout.positions(rank, block_size), device=torch.device('cpu'))
@@ -133,7 +132,7 @@ def test_evaluation_set_is_fixed_evenly_spread_and_without_overlap(block_size, e
         assert len(starts) == 0 or gaps.max() - gaps.min() < 2 * block_size
         if count:
             x, y = one.batch(starts)
-            assert (x[:, 0].numpy() == starts).all() and (y == x + 1).all()
+            assert (x[:, 0] == starts).all() and (y == x + 1).all()
 
 
 @pytest.mark.parametrize('names', [

@@ -417,7 +417,7 @@ def test_flops_per_token_equals_what_the_operations_count(options):
         # Papers take the mean of T / 2 keys for a causal square, which is that of continuous positions.
         seen += sum(min(t, window) for t in range(1, T + 1)) - window / 2
     attention = 12 * (config.n_layer * T - seen / T) * config.n_head * config.head_width
-    assert counter.get_total_flops() == pytest.approx(2 * T * (model.flops_per_token(T) + attention), rel=1e-5)
+    assert counter.get_total_flops() == pytest.approx(2 * T * (model.flops_per_token([T]) + attention), rel=1e-5)
 
 
 @pytest.mark.parametrize('bad, message', [
@@ -522,7 +522,7 @@ class FixedLogits(GPT):
     def __init__(self):
         super().__init__(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=2))
 
-    def forward(self, idx, targets=None, cache=None):
+    def forward(self, idx, targets=None, starts=None, cache=None):
         return self.values.expand(*idx.shape, 8)
 
     def draw(self, rows, *arguments, **sampling):

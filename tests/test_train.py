@@ -187,7 +187,7 @@ def test_first_update_equals_plain_pytorch(variants, dataset):
     # The update in plain PyTorch, on the same batch.
     model = GPT(GPTConfig(**MODEL), seed=1337)
     loader = TokenLoader(str(dataset), 'train', 32, 65, read_meta(dataset), seed=1337)
-    x, y = loader.batch(loader.train_starts(np.arange(12)))
+    x, y = map(torch.from_numpy, loader.train_batch(np.arange(12)))
     loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
@@ -314,7 +314,7 @@ def test_gpt2_weights_from_a_hugging_face_folder_are_finetuned(train_all, datase
 
     def their_loss(split, starts_of):
         loader = TokenLoader(str(dataset), split, 32, 65, read_meta(dataset), seed=1337)
-        x, y = loader.batch(starts_of(loader))
+        x, y = map(torch.from_numpy, loader.batch(starts_of(loader)))
         with torch.no_grad():
             return torch.nn.functional.cross_entropy(theirs(x).logits.flatten(0, 1), y.flatten()).item()
 

@@ -8,7 +8,7 @@ import torch.nn as nn
 from kilogpt.devices import cpu_kernels
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, replace_all, replace_parts
-from kilogpt.layers.attention import LimitedAttention
+from kilogpt.layers.attention import CappedAttention
 from kilogpt.layers.mixture import GATED
 
 # Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
@@ -42,7 +42,7 @@ def is_plain(attention, config):
 
     The sequence has the model's length and heads. An attention that was edited in model.py may differ.
     """
-    if isinstance(attention, LimitedAttention):
+    if isinstance(attention, CappedAttention):
         return False
     settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
     key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size

@@ -1,4 +1,4 @@
-"""Attention that sees a window or has capped scores, and the norm of queries and keys over all heads.
+"""What a query sees, attention with capped scores, and the norm of queries and keys over all heads.
 
 Imports torch alone. Shapes in comments: B batch, T queries, S keys, H heads, G key/value heads, D head width.
 """
@@ -7,41 +7,54 @@ from torch import nn
 from torch.nn import functional as F
 
 
-class LimitedAttention(nn.Module):
-    """Causal attention in which a query sees `window` positions, its own included, or scores have a tanh cap.
+def first_seen(T, window, starts, device):
+    """(B, T): the first position that each query sees, or None if it sees all before it, as without limits.
 
-    Sliding windows: Longformer (Beltagy et al. 2020, 3.1), Mistral 7B (Jiang et al. 2023, 2).
-    window: 0 = all positions before. softcap: 0 = none (Gemma 2, 2024, 2).
+    A query sees the positions of its document up to its own, and of these at most the last `window`
+    (Longformer, Beltagy et al. 2020, 3.1; Mistral 7B, Jiang et al. 2023, 2).
+    starts (B, T): the position at which the document of each position begins; None = the sequence is one
+        document. window: 0 = all positions.
     """
+    if not 0 < window < T:
+        return starts
+    first = (torch.arange(T, device=device) - window + 1).clamp(min=0)[None]
+    return first if starts is None else torch.maximum(first, starts)
 
-    def __init__(self, dropout, window, softcap):
+
+def build_mask(first):
+    """(B, 1, T, T): which keys each query sees, those from first[i] to its own. first (B, T)."""
+    positions = torch.arange(first.size(1), device=first.device)
+    return (positions >= first[:, None, :, None]) & (positions <= positions[:, None])
+
+
+def starts_of(tokens, separator):
+    """(B, T): the position at which the document of each of tokens (B, T) begins; None without a separator.
+
+    A document begins with its separator, and the first one of a row at 0.
+    """
+    if separator is None:
+        return None
+    positions = torch.arange(tokens.size(1), device=tokens.device)
+    return torch.where(tokens == separator, positions, 0).cummax(dim=1).values
+
+
+class CappedAttention(nn.Module):
+    """Causal attention whose scores have a tanh cap (Gemma 2, 2024, 2)."""
+
+    def __init__(self, dropout, softcap):
         super().__init__()
-        self.dropout, self.window, self.softcap = dropout, window, softcap
+        self.dropout, self.softcap = dropout, softcap
         self.first_head = 0  # as in DotProductAttention
 
     def forward(self, q, k, v, mask=None):
-        """q (B, H, T, D), k, v (B, G, S, D) -> (B, H, T, D). mask (T, S); None means causal, with T = S."""
-        T, S = q.size(2), k.size(2)
-        dropout = self.dropout if self.training else 0.0
-        if self.window and S > self.window:
-            mask = causal_mask(T, S, q.device) if mask is None else mask
-            last = mask.sum(dim=1, keepdim=True) - 1  # (T, 1): the position of each query
-            mask = mask & (torch.arange(S, device=q.device) > last - self.window)
-        # With a mask, no kernel that stores less than all scores lets heads share keys and values.
+        """The same as DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
-        if not self.softcap:
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None,
-                                                  dropout_p=dropout)
-        mask = causal_mask(T, S, q.device) if mask is None else mask
+        if mask is None:
+            mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
         scores = (q @ k.mT).float() * q.size(-1) ** -0.5  # (B, H, T, S)
         scores = self.softcap * torch.tanh(scores / self.softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).type_as(v)
-        return F.dropout(weights, dropout) @ v
-
-
-def causal_mask(T, S, device):
-    """(T, S): which of S positions each of the last T sees."""
-    return torch.ones(T, S, dtype=torch.bool, device=device).tril(S - T)
+        return F.dropout(weights, self.dropout if self.training else 0.0) @ v
 
 
 class NormOverHeads(nn.Module):

@@ -1,7 +1,7 @@
 """The keys and values of a text so far, so that each new token is read alone.
 
-Imports torch alone. Shapes in comments: B batch, T new positions, S positions so far, G key/value heads,
-D head width.
+Imports torch and attention.py alone. Shapes in comments: B batch, T new positions, S positions that a query
+may see, G key/value heads, D head width.
 """
 from typing import NamedTuple
 
@@ -9,41 +9,79 @@ import torch
 
 
 class CacheView(NamedTuple):
-    """One layer of a Cache in one step."""
+    """One layer of a Cache in one step. Position p of the text is in slot p % size."""
     keys: torch.Tensor  # (rows, G, size, D)
     values: torch.Tensor  # (rows, G, size, D)
     positions: torch.Tensor  # (T,), positions of the new tokens
-    mask: torch.Tensor | None  # (T, S): which positions each new token sees; None if the cache was empty
+    n_read: int | None  # slots to read with the new tokens in them; 0 = new tokens alone, None = after the old
 
     def extend(self, k, v):
-        """Write new k, v (B, G, T, D), one row into all; returns the keys and values so far (B, G, S, D)."""
-        self.keys[:, :, self.positions] = k.type_as(self.keys)
-        self.values[:, :, self.positions] = v.type_as(self.values)
-        if self.mask is None:
-            return k, v
-        B, S = k.size(0), self.mask.size(1)
-        return self.keys[:B, :, :S], self.values[:B, :, :S]
+        """Write new k, v (B, G, T, D), one row into all; returns what queries may see (B, G, S, D)."""
+        B, seen = k.size(0), (k, v)
+        if self.n_read is None:
+            seen = torch.cat((self.keys[:B], k), dim=2), torch.cat((self.values[:B], v), dim=2)
+        kept = min(k.size(2), self.keys.size(2))
+        slots = self.positions[-kept:] % self.keys.size(2)
+        self.keys[:, :, slots] = k[:, :, -kept:].type_as(self.keys)
+        self.values[:, :, slots] = v[:, :, -kept:].type_as(self.values)
+        if self.n_read:
+            seen = self.keys[:B, :, :self.n_read], self.values[:B, :, :self.n_read]
+        return seen
 
 
 class Cache:
     """The keys and values that attention has seen, per layer two tensors (rows, G, size, D).
 
-    The first `length` positions are filled. No tensor grows or moves, and length is a tensor too, so that the
-    step of each token is compiled once and captured in one CUDA graph.
+    The first `length` positions of the text are read. A layer with a window keeps as many positions as the
+    window has. No tensor grows or moves, and length is a tensor too, so that the step of each token is
+    compiled once and captured in one CUDA graph.
     """
 
-    def __init__(self, n_layer, shape, like):
+    def __init__(self, windows, rows, n_kv_head, length, head_width, like):
+        """windows: that of each layer, 0 = none. length: of the longest text."""
+        self.windows = [window if 0 < window < length else 0 for window in windows]
+        self.size = length
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
-        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in range(n_layer)]
+        shapes = [(rows, n_kv_head, window or length, head_width) for window in self.windows]
+        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for shape in shapes]
         self.length = torch.zeros((), dtype=torch.long, device=like.device)
 
-    def next_views(self, T, config):
-        """{block's name: CacheView} for a step that adds T tokens."""
+    def next_step(self, T, config, starts=None):
+        """(positions (T,), {window: mask}, {block's name: CacheView}) for a step that adds T tokens.
+
+        starts (B, T): the position at which the document of each new token begins; None = the text is one.
+        A mask (T, S), or with starts (B, 1, T, S), says what each new token sees; None = all up to itself.
+        """
         positions = self.length + torch.arange(T, device=self.length.device)
         if torch.compiler.is_compiling():  # reads all positions, so that every step has one shape
-            S = self.layers[0][0].size(2)
+            S = self.size
         else:
             S = int(self.length) + T
             config.check_length(S)
-        mask = torch.arange(S, device=positions.device) <= positions[:, None] if S > T else None
-        return {str(i): CacheView(*layer, positions, mask) for i, layer in enumerate(self.layers)}
+        plans = {window: self._plan(window, T, S, positions, starts) for window in set(self.windows)}
+        views = {}
+        for i, (layer, window) in enumerate(zip(self.layers, self.windows)):
+            views[str(i)] = CacheView(*layer, positions, plans[window][1])
+        masks = {config.window_of(i): plans[window][0] for i, window in enumerate(self.windows)}
+        return positions, masks, views
+
+    def _plan(self, window, T, S, positions, starts):
+        """(mask, n_read) of the layers with a window."""
+        device = positions.device
+        if S == T:  # the text begins: the new tokens see each other
+            keys, n_read = torch.arange(T, device=device), 0
+            if starts is None and not window:
+                return None, n_read
+        elif not window:
+            keys, n_read = torch.arange(S, device=device), S
+        else:
+            newest = positions[-1] if T == 1 else self.length - 1
+            keys = newest - (newest - torch.arange(window, device=device)) % window  # below 0: an empty slot
+            n_read = window
+            if T > 1:
+                keys, n_read = torch.cat((keys, positions)), None
+        first = torch.zeros_like(positions) if starts is None else starts  # (T,) or (B, T)
+        if window:
+            first = torch.maximum(first, positions - window + 1)
+        mask = (keys <= positions[:, None]) & (keys >= first[..., None])
+        return mask if starts is None else mask[:, None], n_read

@@ -54,9 +54,9 @@ def check_scaling(text):
 
 
 def rope_tables(config, positions, length):
-    """{name of ModelOptions.rope_of: (cos, sin)}, each (T, 1, R/2), for `rotate`.
+    """{name of ModelOptions.rope_of: (cos, sin)}, each (B, T, 1, R/2), for `rotate`.
 
-    positions (T,): the positions to rotate. length: of the whole sequence, a number or a tensor; only the
+    positions (B, T): the positions to rotate. length: of the whole sequence, a number or a tensor; only the
     scaling 'dynamic' depends on it.
     """
     if config.pos != 'rope':
@@ -82,7 +82,7 @@ def _table(config, theta, scaling, positions, length):
             frequencies = _llama3(theta ** -exponents, **entries)
         else:
             frequencies, magnitude = _yarn(theta, exponents, **entries)
-    angles = positions[:, None, None] * frequencies
+    angles = positions[..., None, None] * frequencies
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
@@ -134,7 +134,7 @@ def _yarn(theta, exponents, factor, original_max_position_embeddings, beta_fast=
 
 
 def rotate(x, cos, sin):
-    """Rotate pairs (i, i + R/2) of the first R features of x (B, T, H, D), float32. cos, sin: (T, 1, R/2)."""
+    """Rotate pairs (i, i + R/2) of the first R features of x (B, T, H, D). cos, sin (B, T, 1, R/2). float32."""
     R = 2 * cos.size(-1)
     rest = [x[..., R:]] if R < x.size(-1) else []
     first, second = x[..., :R].chunk(2, dim=-1)

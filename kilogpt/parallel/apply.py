@@ -149,24 +149,24 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def batches(self, loader, sequences, starts):
-        """The data.loader.Batches of this process. sequences, starts: as in Batches."""
+    def batches(self, read, sequences):
+        """The data.loader.Batches of this process. read, sequences: as in Batches."""
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
-        return Batches(loader, sequences, starts, steps=lambda total: -(-total // (rows * layout.dp)),
+        return Batches(read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
-                       positions=layout.positions(rank, loader.block_size), device=self.device)
+                       positions=layout.positions(rank, self.block_size), device=self.device)
 
     def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.
 
         A resumed run then adds gradients in the same order as an uninterrupted run.
-        read_batch(): a micro-batch (x, y), which one process without a compiler does not need.
+        read_batch(): a micro-batch, which one process without a compiler does not need.
         """
         if self.layout.world_size == 1 and not self.compiles:
             return
-        x, y = read_batch()
+        batch = read_batch()
         with announced('compiling the model (up to a minute or so)' if self.compiles else 'warming up'):
-            self.forward_backward(x, y)
+            self.forward_backward(batch)
         self._drop_gradients()
         self.balance.forget()
         if self._zero1:
@@ -176,15 +176,16 @@ class Parallel:
             if note:
                 self.notes.append(note)
         if self._is_ddp and self._accumulates:  # the gradients become views of the buckets in their new order
-            self.forward_backward(x, y)
+            self.forward_backward(batch)
             self.zero_grad()
             self.balance.forget()
         self.take_sums()
 
-    def forward_backward(self, x, y, n_tokens=0, last=True, scale=lambda loss: loss):
+    def forward_backward(self, batch, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
 
-        x, y (B, T / cp). n_tokens: the tokens of the iteration, by which the sum of all losses is divided; 0:
+        batch: what the model takes, inputs and targets (B, T / cp), and `starts` (B, T) if sequences consist
+        of documents. n_tokens: the tokens of the iteration, by which the sum of all losses is divided; 0:
         those of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
         GradScaler.
         """
@@ -192,7 +193,7 @@ class Parallel:
         loss_scale = self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
         if self.pipeline:
             self.balance.set_loss_scale(loss_scale)
-            return self.pipeline.forward_backward(x, y, loss_scale, last)
+            return self.pipeline.forward_backward(batch, loss_scale, last)
         if self._is_ddp:
             self.network.require_backward_grad_sync = last  # the forward pass reads it
         if self.layout.uses_fsdp:
@@ -203,7 +204,7 @@ class Parallel:
         if self.balance.names:  # the scale of a GradScaler changes
             self.balance.set_loss_scale(scale(torch.tensor(loss_scale, device=self.device)))
         with self._autocast:
-            loss = self.network(x, y)
+            loss = self.network(*batch)
         scale(loss * loss_scale).backward()
         if self._zero1 and last:
             self._zero1.finish_reducing()
@@ -212,12 +213,12 @@ class Parallel:
         return loss.detach()
 
     @torch.no_grad()
-    def evaluate(self, x, y):
+    def evaluate(self, batch):
         """The sum of this process's losses over a micro-batch (pipeline: over all micro-batches)."""
         if self.pipeline:
-            return self.pipeline.evaluate(x, y)
+            return self.pipeline.evaluate(batch)
         with self._autocast:
-            return self.stages[0](x, y)
+            return self.stages[0](*batch)
 
     def take_sums(self):
         """{name: sum over this process's tokens} that the model has added to `sums` since the last call."""

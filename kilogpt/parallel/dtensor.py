@@ -22,8 +22,8 @@ def split_tensors(model, mesh):
         rowwise=[RowwiseParallel(output_layouts=Shard(1))],
         sequence=[SequenceParallel(), PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],
-        positions=[PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(0)),
-                   SequenceParallel(sequence_dim=0, use_local_output=True)],
+        positions=[PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Shard(1)),
+                   SequenceParallel(sequence_dim=1, use_local_output=True)],
         local=[SequenceParallel(sequence_dim=1, use_local_output=True)],
         across=[PrepareModuleInput(input_layouts=Shard(-1), desired_input_layouts=Shard(-1)),
                 PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(-1))],

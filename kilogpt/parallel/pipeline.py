@@ -91,25 +91,28 @@ class Pipeline:
                 first_and_last = mesh.mesh[[0, -1]].flatten(1).t().tolist()
                 self._tied_group, _ = dist.new_subgroups_by_enumeration(first_and_last)
 
-    def forward_backward(self, x, y, loss_scale, last):
+    def forward_backward(self, batch, loss_scale, last):
         """Add the gradients of all micro-batches; returns the sum of losses (0 without the last stage).
 
-        last: whether no further micro-batches of the iteration follow.
+        batch: as in Parallel.forward_backward. last: whether it ends the iteration.
         """
         self.loss_scale = loss_scale
-        losses = self._run(self.schedule.step, x, y)
+        losses = self._run(self.schedule.step, batch)
         if last:
             self._sum_tied_gradients()
         return losses
 
-    def evaluate(self, x, y):
+    def evaluate(self, batch):
         """The sum of the losses of all micro-batches."""
-        return self._run(self.schedule.eval, x, y)
+        return self._run(self.schedule.eval, batch)
 
-    def _run(self, run, x, y):
+    def _run(self, run, batch):
         losses = []
+        x, targets, *starts = batch
         inputs = [x] if 0 in self.stages else []
-        run(*inputs, target=y, losses=losses, targets=y, return_outputs=False)
+        # Keywords go to every stage, each micro-batch to the pass of its own.
+        documents = dict(starts=starts[0]) if starts else {}
+        run(*inputs, target=targets, losses=losses, targets=targets, return_outputs=False, **documents)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / self.loss_scale

@@ -183,7 +183,7 @@ def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, counter):
     for step in sorted({0, min(1, steps - 1), steps - 1}):
         # The micro-steps between the first and the last are alike, so the second counts for all of them.
         counter.repeats = steps - 2 if 0 < step < steps - 1 else 1
-        laid_out.forward_backward(x, y, last=step == steps - 1)
+        laid_out.forward_backward((x, y), last=step == steps - 1)
     counter.phase = 'other'
     grad_norm = laid_out.clip_gradients(grad_clip)
     counter.label((p.grad for p in parameters if p.grad is not None), 'gradients')

@@ -43,7 +43,7 @@ class Planner:
         with torch.device('meta'):
             self.model = GPT(GPTConfig(vocab_size=vocab_size, **fields), seed=None)
         self.shape = Shape(self.model)
-        self.flops_per_token = self.model.flops_per_token(config['block_size'])
+        self.flops_per_token = self.model.flops_per_token([config['block_size']])
         self.global_batch = config['batch_size'] * config['gradient_accumulation_steps']
         if tokens_per_iter:
             self.global_batch = max(1, round(tokens_per_iter / config['block_size']))

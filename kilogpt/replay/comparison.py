@@ -4,7 +4,7 @@ import os
 import torch
 
 from data.datasets import find_dataset, read_meta
-from data.loader import TokenLoader
+from data.documents import open_loader
 from data.shares import Shares
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
@@ -187,9 +187,10 @@ def write_batch(folder, run, iteration, config):
     data_dir = find_dataset(config['dataset'])
     meta = read_meta(data_dir)
     tokenizer = get_tokenizer(meta)
-    loader = TokenLoader(data_dir, 'train', config['block_size'], meta['vocab_size'], meta, config['seed'])
+    loader = open_loader(data_dir, 'train', config['block_size'], meta['vocab_size'], meta, config['seed'],
+                         config.get('documents', 'stream'))
     starts = loader.train_starts(sequences)
-    x, y = loader.batch(starts)
+    x, y, *_ = loader.train_batch(sequences)
     with open(os.path.join(folder, 'batch.txt'), 'w', encoding='utf-8') as file:
         for (path, position), inputs, targets in zip(loader.where(starts), x.tolist(), y.tolist()):
             text = tokenizer.decode([*inputs, targets[-1]])

@@ -27,7 +27,7 @@ def lay_out_wrong(self, model, **options):
         model.transformer.ln_f.register_forward_hook(lambda module, inputs, output: take_part_for_sum(output))
 
 
-def forward_backward_wrong(self, x, y, n_tokens=0, last=True, *scale):
+def forward_backward_wrong(self, batch, n_tokens=0, last=True, *scale):
     n_tokens = n_tokens or self.global_batch * self.block_size
     if fault == 'sum for mean':  # the processes' gradients are averaged, but the loss is not scaled up
         n_tokens *= self.layout.gradient_ranks
@@ -35,7 +35,7 @@ def forward_backward_wrong(self, x, y, n_tokens=0, last=True, *scale):
         n_tokens *= self.layout.dp_replicate
     if fault == 'last micro-step alone' and last:
         self._drop_gradients()
-    loss = forward_backward(self, x, y, n_tokens, last, *scale)
+    loss = forward_backward(self, batch, n_tokens, last, *scale)
     for name, parameter in self.named_parameters() if last else ():
         if fault == 'one rank alone' and not is_first():
             parameter.grad.mul_(1.5)

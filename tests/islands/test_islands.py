@@ -125,7 +125,7 @@ def diloco(dataset, islands, interval, fragments, delay, mix, iterations=12):
         for island, (model, optimizer) in enumerate(zip(models, inner)):
             size = 12 // islands
             first = 12 * iteration + island * size
-            x, y = loader.batch(loader.train_starts(np.arange(first, first + size)))
+            x, y = map(torch.from_numpy, loader.train_batch(np.arange(first, first + size)))
             loss = torch.nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten())
             optimizer.zero_grad()
             loss.backward()

@@ -1,0 +1,216 @@
+"""Documents in token files: where they begin, and rows in which most of them are whole.
+
+A document begins with its separator, the tokenizer's end-of-text token, no matter whether prepare.py wrote it
+at the end of the text before, as here and in nanoGPT, or at the beginning of a text, as in llm.c's shards. So
+each text is predicted from its first token on, and its end too, and every token of a row is a target.
+"""
+import bisect
+import functools
+import math
+import os
+
+import numpy as np
+
+from data.checks import find_oddities
+from data.loader import TokenLoader, shuffled
+from data.tokenizer import get_tokenizer
+
+GROUP = 128  # sequences whose documents are arranged anew
+BLOCK = 64  # groups whose rows are shuffled together
+SAMPLE = 256  # sequences in which documents are measured
+
+
+def open_splits(folder, block_size, vocab_size, meta, seed, documents, processes, evaluates):
+    """The TokenLoaders of a dataset's training and validation splits. All processes of a run call this.
+
+    documents: 'stream', 'mask' or 'pack', as in train.py.
+    evaluates: whether the run evaluates. If not, the validation split is None, and its files may be missing.
+    ValueError on all processes if they do not have the same data. The first process prints what is odd.
+    """
+    splits = ('train', 'val') if evaluates else ('train',)
+    loaders = [open_loader(folder, split, block_size, vocab_size, meta, seed, documents) for split in splits]
+    sizes = [loader.n_tokens for loader in loaders]
+    if processes.any(sizes != processes.share(sizes)):
+        raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
+                         'here): copy one folder to all of them')
+    if processes.is_first:
+        for sentence in find_oddities(folder, meta, loaders):
+            print(f'warning: {sentence}', flush=True)
+    return loaders if evaluates else (*loaders, None)
+
+
+def open_loader(folder, split, block_size, vocab_size, meta, seed, documents):
+    """The TokenLoader of a split. documents: as in open_splits."""
+    arguments = folder, split, block_size, vocab_size, meta, seed
+    if documents == 'stream':
+        return TokenLoader(*arguments)
+    kind = PackedLoader if documents == 'pack' and split == 'train' else DocumentLoader
+    return kind(*arguments, separator_of(folder, meta))
+
+
+def separator_of(folder, meta):
+    """The token with which the documents of a dataset begin; ValueError if it is not known.
+
+    meta: the content of the dataset's meta.json, with `separator`, or with a tokenizer that has one.
+    """
+    separator = meta.get('separator')
+    if separator is None and meta.get('tokenizer'):
+        separator = get_tokenizer(meta).eot
+    if type(separator) is not int or not 0 <= separator < meta['vocab_size']:
+        raise ValueError(f'{folder} does not say which token separates documents (separator: {separator!r}, '
+                         f'tokenizer: {meta.get("tokenizer")!r}): prepare it with a tokenizer that has an '
+                         'end-of-text token, write the id of that token into its meta.json as '
+                         '"separator", or set documents to stream')
+    return separator
+
+
+class DocumentLoader(TokenLoader):
+    """A TokenLoader whose batches have a third array: at which position of its row a token's document begins.
+
+    Of a document that begins before its row, the row has the rest, which begins at 0.
+    """
+
+    def __init__(self, *arguments):
+        *arguments, self.separator = arguments
+        super().__init__(*arguments)
+
+    def batch(self, starts):
+        x, y = super().batch(starts)
+        begins = np.where(x == self.separator, np.arange(self.block_size), 0)
+        return x, y, np.maximum.accumulate(begins, axis=1)
+
+    def document_lengths(self):
+        *_, starts = self.train_batch(np.arange(SAMPLE))
+        begins = np.flatnonzero(starts == np.arange(self.block_size))  # in the rows, joined
+        return np.diff([*begins.tolist(), starts.size]).tolist()
+
+    def describe(self):
+        lengths = self.document_lengths()
+        return [f'documents   masked: {sum(lengths) / len(lengths):,.0f} tokens each within a sequence']
+
+
+class PackedLoader(DocumentLoader):
+    """A DocumentLoader whose training sequences begin with documents and have them whole if they fit.
+
+    The stream is cut into groups of about GROUP sequences, and the documents of a group are arranged in as
+    many rows (`arrange`). So an epoch has each token once, as in a TokenLoader: none is cropped, and no row
+    is padded. Rows are shuffled within the BLOCK groups of a block, and groups among all.
+    """
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        per_epoch = self.n_tokens // self.block_size
+        self.n_groups = max(1, per_epoch // GROUP)
+        self.n_rows = per_epoch // self.n_groups  # of each group
+        self._order = functools.lru_cache(2)(self._order)
+        self._group = functools.lru_cache(2 * BLOCK)(self._group)
+
+    def train_batch(self, sequences):
+        shape = len(sequences), self.block_size
+        x, y, starts = np.zeros(shape, np.int64), np.full(shape, -1), np.zeros(shape, np.int64)
+        for row in np.flatnonzero(sequences >= 0):
+            tokens, pieces = self._row(int(sequences[row]))
+            places = np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])
+            x[row], y[row] = tokens[places], tokens[places + 1]
+            lengths = [length for _, length in pieces]
+            starts[row] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+        self._check(np.maximum(x, y), os.path.dirname(self.paths[0]))
+        return x, y, starts
+
+    def train_starts(self, sequences):
+        """Stream positions at which the first documents of training sequences begin; -1 stays -1."""
+        starts = np.full(len(sequences), -1, dtype=np.int64)
+        for row in np.flatnonzero(sequences >= 0):
+            epoch, group, _ = self._locate_row(int(sequences[row]))
+            _, pieces = self._row(int(sequences[row]))
+            starts[row] = self._begin(epoch, group) + pieces[0][0]
+        return starts
+
+    def _row(self, sequence):
+        """(tokens of the group, pieces (begin, length) of them) of a training sequence."""
+        epoch, group, row = self._locate_row(sequence)
+        tokens, rows = self._group(epoch, group)
+        return tokens, rows[row]
+
+    def _locate_row(self, sequence):
+        """(epoch, group, row of the group) of a training sequence."""
+        epoch, place = divmod(sequence, self.n_groups * self.n_rows)
+        block, place = divmod(place, BLOCK * self.n_rows)
+        groups, places = self._order(epoch, block)
+        group, row = divmod(int(places[place]), self.n_rows)
+        return epoch, int(groups[group]), row
+
+    def _order(self, epoch, block):
+        """(groups of a block, places of its rows in the order in which they are read)."""
+        groups = np.arange(block * BLOCK, min((block + 1) * BLOCK, self.n_groups))
+        n_rows = len(groups) * self.n_rows
+        return (shuffled(groups, self.n_groups, [self.seed, epoch]),
+                shuffled(np.arange(n_rows), n_rows, [self.seed, epoch, block]))
+
+    def _begin(self, epoch, group):
+        return self.rotation(epoch) + group * self.n_rows * self.block_size
+
+    def _group(self, epoch, group):
+        """(the tokens of a group and the one that follows, its rows)."""
+        size = self.n_rows * self.block_size
+        tokens = self.read(self._begin(epoch, group), size + 1)
+        return tokens, arrange(np.flatnonzero(tokens[:size] == self.separator), self.n_rows, self.block_size)
+
+    def describe(self):
+        n_documents, n_whole = 0, 0
+        for group in range(min(4, self.n_groups)):
+            tokens, rows = self._group(0, group)
+            borders = {0, len(tokens) - 1, *np.flatnonzero(tokens == self.separator).tolist()}
+            n_documents += len(borders) - 1
+            n_whole += sum(begin in borders and begin + length in borders
+                           for row in rows for begin, length in row)
+        return [f'documents   packed: {n_whole / n_documents:.1%} of them whole in one sequence, 0 tokens '
+                'cropped, 0 padded']
+
+
+def arrange(separators, n_rows, block_size):
+    """Arrange n_rows * block_size tokens in rows of block_size: for each row, its pieces (begin, length).
+
+    A row begins with a document while there are any, the longest. Then comes the longest piece that fits
+    (best fit, as in nanochat's loader, which crops where nothing fits). Where nothing fits, a piece is cut:
+    one that does not begin with a document, if there is one. Longer ones than a row are cut into rows first.
+    separators: positions of the tokens with which documents begin, in order.
+    """
+    documents, rests = [], []  # (length, begin) of pieces that begin with a document, and of others
+    begins = [0, *separators.tolist()]
+    for number, (begin, end) in enumerate(zip(begins, [*begins[1:], n_rows * block_size])):
+        pieces = documents if number else rests
+        while begin < end:
+            length = min(block_size, end - begin)
+            pieces.append((length, begin))
+            begin, pieces = begin + length, rests
+    documents.sort()
+    rests.sort()
+    rows = []
+    for _ in range(n_rows):
+        row, gap = [], block_size
+        while gap:
+            kinds = [documents] if documents and not row else [documents, rests]
+            length, begin = _take_longest(kinds, gap) or _cut(rests or documents, gap, rests)
+            row.append((begin, length))
+            gap -= length
+        rows.append(row)
+    return rows
+
+
+def _take_longest(kinds, most):
+    """Remove and return the longest (length, begin) of sorted lists with length <= most; None if none is."""
+    found = [(bisect.bisect_right(pieces, (most, math.inf)) - 1, pieces) for pieces in kinds]
+    found = [(pieces[i], i, pieces) for i, pieces in found if i >= 0]
+    if not found:
+        return None
+    piece, i, pieces = max(found)
+    del pieces[i]
+    return piece
+
+
+def _cut(pieces, length, rests):
+    """Remove the longest of sorted pieces, which is longer than `length`; its rest goes to rests."""
+    whole, begin = pieces.pop()
+    bisect.insort(rests, (whole - length, begin + length))
+    return length, begin
