@@ -192,7 +192,8 @@ with exit_on_error():
     size, flops_per_token = model.describe_size(), model.flops_per_token(train_loader.document_lengths())
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress)
+                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
+                     documents=documents)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from kilogpt.devices import cpu_attention, cpu_kernels
 from kilogpt.devices.grouped_products import group_products
-from kilogpt.devices.parts import find_parts, replace_all, replace_parts
+from kilogpt.devices.parts import find_parts, is_same_attention, replace_all, replace_parts
 from kilogpt.layers.attention import CappedAttention, build_mask
 from kilogpt.layers.mixture import GATED
 
@@ -26,7 +26,9 @@ def use_faster_parts(model, use_kernels=False):
         return PlainAttention(attention, use_kernels) if is_plain(attention, model.config) else attention
 
     replace_parts(model, 'attention', attention_for)
-    if all(isinstance(getattr(*part), PlainAttention) for part in find_parts(model, 'attention')):
+    is_edited = any(getattr(*part) is not build_mask for part in find_parts(model, 'mask'))
+    if not is_edited and all(isinstance(getattr(*part), PlainAttention)
+                             for part in find_parts(model, 'attention')):
         replace_parts(model, 'mask', lambda build_mask: lambda first: first)  # PlainAttention takes it as it is
     if use_kernels:
         for mlp, name in find_parts(model, 'activation'):
@@ -38,7 +40,6 @@ def use_faster_parts(model, use_kernels=False):
     group_products(model, [torch.float32, torch.bfloat16])
 
 
-@torch.no_grad()
 def is_plain(attention, config):
     """Whether an attention module gives the same result as PlainAttention, for one sequence.
 
@@ -49,19 +50,9 @@ def is_plain(attention, config):
     settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
     key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size
     if key not in ARE_PLAIN:
-        generator = torch.Generator().manual_seed(0)
         length = min(config.block_size, PlainAttention.MAX_LENGTH)
-        q, k, v = (torch.randn(1, heads, length, 16, generator=generator)
-                   for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
-        was_training = attention.training
-        attention.eval()
-        try:
-            y = attention(q, k, v)
-        except (RuntimeError, TypeError, ValueError):  # the edited attention takes other arguments
-            ARE_PLAIN[key] = False
-        else:
-            ARE_PLAIN[key] = torch.allclose(y, PlainAttention(attention).eval().attend(q, k, v), atol=1e-4)
-        attention.train(was_training)
+        ARE_PLAIN[key] = is_same_attention(
+            attention, lambda q, k, v, mask: PlainAttention(attention).eval().attend(q, k, v), config, length)
     return ARE_PLAIN[key]
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_parts
+from kilogpt.layers.attention import build_mask as dense_mask
 
 BLOCK = 128  # queries, and keys, of a block: the default of FlexAttention, which its kernels are tuned for
 MIN_HEAD_WIDTH = 16  # the smallest matrix product in Triton
@@ -33,13 +34,10 @@ def use_flex_attention(model, device):
     length = model.config.block_size
     causal_blocks = find_blocks(torch.zeros(1, length, dtype=torch.int64, device=device))
 
-    def build_mask_for(original):
-        return functools.partial(build_mask, original)
-
     def attention_for(original):
         return FlexAttention(original, causal_blocks if length > BLOCK else None)
 
-    replace_parts(model, 'mask', build_mask_for)
+    replace_parts(model, 'mask', lambda original: build_mask)
     replace_parts(model, 'attention', attention_for)
     return None
 
@@ -58,9 +56,8 @@ def why_no_flex(model, device):
     parts = [getattr(owner, name) for owner, name in find_parts(model, 'attention')]
     if not all(is_unedited_attention(part, model.config) for part in parts):
         return 'attention in model.py was edited, and FlexAttention would not compute the same'
-    for owner, name in find_parts(model, 'mask'):
-        if not is_unedited_mask(getattr(owner, name)):
-            return 'build_mask in model.py was edited, and FlexAttention would not compute the same'
+    if any(getattr(*part) is not dense_mask for part in find_parts(model, 'mask')):
+        return 'build_mask in model.py was edited, and FlexAttention would not compute the same'
     return None
 
 
@@ -91,13 +88,13 @@ class AttentionBlocks(NamedTuple):
     q_wholes: torch.Tensor
 
 
-def build_mask(original, first):
-    """The `mask` of FlexAttention for queries that see keys first[i] to i.
+def build_mask(first):
+    """The `mask` of FlexAttention for queries that see keys first[i] to i: AttentionBlocks.
 
-    first (B, T), int64, does not fall along a row. original: the build_mask of model.py, for rows of a single
-    block, in which nothing can be skipped.
+    first (B, T), int64, does not fall along a row. In rows of a single block nothing can be skipped, and the
+    mask is bool.
     """
-    return find_blocks(first) if first.size(1) > BLOCK else original(first)
+    return find_blocks(first) if first.size(1) > BLOCK else dense_mask(first)
 
 
 def find_blocks(first):
@@ -126,12 +123,6 @@ def find_blocks(first):
         # The kernels assume contiguous tensors, and may read a number that has no meaning ahead of time.
         lists += [counts.int().contiguous()[:, None], numbers.clamp(max=N - 1).int().contiguous()[:, None]]
     return AttentionBlocks(first, *lists)
-
-
-def dense_mask(first):
-    """The same as build_mask of model.py: bool (B, 1, T, T) from first (B, T)."""
-    keys = torch.arange(first.size(1), device=first.device)
-    return ((keys >= first[:, :, None]) & (keys <= keys[:, None]))[:, None]
 
 
 # --- attention ----------------------------------------------------------------------------------------------
@@ -215,16 +206,6 @@ def attend_to_dense(q, k, v, mask, softcap):
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1) @ v
-
-
-@torch.no_grad()
-def is_unedited_mask(build_mask):
-    """Whether build_mask of model.py gives what it gave when this file was written."""
-    first = first_of_example(64)
-    try:
-        return torch.equal(build_mask(first), dense_mask(first))
-    except (AttributeError, RuntimeError, TypeError, ValueError):  # an edited one differs
-        return False
 
 
 def first_of_example(length):

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from data.loader import Batches
 from kilogpt.configurator import announced
-from kilogpt.devices import cpu, cpu_kernels, cuda
+from kilogpt.devices import cpu, cpu_kernels, cuda, flex
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.layers.mixture import find_experts
@@ -61,13 +61,14 @@ class Parallel:
 
     def lay_out(self, model, *, global_batch, batch_size, block_size, dtype='float32', compile=False,
                 cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none',
-                grad_compress='none'):
+                grad_compress='none', documents='stream'):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
         only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
         global_batch: the sequences of an iteration. batch_size: the most sequences in a micro-batch.
+        documents: as in train.py.
         """
         self.global_batch, self.block_size = global_batch, block_size
         self.micro_batch, self.micro_steps = self.layout.split_batch(global_batch, batch_size)
@@ -100,8 +101,7 @@ class Parallel:
                 getattr(owner, name).first_head = layout.first_head(processes.rank, model.config.n_head)
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
                 replace_parts(stage, 'loss', LossOfWholeLogits)
-            if self.device.type == 'cpu':
-                cpu.use_faster_parts(stage, use_kernels)
+            use_parts_of_device(stage, self.device, use_kernels, documents, self.notes)
             if fp8:
                 use_float8(stage.get_submodule(plan['blocks']), self.device, self.notes)
             if layout.tp * layout.ep > 1:
@@ -348,6 +348,20 @@ SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attenti
                  '_scaled_dot_product_cudnn_attention', '_grouped_mm')
 
 
+def use_parts_of_device(stage, device, use_kernels, documents, notes):
+    """Put the forms that a device has in the place of the model's parts, before any hook is on them.
+
+    use_kernels, documents: as in `cpu.use_faster_parts` and `lay_out`. notes: gets what the device lacks.
+    """
+    if device.type == 'cpu':
+        cpu.use_faster_parts(stage, use_kernels)
+    limits_attention = documents != 'stream' or stage.config.window or stage.config.attention_softcap
+    if device.type == 'cuda' and limits_attention:
+        note = flex.use_flex_attention(stage, device)
+        if note and note not in notes:
+            notes.append(note)
+
+
 def apply_to_block(block, plan, activation_checkpoint, compile):
     """Checkpoint a block's activations and compile it.
 
@@ -361,7 +375,8 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
         routed.forward = torch.compiler.disable(routed.forward)  # the numbers of rows depend on the tokens
     if activation_checkpoint == 'selective':  # recompute all in the backward pass but SAVED_OUTPUTS
         saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]
-        saved += [torch.ops.kilogpt.attention.default, torch.ops.kilogpt.visible_attention.default]
+        saved += [torch.ops.kilogpt.attention.default, torch.ops.kilogpt.visible_attention.default,
+                  torch.ops.higher_order.flex_attention]
         contexts = functools.partial(create_selective_checkpoint_contexts, saved)
         for part in parts:
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,

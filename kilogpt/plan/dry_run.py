@@ -32,7 +32,7 @@ from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
 from kilogpt.devices.grouped_products import group_products
-from kilogpt.devices.parts import find_parts
+from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.script_runs import ROOT, last_error
 from kilogpt.parallel.layout import Layout
 from kilogpt.metrics import peak_memory_gb
@@ -357,6 +357,7 @@ def substitutes_for_gpus(dtype):
             attention.__class__ = FlashAttention
             if not flash_attention_runs(dtype, HOPPER):
                 attention.register_forward_pre_hook(repeat_grouped_heads)
+        replace_parts(model, 'mask', lambda build_mask: lambda first: None)  # no tensor of T × T there either
 
     composite = torch.nn.RMSNorm.forward
 

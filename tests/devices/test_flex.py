@@ -13,6 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kilogpt.devices import cuda, flex
+from kilogpt.layers.attention import build_mask as dense_mask
 
 B, T, H, G, D = 3, 300, 4, 2, 32  # T is not a multiple of 128
 CUDA = torch.device('cuda')
@@ -49,7 +50,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = SimpleNamespace(n_head=H, n_kv_head=G, head_width=head_width, block_size=T)
         self.blocks = nn.ModuleDict({str(i): Block(part) for i, part in enumerate(parts)})
-        self.build_mask = build_mask or mask_of
+        self.build_mask = build_mask or dense_mask
 
 
 class Block(nn.Module):
@@ -135,15 +136,14 @@ def test_blocks_are_found_without_a_tensor_of_all_pairs():
 
     first = random_first(1, 4096)
     with Sizes():
-        flex.build_mask(mask_of, first)
+        flex.build_mask(first)
     assert max(sizes) <= 4096 + flex.BLOCK
 
 
 @pytest.mark.quick
 def test_rows_of_one_block_take_the_original_mask():
     first = random_first(B, flex.BLOCK)
-    assert flex.build_mask(mask_of, first).equal(mask_of(first))
-    assert flex.dense_mask(first).equal(mask_of(first))
+    assert flex.build_mask(first).equal(mask_of(first))
 
 
 # --- values and gradients -----------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_attention_is_the_formula_and_compiled_once_for_all_batches(softcap, is_
     for seed, (name, case) in enumerate(CASES.items()):
         first = random_first(length=T, seed=seed, **case)
         q, k, v = random_heads(seed)
-        blocks = flex.build_mask(mask_of, first)
+        blocks = flex.build_mask(first)
         is_new = case['rows'] not in rows_compiled  # a mask for all rows is another shape
         rows_compiled.add(case['rows'])
         with torch._dynamo.config.patch(error_on_recompile=not is_new):
@@ -282,7 +282,7 @@ class OtherArguments(Attention):
 def test_edited_attention_stays_as_it_is(gpu, part):
     model = Model(Attention(), part)
     assert 'attention in model.py was edited' in flex.use_flex_attention(model, 'cpu')
-    assert model.build_mask is mask_of and model.blocks['1'].dot_product is part
+    assert model.build_mask is dense_mask and model.blocks['1'].dot_product is part
     assert isinstance(model.blocks['0'].dot_product, Attention)
 
 
@@ -303,7 +303,7 @@ def test_a_gpu_without_the_kernel_keeps_the_model_as_it_is(gpu, capability, has_
     gpu.setattr(flex, 'has_triton', lambda: has_triton)
     model = Model(Attention(), head_width=head_width)
     assert reason in flex.use_flex_attention(model, 'cpu')
-    assert model.build_mask is mask_of and isinstance(model.blocks['0'].dot_product, Attention)
+    assert model.build_mask is dense_mask and isinstance(model.blocks['0'].dot_product, Attention)
 
 
 @torch.no_grad()
