@@ -17,6 +17,8 @@ import typing
 import numpy as np
 import torch
 
+from kilogpt.devices import cpu_kernels
+
 QUERIES = 64  # of a block with a mask; larger blocks compute more scores that the mask then hides
 MIN_RUN = 32  # queries of a run that is a causal call of its own; shorter ones share a block with a mask
 MAX_KEYS = 2 ** 14  # of blocks in one call, if they overlap: their gradients have copies of the keys
@@ -29,17 +31,21 @@ torch.library.define('kilogpt::visible_attention_backward', '(Tensor grad_y, Ten
                      'Tensor first, Tensor y, Tensor log_sums) -> (Tensor, Tensor, Tensor)')
 
 
-def attention(q, k, v, first):
+def attention(q, k, v, first, use_kernels=False):
     """Causal attention in which query i of a row sees the keys first[i] to i.
 
     q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), in one dtype, or in the dtype of autocast.
     first (B, T), int64, contiguous, on the CPU: first[i] <= i, and first does not fall along a row. For
     documents, first[i] is the start of i's document; for a window, i - window + 1; for both, the later one.
 
+    use_kernels: compute bfloat16 by cpu_kernels, which must be usable, where it takes such shapes.
+
     A row's result does not depend on the other rows. Sums are in float32, or in float64 for float64.
     """
     if torch.is_autocast_enabled('cpu'):
         q, k, v = (x.to(torch.get_autocast_dtype('cpu')) for x in (q, k, v))
+    if use_kernels and cpu_kernels.takes(q, k):
+        return cpu_kernels.attention(q, k, v, first)
     return VisibleAttention.apply(q, k, v, first)
 
 
@@ -88,8 +94,11 @@ def find_blocks(first):
 
 @functools.lru_cache(maxsize=8)  # the layers of a model ask for the same blocks, in both passes
 def _find_blocks(data, B, T):
+    rows = np.frombuffer(data, dtype=np.int64).reshape(B, T)
+    if (rows < 0).any() or (rows > np.arange(T)).any() or (np.diff(rows) < 0).any():
+        raise ValueError('first must neither fall along a row nor be beyond the query, nor below 0')
     found = []
-    for row, first in enumerate(np.frombuffer(data, dtype=np.int64).reshape(B, T)):
+    for row, first in enumerate(rows):
         for start, end in cut_row(first):
             firsts = first[start:end] - start
             blocks = Blocks(row * T + start, end - start, 1, -int(firsts[0]), firsts)

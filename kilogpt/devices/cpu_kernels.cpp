@@ -24,10 +24,12 @@ using torch::stable::Tensor;
 // (B, T, G, D), where T and D are even. One task is a sequence and a key/value head, with all the query heads
 // that read it, so that a result depends neither on the batch nor on the number of threads. Scores are computed
 // transposed, a row for each key and a column for each of QUERIES queries: maxima and sums over keys then run
-// along whole vectors of queries.
+// along whole vectors of queries. With `first` (B, T), which does not fall along a sequence, query i sees the
+// keys first[i] to i alone, and a block of queries leaves out the keys that none of them sees.
 constexpr int64_t QUERIES = 64;  // of a block
 constexpr int64_t KEYS = 256;    // of a block, in the backward pass
-constexpr float MASKED = -1e30f; // the score of a key that comes after the query
+constexpr int64_t STEP = 32;     // keys that are left out together: brgemm makes code for each number of keys
+constexpr float MASKED = -1e30f; // the score of a key that the query does not see
 
 // --- numbers ---------------------------------------------------------------------------------------------
 
@@ -177,6 +179,10 @@ static const BFloat16* numbers(const Tensor& x) {
     return static_cast<const BFloat16*>(x.const_data_ptr());
 }
 
+static const int64_t* integers(const std::optional<Tensor>& x) {
+    return x ? static_cast<const int64_t*>(x->const_data_ptr()) : nullptr;
+}
+
 static const float* floats(const Tensor& x) {
     return static_cast<const float*>(x.const_data_ptr());
 }
@@ -248,10 +254,47 @@ static std::tuple<Tensor, Tensor> activation_backward(Tensor grad_y, Tensor x, s
     return {grad_x, grad_factor};
 }
 
+// --- what queries see ------------------------------------------------------------------------------------
+
+// What the queries of a block see. Without `first`, each sees all keys up to its own position.
+struct Visible {
+    int64_t begin = 0;            // the block computes with the keys from this one on, a multiple of STEP
+    int64_t common = 0;           // each query sees from here or earlier, up to its own position
+    int32_t firsts[QUERIES] = {}; // the first key that each query sees
+
+    // first (T): of one sequence, or nothing. The block has `rows` queries from `start` on.
+    Visible(const int64_t* first, int64_t start, int64_t rows) {
+        if (!first)
+            return;
+        begin = first[start] / STEP * STEP;
+        common = first[start + rows - 1];
+        std::copy(first + start, first + start + rows, firsts);
+    }
+};
+
+// The largest number of keys with which a block computes.
+static int64_t most_keys(const int64_t* first, int64_t B, int64_t T) {
+    if (!first)
+        return T;
+    for (int64_t i = 0; i < B * T; i++) {
+        const int64_t before = i % T ? first[i - 1] : 0;
+        STD_TORCH_CHECK(before <= first[i] && first[i] <= i % T,
+                        "first must neither fall along a row nor be beyond the query, nor below 0");
+    }
+    int64_t most = 0;
+    for (int64_t b = 0; b < B; b++)
+        for (int64_t start = 0; start < T; start += QUERIES) {
+            const int64_t end = std::min(start + QUERIES, T);
+            most = std::max(most, end - Visible(first + b * T, start, end - start).begin);
+        }
+    return most;
+}
+
 // --- attention -------------------------------------------------------------------------------------------
 
 // y = softmax(q kᵀ / √D) v, causal, and log_sums (B, H, T), the logarithms of the softmax's denominators.
-static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor values) {
+static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor values,
+                                            std::optional<Tensor> firsts) {
     const int64_t B = queries.size(0), T = queries.size(1), H = queries.size(2), D = queries.size(3);
     const int64_t G = keys.size(2);
     const Tensor results = empty_like(queries);
@@ -259,13 +302,15 @@ static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor 
     const BFloat16 *q = numbers(queries), *k = numbers(keys), *v = numbers(values);
     BFloat16* y = output(results);
     float* log_sums = static_cast<float*>(all_log_sums.mutable_data_ptr());
+    const int64_t* first = integers(firsts);
+    const int64_t most = most_keys(first, B, T);
     const float scale = 1 / std::sqrt(static_cast<float>(D));
     #pragma omp parallel
     {
         std::vector<BFloat16> v_transposed(D * T);
         std::vector<uint32_t> v_pairs(T / 2 * D);
-        std::vector<float> scores(T * QUERIES), y_transposed(D * QUERIES);
-        std::vector<uint32_t> q_pairs(D / 2 * QUERIES), weights(T / 2 * QUERIES);
+        std::vector<float> scores(most * QUERIES), y_transposed(D * QUERIES);
+        std::vector<uint32_t> q_pairs(D / 2 * QUERIES), weights(most / 2 * QUERIES);
         float largest[QUERIES], sums[QUERIES], factors[QUERIES];
         #pragma omp for schedule(static)
         for (int64_t task = 0; task < B * G; task++) {
@@ -273,15 +318,22 @@ static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor 
             transpose(v + first_key, T, G * D, D, v_pairs.data(), v_transposed.data());
             for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
                 for (int64_t start = 0; start < T; start += QUERIES) {
-                    const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
+                    const int64_t rows = std::min(QUERIES, T - start);
+                    const Visible visible(first ? first + b * T : nullptr, start, rows);
+                    const int64_t begin = visible.begin, seen = start + rows - begin;
                     const int64_t place = (b * T + start) * H * D + h * D;
                     pack_transposed(q + place, rows, H * D, D, q_pairs.data());
-                    brgemm(seen, QUERIES, D, G * D, QUERIES, QUERIES, false, k + first_key,
+                    brgemm(seen, QUERIES, D, G * D, QUERIES, QUERIES, false, k + first_key + begin * G * D,
                            operand(q_pairs.data()), scores.data());
+                    for (int64_t key = begin; key < visible.common; key++) {
+                        float* row = &scores[(key - begin) * QUERIES];
+                        for (int32_t i = 0; i < QUERIES; i++)
+                            row[i] = key < visible.firsts[i] ? MASKED : row[i];
+                    }
                     std::fill(largest, largest + QUERIES, MASKED);
                     for (int64_t key = 0; key < seen; key++) {
                         float* row = &scores[key * QUERIES];
-                        const int32_t first_query = key - start;
+                        const int32_t first_query = begin + key - start;
                         for (int32_t i = 0; i < QUERIES; i++) {
                             row[i] = i < first_query ? MASKED : row[i] * scale;
                             largest[i] = largest[i] < row[i] ? row[i] : largest[i];
@@ -298,7 +350,7 @@ static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor 
                             out[i] = pair_of(first, second);
                         }
                     }
-                    brgemm(D, QUERIES, seen, T, QUERIES, QUERIES, false, v_transposed.data(),
+                    brgemm(D, QUERIES, seen, T, QUERIES, QUERIES, false, v_transposed.data() + begin,
                            operand(weights.data()), y_transposed.data());
                     for (int64_t i = 0; i < QUERIES; i++)
                         factors[i] = 1 / sums[i];
@@ -316,7 +368,8 @@ static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor 
 // The gradients of q, k and v from that of y. y and log_sums are what `attention` gave.
 static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tensor queries, Tensor keys,
                                                              Tensor values, Tensor results,
-                                                             Tensor all_log_sums) {
+                                                             Tensor all_log_sums,
+                                                             std::optional<Tensor> firsts) {
     const int64_t B = queries.size(0), T = queries.size(1), H = queries.size(2), D = queries.size(3);
     const int64_t G = keys.size(2);
     const Tensor query_grads = empty_like(queries), key_grads = empty_like(keys);
@@ -324,11 +377,13 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
     const BFloat16 *q = numbers(queries), *k = numbers(keys), *v = numbers(values), *y = numbers(results);
     const BFloat16* grad_y = numbers(grads);
     const float* log_sums = floats(all_log_sums);
+    const int64_t* first = integers(firsts);
     BFloat16 *grad_q = output(query_grads), *grad_k = output(key_grads), *grad_v = output(value_grads);
+    const int64_t most = most_keys(first, B, T);
     const float scale = 1 / std::sqrt(static_cast<float>(D));
     #pragma omp parallel
     {
-        const int64_t size = std::min(KEYS, T) * QUERIES;  // of a block
+        const int64_t size = std::min(KEYS, most) * QUERIES;  // of a block
         std::vector<BFloat16> k_transposed(D * T), weights(size), grad_scores(size);
         std::vector<float> scores(size), grad_weights(size);
         std::vector<float> grad_q_transposed(D * QUERIES), grad_k_sum(T * D), grad_v_sum(T * D);
@@ -347,6 +402,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
             for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
                 for (int64_t start = 0; start < T; start += QUERIES) {
                     const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
+                    const Visible visible(first ? first + b * T : nullptr, start, rows);
                     const int64_t place = (b * T + start) * H * D + h * D;
                     if (rows < QUERIES) {  // queries that are not there add zeros
                         std::fill(q_pairs.begin(), q_pairs.end(), 0);
@@ -368,14 +424,16 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
                         mean[i] = product;
                         log_sum[i] = log_sums[(b * H + h) * T + start + i];
                     }
-                    for (int64_t block = 0; block < seen; block += KEYS) {
+                    for (int64_t block = visible.begin; block < seen; block += KEYS) {
                         const int64_t keys = std::min(KEYS, seen - block);
                         const int64_t key_place = first_key + block * G * D;
                         brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, k + key_place,
                                operand(q_transposed.data()), scores.data());
                         brgemm(keys, QUERIES, D, G * D, QUERIES, QUERIES, false, v + key_place,
                                operand(grad_y_transposed.data()), grad_weights.data());
-                        for (int64_t key = 0; key < keys; key += 2) {
+                        // The weights and the gradients of the scores of two keys.
+                        // is_before: whether a key comes before the first one that a query sees.
+                        const auto compute = [&](int64_t key, auto is_before) {
                             const float* row = &scores[key * QUERIES];
                             const float* grad_row = &grad_weights[key * QUERIES];
                             uint16_t* weight = reinterpret_cast<uint16_t*>(&weights[key * QUERIES]);
@@ -384,9 +442,9 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
                             const int32_t first_query = block + key - start;
                             for (int32_t i = 0; i < QUERIES; i++) {
                                 float first = exp_of(row[i] * scale - log_sum[i]);
-                                first = i < first_query ? 0 : first;
+                                first = i < first_query || is_before(block + key, i) ? 0 : first;
                                 float second = exp_of(row[QUERIES + i] * scale - log_sum[i]);
-                                second = i <= first_query ? 0 : second;
+                                second = i <= first_query || is_before(block + key + 1, i) ? 0 : second;
                                 weight[i] = bits_of(first);
                                 weight[QUERIES + i] = bits_of(second);
                                 first *= grad_row[i] - mean[i];
@@ -395,12 +453,18 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
                                 grad[QUERIES + i] = bits_of(second);
                                 pairs[i] = pair_of(first, second);
                             }
-                        }
+                        };
+                        for (int64_t key = 0; key < keys; key += 2)
+                            if (block + key < visible.common)
+                                compute(key, [&](int32_t at, int32_t i) { return at < visible.firsts[i]; });
+                            else
+                                compute(key, [](int32_t, int32_t) { return false; });
                         brgemm(keys, D, QUERIES, QUERIES, D, D, true, weights.data(),
                                operand(grad_y_pairs.data()), &grad_v_sum[block * D]);
                         brgemm(keys, D, QUERIES, QUERIES, D, D, true, grad_scores.data(),
                                operand(q_pairs.data()), &grad_k_sum[block * D]);
-                        brgemm(D, QUERIES, keys, T, QUERIES, QUERIES, block > 0, &k_transposed[block],
+                        brgemm(D, QUERIES, keys, T, QUERIES, QUERIES, block > visible.begin,
+                               &k_transposed[block],
                                operand(grad_score_pairs.data()), grad_q_transposed.data());
                     }
                     unpack_transposed(grad_q_transposed.data(), scales, rows, H * D, D, q_transposed.data(),

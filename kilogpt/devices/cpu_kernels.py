@@ -71,19 +71,20 @@ def library():
 
 # --- attention ----------------------------------------------------------------------------------------------
 
-torch.library.define('kilogpt::attention', '(Tensor q, Tensor k, Tensor v) -> (Tensor, Tensor)')
+torch.library.define('kilogpt::attention',
+                     '(Tensor q, Tensor k, Tensor v, Tensor? first) -> (Tensor, Tensor)')
 torch.library.define('kilogpt::attention_backward', '(Tensor grad_y, Tensor q, Tensor k, Tensor v, Tensor y, '
-                     'Tensor log_sums) -> (Tensor, Tensor, Tensor)')
+                     'Tensor log_sums, Tensor? first) -> (Tensor, Tensor, Tensor)')
 
 
 @torch.library.register_fake('kilogpt::attention')
-def _(q, k, v):
+def _(q, k, v, first):
     B, T, H, _ = q.shape
     return torch.empty_like(q), q.new_empty((B, H, T), dtype=torch.float32)
 
 
 @torch.library.register_fake('kilogpt::attention_backward')
-def _(grad_y, q, k, v, y, log_sums):
+def _(grad_y, q, k, v, y, log_sums, first):
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
@@ -93,26 +94,27 @@ def takes(q, k):
     return q.dtype == torch.bfloat16 and T == k.size(2) and T % 2 == 0 and D % 2 == 0
 
 
-def attention(q, k, v):
-    """Causal attention without a mask: q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), all bfloat16.
+def attention(q, k, v, first=None):
+    """Causal attention: q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), all bfloat16.
 
+    first (B, T): query i of a row sees the keys first[i] to i alone, as in cpu_attention.attention.
     Sums are in float32; the softmax's weights and the gradients of the scores are rounded to bfloat16.
     """
-    return Attention.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v))).transpose(1, 2)
+    return Attention.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), first).transpose(1, 2)
 
 
 class Attention(torch.autograd.Function):
     """`attention` of contiguous q (B, T, H, D), k and v (B, T, G, D)."""
 
     @staticmethod
-    def forward(ctx, q, k, v):
-        y, log_sums = torch.ops.kilogpt.attention(q, k, v)  # (B, T, H, D) and (B, H, T), in float32
-        ctx.save_for_backward(q, k, v, y, log_sums)
+    def forward(ctx, q, k, v, first):
+        y, log_sums = torch.ops.kilogpt.attention(q, k, v, first)  # (B, T, H, D) and (B, H, T), in float32
+        ctx.save_for_backward(q, k, v, y, log_sums, first)
         return y
 
     @staticmethod
     def backward(ctx, grad_y):
-        return torch.ops.kilogpt.attention_backward(grad_y.contiguous(), *ctx.saved_tensors)
+        return *torch.ops.kilogpt.attention_backward(grad_y.contiguous(), *ctx.saved_tensors), None
 
 
 # --- activations --------------------------------------------------------------------------------------------

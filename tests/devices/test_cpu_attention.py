@@ -1,4 +1,5 @@
 """Attention of documents and windows on CPUs, whose cost is that of what queries see."""
+import functools
 import subprocess
 import sys
 
@@ -7,10 +8,13 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from helpers import ROOT
-from kilogpt.devices import cpu_attention
+from kilogpt.devices import cpu_attention, cpu_kernels
 from kilogpt.devices.cpu_attention import attention
 
 pytestmark = pytest.mark.quick
+needs_kernels = pytest.mark.skipif(cpu_kernels.problem() is not None,
+                                   reason=f'no cpu_kernels.cpp: {cpu_kernels.problem()}')
+by_kernels = functools.partial(attention, use_kernels=True)
 # Largest difference from the reference, as a part of its largest number, or of 1 if that is smaller.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
@@ -60,8 +64,8 @@ def with_gradients(function, q, k, v, grad, first):
     return [y.detach(), *(x.grad for x in inputs)]
 
 
-def check(inputs, first):
-    found = with_gradients(attention, *inputs, first)
+def check(inputs, first, function=attention):
+    found = with_gradients(function, *inputs, first)
     expected = with_gradients(masked_attention, *(x.double() for x in inputs), first)
     for ours, reference in zip(found, expected):
         assert ours.dtype == inputs[0].dtype and ours.shape == reference.shape
@@ -82,6 +86,31 @@ ROWS = {
 @pytest.mark.parametrize('rows', ROWS.values(), ids=ROWS)
 def test_attention_equals_that_with_a_mask(rows, window):
     check(random_inputs(2, 300), first_keys(*rows, window=window))
+
+
+@needs_kernels
+@pytest.mark.parametrize('window', [None, 1, 3, 64, 100, 1000])
+@pytest.mark.parametrize('rows', ROWS.values(), ids=ROWS)
+def test_kernels_equal_attention_with_a_mask(rows, window):
+    inputs = random_inputs(2, 300, H=4, dtype=torch.bfloat16)
+    check(inputs, first_keys(*rows, window=window), by_kernels)
+
+
+@needs_kernels
+def test_kernels_at_other_lengths():
+    """The longest one has several blocks of keys in the backward pass."""
+    generator = torch.Generator().manual_seed(0)
+    for T, longest, window in ((2, 1, None), (6, 6, 2), (64, 9, None), (1034, 900, None), (1034, 900, 400)):
+        rows = [random_documents(T, longest, generator) for _ in range(2)]
+        check(random_inputs(2, T, D=16, dtype=torch.bfloat16), first_keys(*rows, window=window), by_kernels)
+
+
+@needs_kernels
+def test_kernels_without_documents_and_windows_are_those_without_first():
+    inputs = random_inputs(2, 300, H=4, dtype=torch.bfloat16)
+    found = with_gradients(by_kernels, *inputs, torch.zeros(2, 300, dtype=torch.int64))
+    expected = with_gradients(lambda q, k, v, first: cpu_kernels.attention(q, k, v), *inputs, None)
+    assert all(x.equal(y) for x, y in zip(found, expected))
 
 
 @pytest.mark.parametrize('dtype', TOLERANCES)
@@ -126,16 +155,26 @@ def test_layout_of_the_inputs_does_not_matter():
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_row_depends_neither_on_other_rows_nor_on_the_run():
-    inputs = random_inputs(3, 300, H=4, D=16, dtype=torch.float32)
+@pytest.mark.parametrize('function, dtype', [
+    (attention, torch.float32), pytest.param(by_kernels, torch.bfloat16, marks=needs_kernels)])
+def test_row_depends_neither_on_other_rows_nor_on_the_run(function, dtype):
+    inputs = random_inputs(3, 300, H=4, D=16, dtype=dtype)
     for first in (first_keys([60] * 5, [60] * 5, [300]), first_keys([300], [10] * 30, [150] * 2, window=40)):
-        whole = with_gradients(attention, *inputs, first)
-        again = with_gradients(attention, *inputs, first)
+        whole = with_gradients(function, *inputs, first)
+        again = with_gradients(function, *inputs, first)
         assert all(x.equal(y) for x, y in zip(whole, again))
         for row in range(3):
             part = slice(row, row + 1)
-            alone = with_gradients(attention, *(x[part] for x in inputs), first[part])
+            alone = with_gradients(function, *(x[part] for x in inputs), first[part])
             assert all(x.equal(y[part]) for x, y in zip(alone, whole))
+
+
+@pytest.mark.parametrize('function', [attention, pytest.param(by_kernels, marks=needs_kernels)])
+@pytest.mark.parametrize('first', [[0, 2, 0, 0], [0, 2, 2, 2], [-1, 0, 0, 0]])
+def test_impossible_first_keys_are_an_error(function, first):
+    q, k, v, _ = random_inputs(1, 4, dtype=torch.bfloat16)
+    with pytest.raises((ValueError, RuntimeError), match='first must neither fall'):
+        function(q, k, v, torch.tensor([first]))
 
 
 def test_no_grad_and_autocast():
