@@ -133,6 +133,8 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.prove config/quickstart.py --norm_place=both --window=16 --attention_softcap=30',
              ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py', ONE_LAYOUT),
+        step('python -m kilogpt.prove config/train_gpt2.py --documents=pack --pos=rope --window=512 '
+             '--window_pattern=SSSL', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2_moe.py --layouts="ep2; ep2 tp2 zero3; pp2 zbv" '
              '--json', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py --layouts="tp2; cp2" --keep=n_head,n_embd',
@@ -143,6 +145,12 @@ SLOW_SESSIONS = dict(
     documents=[
         step('python data/text/prepare.py --input=documents --out=mydocuments',
              '--num_proc=1 --tokenizer=bytes'),
+        step('python data/text/prepare.py --input=documents --tokenizer=gpt2 --out=mydocuments', '--num_proc=1'),
+        step('python train.py config/quickstart.py --dataset=mydocuments --documents=pack --out_dir=out-documents',
+             SMALL),
+        step('python train.py config/quickstart.py --dataset=mydocuments --documents=mask --window=16 '
+             '--window_pattern=SSSL --out_dir=out-short', SMALL),
+        step('python sample.py --out_dir=out-documents --start="<|endoftext|>"', FEW_TOKENS),
     ],
     layouts=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --tp=2 --pp=2 '

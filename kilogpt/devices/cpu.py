@@ -191,7 +191,7 @@ class PlainAttention(nn.Module):
         if mask is not None and mask.dtype == torch.int64:
             if has_dropout:
                 return self.fused(q, k, v, mask=build_mask(mask))
-            return cpu_attention.attention(q, k, v, mask.expand(q.size(0), -1).contiguous())
+            return cpu_attention.attention(q, k, v, mask.expand(q.size(0), -1).contiguous(), self.use_kernels)
         if self.use_kernels and mask is None and not has_dropout and cpu_kernels.takes(q, k):
             return cpu_kernels.attention(q, k, v)
         is_plain_faster = q.dtype == torch.bfloat16 or has_dropout
