@@ -21,7 +21,7 @@ from kilogpt.devices import cpu_kernels
 
 QUERIES = 64  # of a block with a mask; larger blocks compute more scores that the mask then hides
 MIN_RUN = 32  # queries of a run that is a causal call of its own; shorter ones share a block with a mask
-MAX_KEYS = 2 ** 14  # of blocks in one call, if they overlap: their gradients have copies of the keys
+MAX_KEYS = 2 ** 13  # of blocks in one call, if they overlap: their gradients have copies of the keys
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
