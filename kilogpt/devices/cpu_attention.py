@@ -2,7 +2,7 @@
 
 The time grows with the number of keys that queries see. PyTorch's flash attention (Dao 2023) computes slices
 of q, k and v: a run of queries that all see from the beginning of the run, such as a document, is one causal
-call. Other queries, those of windows and of short documents, are calls of QUERIES queries with a mask.
+call. Other queries, those of windows and of short documents, are in blocks of QUERIES queries with a mask.
 
 torch.compile does not look into the operation. The shapes in compiled code therefore do not depend on the
 documents of a batch.
@@ -36,9 +36,9 @@ def attention(q, k, v, first, use_kernels=False):
     """Causal attention in which query i of a row sees the keys first[i] to i.
 
     q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), in one dtype, or in the dtype of autocast.
-    first (B, T), int64, contiguous, on the CPU: first[i] <= i, and first does not fall along a row. For
-    documents, first[i] is the start of i's document; for a window, i - window + 1; for both, the later one.
-
+    first (B, T), int64, on the CPU: first[i] <= i, and first does not fall along a row. For documents,
+    first[i] is the start of i's document; for a window, max(0, i - window + 1); for both, the later one.
+    If the strides of first change, compiled code is compiled again.
     use_kernels: compute bfloat16 by cpu_kernels, which must be usable, where it takes such shapes.
 
     A row's result does not depend on the other rows. Sums are in float32, or in float64 for float64.
@@ -75,7 +75,8 @@ class Blocks(typing.NamedTuple):
     length: int  # the queries of a block
     count: int
     before: int  # the keys of a block that come before its first query
-    firsts: tuple  # of each block, (Q,): the first key that each query sees, from the first query on; () if causal
+    # Of each block, an array (Q,): the first key that each query sees, minus the block's start; () if causal.
+    firsts: tuple
 
     @property
     def keys(self):
@@ -110,9 +111,10 @@ def _find_blocks(data, B, T):
 
 def can_join(blocks, block):
     """Whether the block that follows upon `blocks` can be in one call with them."""
-    if (blocks.length, blocks.before, bool(blocks.firsts)) != (block.length, block.before, bool(block.firsts)):
+    has_mask = bool(block.firsts)
+    if (block.length, block.before, has_mask) != (blocks.length, blocks.before, bool(blocks.firsts)):
         return False
-    return not block.firsts or (blocks.count + 1) * block.keys <= MAX_KEYS
+    return not has_mask or (blocks.count + 1) * block.keys <= MAX_KEYS
 
 
 def cut_row(first):

@@ -122,6 +122,14 @@ def test_dtypes_and_grouped_heads(dtype, H, G, D):
         check(random_inputs(2, T, H, G, D, dtype), first_keys(*rows, window=window))
 
 
+def test_queries_that_see_none_of_the_first_512_keys_of_their_block():
+    """Flash attention takes 512 keys at a time."""
+    first = first_keys([1130, 20, 20, 30], window=700)
+    assert any(blocks.before > 512 and max(map(max, blocks.firsts)) >= 0
+               for blocks in cpu_attention.find_blocks(first) if blocks.firsts)
+    check(random_inputs(1, 1200, dtype=torch.float32), first)
+
+
 def test_first_may_rise_in_any_way():
     """Not only by one or to the query's own position."""
     generator = torch.Generator().manual_seed(0)
