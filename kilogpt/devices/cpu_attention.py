@@ -2,7 +2,7 @@
 
 The time grows with the number of keys that queries see. PyTorch's flash attention (Dao 2023) computes slices
 of q, k and v: a run of queries that all see from the beginning of the run, such as a document, is one causal
-call. Other queries, those of windows and of short documents, are calls of QUERIES queries with a mask.
+call. Other queries, those of windows and of short documents, are in blocks of QUERIES queries with a mask.
 
 torch.compile does not look into the operation. The shapes in compiled code therefore do not depend on the
 documents of a batch.
@@ -20,8 +20,9 @@ import torch
 from kilogpt.devices import cpu_kernels
 
 QUERIES = 64  # of a block with a mask; larger blocks compute more scores that the mask then hides
-MIN_RUN = 32  # queries of a run that is a causal call of its own; shorter ones share a block with a mask
-MAX_KEYS = 2 ** 14  # of blocks in one call, if they overlap: their gradients have copies of the keys
+MIN_RUN = 48  # queries of a run that is a causal call of its own; shorter ones share a block with a mask
+STEP = 32  # keys before a block come in multiples of STEP, so that neighbouring blocks have equal shapes
+MAX_KEYS = 2 ** 13  # of blocks with masks in one call: of each, a call has a mask and gradients of its own
 flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -35,9 +36,9 @@ def attention(q, k, v, first, use_kernels=False):
     """Causal attention in which query i of a row sees the keys first[i] to i.
 
     q (B, H, T, D), k and v (B, G, T, D) -> (B, H, T, D), in one dtype, or in the dtype of autocast.
-    first (B, T), int64, contiguous, on the CPU: first[i] <= i, and first does not fall along a row. For
-    documents, first[i] is the start of i's document; for a window, i - window + 1; for both, the later one.
-
+    first (B, T), int64, on the CPU: first[i] <= i, and first does not fall along a row. For documents,
+    first[i] is the start of i's document; for a window, max(0, i - window + 1); for both, the later one.
+    If the strides of first change, compiled code is compiled again.
     use_kernels: compute bfloat16 by cpu_kernels, which must be usable, where it takes such shapes.
 
     A row's result does not depend on the other rows. Sums are in float32, or in float64 for float64.
@@ -66,7 +67,7 @@ class VisibleAttention(torch.autograd.Function):
 # --- blocks -------------------------------------------------------------------------------------------------
 
 class Blocks(typing.NamedTuple):
-    """Neighbouring blocks of queries of one length, of which each sees the same in relation to its own start.
+    """Neighbouring blocks of queries that are one call, since their shapes are equal.
 
     Positions count along all rows of a batch, one after the other.
     """
@@ -74,17 +75,13 @@ class Blocks(typing.NamedTuple):
     length: int  # the queries of a block
     count: int
     before: int  # the keys of a block that come before its first query
-    firsts: np.ndarray  # (Q,): the first key that each query sees, counted from the block's first query
+    # Of each block, an array (Q,): the first key that each query sees, minus the block's start; () if causal.
+    firsts: tuple
 
     @property
     def keys(self):
         """The number of keys of a block."""
         return self.before + self.length
-
-    @property
-    def is_causal(self):
-        """Whether each query sees all keys of its block up to its own."""
-        return not self.firsts.any()
 
 
 def find_blocks(first):
@@ -100,19 +97,24 @@ def _find_blocks(data, B, T):
     found = []
     for row, first in enumerate(rows):
         for start, end in cut_row(first):
-            firsts = first[start:end] - start
-            blocks = Blocks(row * T + start, end - start, 1, -int(firsts[0]), firsts)
-            if found and can_join(found[-1], blocks):
-                blocks = found.pop()
-                blocks = blocks._replace(count=blocks.count + 1)
-            found.append(blocks)
+            before, firsts = start - int(first[start]), ()
+            if before or first[end - 1] > start:
+                before = min(start, -(-max(1, before) // STEP) * STEP)
+                firsts = (first[start:end] - start,)
+            block = Blocks(row * T + start, end - start, 1, before, firsts)
+            if found and can_join(found[-1], block):
+                others = found.pop()
+                block = others._replace(count=others.count + 1, firsts=others.firsts + firsts)
+            found.append(block)
     return found
 
 
 def can_join(blocks, block):
     """Whether the block that follows upon `blocks` can be in one call with them."""
-    is_equal = blocks.length == block.length and np.array_equal(blocks.firsts, block.firsts)
-    return is_equal and (not blocks.before or (blocks.count + 1) * blocks.keys <= MAX_KEYS)
+    has_mask = bool(block.firsts)
+    if (block.length, block.before, has_mask) != (blocks.length, blocks.before, bool(blocks.firsts)):
+        return False
+    return not has_mask or (blocks.count + 1) * block.keys <= MAX_KEYS
 
 
 def cut_row(first):
@@ -123,27 +125,24 @@ def cut_row(first):
     is_long = ends - starts >= MIN_RUN
     starts_of_long_runs = starts[is_long].tolist()
     ends_of_long_runs = dict(zip(starts_of_long_runs, ends[is_long].tolist()))
-    starts, starts_of_long_runs = [*starts.tolist(), T], [*starts_of_long_runs, T]
+    starts_of_long_runs.append(T)
     start = 0
     while start < T:
         end = ends_of_long_runs.get(start)
         if end is None:
             next_run = starts_of_long_runs[bisect.bisect(starts_of_long_runs, start)]
             end = min(start + QUERIES, next_run)
-            # Between two documents if possible: the next block does not read keys of this one then.
-            last_start = starts[bisect.bisect(starts, end) - 1]
-            if last_start > start:
-                end = last_start
         yield start, end
         start = end
 
 
 def mask_of(blocks, dtype):
-    """What is added to the scores of a block: (Q, K), 0 where a query sees a key, -inf elsewhere."""
+    """What is added to the scores of blocks: (N, 1, Q, K), 0 where a query sees a key, -inf elsewhere."""
+    firsts = torch.from_numpy(np.stack(blocks.firsts))[:, None, :, None]
     queries = torch.arange(blocks.length)[:, None]
     keys = torch.arange(-blocks.before, blocks.length)
-    is_hidden = (keys > queries) | (keys < torch.from_numpy(blocks.firsts)[:, None])
-    return torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, -torch.inf)
+    is_visible = (keys <= queries) & (keys >= firsts)
+    return torch.where(is_visible, 0.0, -torch.inf).to(dtype)
 
 
 # --- views of blocks ----------------------------------------------------------------------------------------
@@ -188,8 +187,8 @@ def inputs_of(q, k, v, blocks, dtype):
     k, v = (keys_of(x, blocks, 0, blocks.keys).to(dtype) for x in (k, v))
     shape = -1, -1, q.size(1) // k.size(1), -1, -1
     k, v = (x[:, :, None].expand(shape).flatten(1, 2) for x in (k, v))
-    mask = None if blocks.is_causal else mask_of(blocks, dtype)
-    return (q, k, v), dict(dropout_p=0.0, is_causal=blocks.is_causal, attn_mask=mask)
+    mask = mask_of(blocks, dtype) if blocks.firsts else None
+    return (q, k, v), dict(dropout_p=0.0, is_causal=mask is None, attn_mask=mask)
 
 
 def dtype_of_sums(q):

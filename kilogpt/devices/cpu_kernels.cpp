@@ -259,10 +259,10 @@ static std::tuple<Tensor, Tensor> activation_backward(Tensor grad_y, Tensor x, s
 // What the queries of a block see. Without `first`, each sees all keys up to its own position.
 struct Visible {
     int64_t begin = 0;            // the block computes with the keys from this one on, a multiple of STEP
-    int64_t common = 0;           // each query sees from here or earlier, up to its own position
+    int64_t common = 0;           // every query sees the keys from this one on, up to its own position
     int32_t firsts[QUERIES] = {}; // the first key that each query sees
 
-    // first (T): of one sequence, or nothing. The block has `rows` queries from `start` on.
+    // first (T): of one sequence, or null. The block has `rows` queries from `start` on.
     Visible(const int64_t* first, int64_t start, int64_t rows) {
         if (!first)
             return;
@@ -302,8 +302,8 @@ static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor 
     const BFloat16 *q = numbers(queries), *k = numbers(keys), *v = numbers(values);
     BFloat16* y = output(results);
     float* log_sums = static_cast<float*>(all_log_sums.mutable_data_ptr());
-    const int64_t* first = integers(firsts);
-    const int64_t most = most_keys(first, B, T);
+    const int64_t* all_firsts = integers(firsts);
+    const int64_t most = most_keys(all_firsts, B, T);
     const float scale = 1 / std::sqrt(static_cast<float>(D));
     #pragma omp parallel
     {
@@ -319,7 +319,7 @@ static std::tuple<Tensor, Tensor> attention(Tensor queries, Tensor keys, Tensor 
             for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
                 for (int64_t start = 0; start < T; start += QUERIES) {
                     const int64_t rows = std::min(QUERIES, T - start);
-                    const Visible visible(first ? first + b * T : nullptr, start, rows);
+                    const Visible visible(all_firsts ? all_firsts + b * T : nullptr, start, rows);
                     const int64_t begin = visible.begin, seen = start + rows - begin;
                     const int64_t place = (b * T + start) * H * D + h * D;
                     pack_transposed(q + place, rows, H * D, D, q_pairs.data());
@@ -377,9 +377,9 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
     const BFloat16 *q = numbers(queries), *k = numbers(keys), *v = numbers(values), *y = numbers(results);
     const BFloat16* grad_y = numbers(grads);
     const float* log_sums = floats(all_log_sums);
-    const int64_t* first = integers(firsts);
+    const int64_t* all_firsts = integers(firsts);
     BFloat16 *grad_q = output(query_grads), *grad_k = output(key_grads), *grad_v = output(value_grads);
-    const int64_t most = most_keys(first, B, T);
+    const int64_t most = most_keys(all_firsts, B, T);
     const float scale = 1 / std::sqrt(static_cast<float>(D));
     #pragma omp parallel
     {
@@ -402,7 +402,7 @@ static std::tuple<Tensor, Tensor, Tensor> attention_backward(Tensor grads, Tenso
             for (int64_t h = g * (H / G); h < (g + 1) * (H / G); h++)
                 for (int64_t start = 0; start < T; start += QUERIES) {
                     const int64_t rows = std::min(QUERIES, T - start), seen = start + rows;
-                    const Visible visible(first ? first + b * T : nullptr, start, rows);
+                    const Visible visible(all_firsts ? all_firsts + b * T : nullptr, start, rows);
                     const int64_t place = (b * T + start) * H * D + h * D;
                     if (rows < QUERIES) {  // queries that are not there add zeros
                         std::fill(q_pairs.begin(), q_pairs.end(), 0);

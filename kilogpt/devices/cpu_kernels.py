@@ -100,6 +100,7 @@ def attention(q, k, v, first=None):
     first (B, T): query i of a row sees the keys first[i] to i alone, as in cpu_attention.attention.
     Sums are in float32; the softmax's weights and the gradients of the scores are rounded to bfloat16.
     """
+    first = None if first is None else first.contiguous()
     return Attention.apply(*(x.transpose(1, 2).contiguous() for x in (q, k, v)), first).transpose(1, 2)
 
 

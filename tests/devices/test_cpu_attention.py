@@ -122,6 +122,14 @@ def test_dtypes_and_grouped_heads(dtype, H, G, D):
         check(random_inputs(2, T, H, G, D, dtype), first_keys(*rows, window=window))
 
 
+def test_queries_that_see_none_of_the_first_512_keys_of_their_block():
+    """Flash attention takes 512 keys at a time."""
+    first = first_keys([1130, 20, 20, 30], window=700)
+    assert any(blocks.before > 512 and max(map(max, blocks.firsts)) >= 0
+               for blocks in cpu_attention.find_blocks(first) if blocks.firsts)
+    check(random_inputs(1, 1200, dtype=torch.float32), first)
+
+
 def test_first_may_rise_in_any_way():
     """Not only by one or to the query's own position."""
     generator = torch.Generator().manual_seed(0)
@@ -237,20 +245,23 @@ def test_cost_is_that_of_what_queries_see(monkeypatch):
     assert scores(first_keys([256] * 16)) == 2 * 16 * 256 ** 2
     lengths = [700, 300, 96, 1000, 400, 552, 1000, 48]
     assert scores(first_keys(lengths)) == 2 * sum(length ** 2 for length in lengths)
-    assert scores(first_keys([20] * 204 + [16])) <= 2 * 4096 * cpu_attention.QUERIES
+    most = cpu_attention.QUERIES + cpu_attention.MIN_RUN + cpu_attention.STEP  # keys with short documents
+    assert scores(first_keys([20] * 204 + [16])) <= 2 * 4096 * most
     for window in (64, 256, 1000):
-        assert scores(first_keys([4096], window=window)) <= 2 * 4096 * (window + cpu_attention.QUERIES)
+        assert scores(first_keys([4096], window=window)) <= 2 * 4096 * (window + most)
     generator = torch.Generator().manual_seed(0)
     for longest in (5, 50, 500):
         lengths = random_documents(4096, longest, generator)
-        assert scores(first_keys(lengths)) <= 2 * sum(length * max(length, 64) for length in lengths)
+        assert scores(first_keys(lengths)) <= 2 * sum(length * max(length, most) for length in lengths)
 
 
-def test_equal_rows_and_equal_blocks_are_one_call(monkeypatch):
+def test_equal_blocks_are_one_call(monkeypatch):
+    """And so are equal rows, equal documents and short documents."""
     assert calls_for(torch.zeros(4, 200, dtype=torch.int64), monkeypatch) == 2 * [(4, 1, 200, 200)]
     assert calls_for(first_keys([50] * 4, [50] * 4), monkeypatch) == 2 * [(8, 1, 50, 50)]
-    assert calls_for(first_keys([1024], window=64), monkeypatch) == 2 * [(1, 1, 64, 64), (15, 1, 64, 127)]
-    assert len(calls_for(first_keys([20] * 50, [20] * 50), monkeypatch)) <= 2 * 4
+    assert calls_for(first_keys([1024], window=64), monkeypatch) == 2 * [(1, 1, 64, 64), (15, 1, 64, 128)]
+    rows = [random_documents(1024, 20, torch.Generator().manual_seed(row)) for row in range(2)]
+    assert calls_for(first_keys(*rows), monkeypatch) == 4 * [(1, 1, 64, 64), (15, 1, 64, 96)]
 
 
 MEMORY = '''
