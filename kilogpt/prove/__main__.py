@@ -13,8 +13,8 @@ names the first iteration and the parameters that differ, with the likely cause.
 Config files and keys are those of train.py. These keys are shrunk: n_layer to 3, n_head to 4 (grouped heads
 stay grouped), n_embd to 8 for each head, block_size to 32, window to 5, n_experts to 4 of width 16, the
 vocabulary to 61 random tokens, and the batch to 4 micro-batches of 2 sequences; to more if a layout needs
-more. Patterns of blocks that are longer than the model lose their repeats (SSSL is SL). With documents=mask or
-pack, documents have 9 tokens on average. Dropout is off, no projection starts at zero, and the warm-up takes
+more. Patterns of more blocks than the model has lose repeats (SSSL is SSL). With documents=mask or pack,
+documents have 9 tokens on average. Dropout is off, no projection starts at zero, and the warm-up takes
 one iteration. All other keys of the model and of the optimizer keep their values. Experts are compared in float64, since rounding may send a token to another one.
 
 A layout is a list of words, as for bench.py: dpN, tpN, cpN, ppN, epN (number of processes of each kind),
@@ -127,9 +127,8 @@ def shrink(config, layouts, keep):
         small['head_width'] = min(config['head_width'], 16)
     small['block_size'] = min(config['block_size'], 32)
     small['window'] = min(config['window'], WINDOW)
-    if any(len(config[key]) > small['n_layer'] for key in PATTERNS):  # a kind of block would not exist
-        for key in PATTERNS:
-            small[key] = ''.join(letter for letter, _ in itertools.groupby(config[key]))
+    for key in PATTERNS:
+        small[key] = shorten(config[key], small['n_layer'])
     if config['mlp'] == 'moe':
         small['n_experts'] = min(config['n_experts'], max(4, most['ep']))
         small['n_active_experts'] = min(config['n_active_experts'], 2)
@@ -150,6 +149,18 @@ def shrink(config, layouts, keep):
         save_minutes=0.0, keep_checkpoints=2, always_save_checkpoint=True, async_checkpoint=False,
         comm_timeout=120, **LAYOUT_KEYS)
     return config | plain | small
+
+
+def shorten(pattern, n_layer):
+    """A pattern of n_layer blocks instead of one of more blocks: SSSL is SSL if n_layer is 3.
+
+    Each run of a letter has one block, and the first run has the blocks that remain, so that the pattern does
+    not repeat within the model, and a block whose number is wrong is a block of another kind.
+    """
+    if len(pattern) <= n_layer:
+        return pattern
+    runs = ''.join(letter for letter, _ in itertools.groupby(pattern))
+    return (runs[0] * (n_layer - len(runs)) + runs)[:n_layer]
 
 
 def build(config):
@@ -262,11 +273,12 @@ class Prover:
 
     def compare(self, processes, arguments):
         """Train in a layout and compare; returns {argument of Report.row: value}."""
-        keys, runs = keys_of(arguments), self.runs
+        keys, runs = dict(documents=self.small['documents']) | keys_of(arguments), self.runs
         run = runs.train(processes, arguments)
         if run.error:
             return dict(verdict='failed', lines=[run.error],
-                        advice=diagnosis.advise_on_error(run.error, self.facts, self.unused))
+                        advice=diagnosis.advise_on_error(run.error, self.facts, self.unused, keys,
+                                                         self.small['block_size']))
         if run.uncompiled:
             return dict(verdict='left out', lines=[run.uncompiled])
         differences, figures = runs.compare(run)

@@ -201,7 +201,7 @@ class LayoutRuns:
 
 
 def first_wrong_value(activations, expected):
-    """The first input or output of a module whose mean square is wrong, or ''.
+    """The first key of `Observation.activations` whose mean square is wrong, or ''.
 
     activations: `Observation.activations` of each process; expected: the same of one process. Returns '' if
     the processes compute padding, too, since the means then have other elements.
