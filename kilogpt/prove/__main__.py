@@ -14,8 +14,9 @@ Config files and keys are those of train.py. These keys are shrunk: n_layer to 3
 stay grouped), n_embd to 8 for each head, block_size to 32, window to 5, n_experts to 4 of width 16, the
 vocabulary to 61 random tokens, and the batch to 4 micro-batches of 2 sequences; to more if a layout needs
 more. Patterns of more blocks than the model has lose repeats (SSSL is SSL). With documents=mask or pack,
-documents have 9 tokens on average. Dropout is off, no projection starts at zero, and the warm-up takes
-one iteration. All other keys of the model and of the optimizer keep their values. Experts are compared in float64, since rounding may send a token to another one.
+documents have 9 tokens on average. Dropout is off, no projection starts at zero, and the warm-up takes one
+iteration. All other keys of the model and of the optimizer keep their values. Experts are compared in
+float64, since rounding may send a token to another one.
 
 A layout is a list of words, as for bench.py: dpN, tpN, cpN, ppN, epN (number of processes of each kind),
 zeroN (zero_stage), repN (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload,

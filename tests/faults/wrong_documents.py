@@ -45,7 +45,7 @@ def call_batches_wrong(self, *arguments):
     x, y, *starts = call_batches(self, *arguments)
     if fault == 'starts cut':
         starts = [each[:, self.positions] for each in starts]
-    if fault == 'starts of another rank' and rank() == 1:
+    if fault == 'starts of other sequences' and rank() == 1:
         starts = [each.flip(0) for each in starts]
     return x, y, *starts
 
@@ -92,7 +92,7 @@ def block_forward_wrong(self, x, rope=None, mask=None, *others):
 
 if fault in ('positions of the row', 'layers of a stage', 'positions of a part', 'window of a part'):
     Parallel.lay_out = lay_out_wrong
-if fault in ('starts cut', 'starts of another rank'):
+if fault in ('starts cut', 'starts of other sequences'):
     Batches.__call__ = call_batches_wrong
 if fault == 'stages without starts':
     GPT.forward = forward_wrong
