@@ -60,8 +60,8 @@ PATTERNS = 'window_pattern', 'rope_pattern'
 LAYOUT_KEYS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', ep=1,
                    activation_checkpoint='none', cpu_offload=False)
 SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'window', *PATTERNS,
-          'n_experts', 'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer', 'moe_every',
-          'batch_size', 'gradient_accumulation_steps')
+          'n_experts', 'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer',
+          'moe_every', 'batch_size', 'gradient_accumulation_steps')
 
 
 # --- layouts and the shrunk config --------------------------------------------------------------------------

@@ -164,9 +164,9 @@ def words(members):
 def advise(keys, facts, differences, first_wrong='', random=()):
     """[sentence] with the likely cause of a layout's differences.
 
-    keys: {key of train.py: text} of the layout, and `documents`. first_wrong: the first input or output of a module, or
-    argument of a block, that is wrong in a forward pass, or ''. random: names of modules that draw random
-    numbers.
+    keys: {key of train.py: text} of the layout, and `documents`. first_wrong: the first input or output of a
+    module, or argument of a block, that is wrong in a forward pass, or ''. random: names of modules that draw
+    random numbers.
     """
     pp, found = int(keys.get('pp', 1)), []
     if random:
@@ -200,7 +200,7 @@ def advise(keys, facts, differences, first_wrong='', random=()):
                 'targets of its own sequences and positions']
     if kinds <= {'train_loss', 'val_loss'}:
         return ['training is right, but evaluation is not: what does the model do differently if '
-                'self.training is False, or without gradients? Does it get the starts of documents there, too?']
+                'self.training is False, or without gradients? Does it get the starts of documents there?']
     return []
 
 
@@ -231,9 +231,9 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
                 'cp ranks, which loss_scale in kilogpt/parallel/apply.py compensates; replicas (rep) count '
                 'too, and a pipeline adds up its micro-batches']
     if not is_loss_right and not first_wrong and 'batch_size' in keys:
-        return ['the loss differs too, but the logits are right: model(x, y) must return the sum of the losses '
-                'over the targets, not a mean over targets or documents, of which each micro-batch has another '
-                'number']
+        return ['the loss differs too, but the logits are right: model(x, y) must return the sum of the '
+                'losses over the targets, not a mean over targets or documents, of which each micro-batch has '
+                'another number']
     if not is_loss_right and not first_wrong:
         return ['the loss differs too: a target counts twice or not at all, or the processes have not '
                 'divided the batch (if it does not divide evenly, some targets are padding, -1)']
@@ -263,7 +263,7 @@ def last_wrong(gradients, order):
 
 
 def where_to_look(value, keys, facts):
-    """A sentence on what to look for if this is the first wrong value. value: as `first_wrong` in `advise`."""
+    """A sentence on what to look for if this value is the first wrong one: `first_wrong` in `advise`."""
     text = f'{value} is the first value that is wrong'
     tp, cp, pp = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'pp'))
     is_output = value.startswith('the output of')
@@ -294,8 +294,8 @@ def where_to_look(value, keys, facts):
             f'one micro-batch to the next? Other processes have other sequences{others}')
 
 
-SWAPPED_STARTS = ('Starts of documents must come from the same sequences as inputs and targets, on each process '
-                  'and in each micro-batch')
+SWAPPED_STARTS = ('Starts of documents must come from the same sequences as inputs and targets, on each '
+                  'process and in each micro-batch')
 
 
 def where_documents_go_wrong(cp, pp):
@@ -362,8 +362,8 @@ def advise_on_error(error, facts, unused=(), keys=None, block_size=0, is_referen
     sizes = set(map(int, re.findall(r'size of tensor \w \((\d+)\)', error)))
     if cp > 1 and sizes == {block_size, block_size // cp}:
         return [f'a part of a sequence, {block_size // cp} positions, meets a whole one, {block_size}: with '
-                f'cp={cp} a process has a part of the inputs and targets, and whole sequences in attention, so '
-                'that starts of documents and masks are whole, and positions are cut from first_position on']
+                f'cp={cp} a process has a part of the inputs and targets, and whole sequences in attention, '
+                'where starts of documents and masks are whole; positions are cut from first_position on']
     if unused and 'Expected to have finished reduction' in error:
         return [advise_on_unused(unused)]
     for pattern, text in (ERRORS if is_reference else LAYOUT_ERRORS | ERRORS).items():

@@ -309,20 +309,20 @@ FAULTS_OF_OTHERS = {
         'transformer.h.*.mlp.routed.experts.c_fc: gradient 2.00 times too large in all blocks',
         'see local_matrix in expert.py']),
 }
-# {fault of wrong_documents.py: (keys and options, number of layouts that are right, texts that the report must
-# contain)}
-WHOLE_WITH_CP = 'starts of documents are whole on each rank, and windows count positions of the whole sequence'
+# {fault of wrong_documents.py: (keys and options, number of right layouts, texts that the report must contain)}
+WHOLE_WITH_CP = 'starts of documents are whole on each rank, and windows count positions'
 OF_EACH_STAGE = 'each stage needs the starts of the same micro-batch as the first stage'
 FAULTY_DOCUMENTS = {
     'starts cut': ('--layouts=dp2; cp2', 1, [
-        'a part of a sequence, 16 positions, meets a whole one, 32', 'starts of documents and masks are whole']),
+        'a part of a sequence, 16 positions, meets a whole one, 32',
+        'starts of documents and masks are whole']),
     'stages without starts': ('--pos=rope --layouts=dp2; pp2', 1, [
         'the rope of transformer.h.1 is the first value that is wrong', OF_EACH_STAGE]),
     'starts of the first micro-batch': ('--layouts=pp2', 0, [
         'the output of transformer.wpe is the first value that is wrong', OF_EACH_STAGE]),
     'positions of the row': ('--pos=rope --layouts=cp2', 0, [
-        'the rope of transformer.h.0 is the first value that is wrong: positions, which count from the start of '
-        'each document', 'which begins at first_position']),
+        'the rope of transformer.h.0 is the first value that is wrong: positions, which count from the start',
+        'which begins at first_position']),
     'positions of a part': ('--pos=rope --layouts=cp2', 0, [
         'the rope of transformer.h.0 is the first value that is wrong', WHOLE_WITH_CP]),
     'window of a part': ('--window=5 --layouts=dp2; cp2', 1, [
@@ -375,7 +375,7 @@ def test_mistake_with_documents_is_found_and_named(fault):
 
 
 @pytest.mark.parametrize('pattern, expected', [
-    ('S', 'S'), ('SL', 'SL'), ('SSL', 'SSL'), ('SSSL', 'SSL'), ('RRRN', 'RRN'), ('SSSSSL', 'SSL'), ('LSSS', 'LLS'),
-    ('SLSLL', 'SLS'), ('LLLL', 'LLL')])
+    ('S', 'S'), ('SL', 'SL'), ('SSL', 'SSL'), ('SSSL', 'SSL'), ('RRRN', 'RRN'), ('SSSSSL', 'SSL'),
+    ('LSSS', 'LLS'), ('SLSLL', 'SLS'), ('LLLL', 'LLL')])
 def test_shorter_pattern_has_each_kind_of_block(pattern, expected):
     assert shorten(pattern, 3) == expected
