@@ -284,6 +284,8 @@ def parse_arguments():
     add('--nproc_per_node', type=int, default=1, help='number of processes under torchrun (1)')
     add('--random_tokens', type=int, metavar='VOCAB_SIZE',
         help='train on random tokens of a vocabulary of this size instead of a dataset')
+    add('--document_length', type=int, default=0, metavar='N',
+        help='with --random_tokens: a document every N tokens, for documents=mask and documents=pack (0: none)')
     add('--profile', action='store_true', help="also print the parts of an iteration's time; writes a trace")
     add('--json', action='store_true', help='print one JSON object for each row instead of a table')
     options, arguments = parser.parse_known_args()
@@ -293,6 +295,8 @@ def parse_arguments():
         sys.exit(f'error: --scaling takes numbers of processes such as 1,2,4, but is {options.scaling!r}')
     if options.gpu and not options.layouts:
         sys.exit('error: --gpu needs layouts to predict: add --layouts')
+    if options.document_length and not options.random_tokens:
+        sys.exit('error: --document_length cuts random tokens into documents: add --random_tokens')
     for mode in ('scaling', 'saves'):
         if getattr(options, mode) and (options.layouts or options.sweep or options.profile):
             sys.exit(f'error: --{mode} prints a table of its own: '
@@ -310,7 +314,7 @@ def main():
                             profile=bool(options.profile or options.layouts), gpu=options.gpu)
     with tempfile.TemporaryDirectory() as folder:
         if options.random_tokens:
-            write_random_tokens(folder, options.random_tokens)
+            write_random_tokens(folder, options.random_tokens, document_length=options.document_length)
             arguments.append(f'--dataset={folder}')
         if options.scaling:
             # By default one process would have threads on all cores, and two processes half of them each.

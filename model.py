@@ -376,21 +376,14 @@ class GPT(nn.Module):
         """Floating-point operations per token, forward and backward, in documents of `lengths` tokens.
 
         Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds
-        two products a layer with H D elements for each position that a token sees, 6 each: half of its
-        document on average, or less with a window. PaLM (Chowdhery et al. 2022, appendix B) and nanoGPT do
-        not halve.
-        lengths: [tokens of a document], each counted; for whole sequences [T]. [] leaves out attention.
+        two products a layer with H D elements for each position that a token sees, 6 each. PaLM (Chowdhery et
+        al. 2022, appendix B) and nanoGPT count those that follow too. lengths: as in `mean_seen`.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)
         matrices -= self.num_params() - self.num_active_params()
-        seen = 0  # by all tokens, in all layers
-        for layer in range(self.config.n_layer):
-            for T in lengths:
-                window = min(self.config.window_of(layer) or T, T)
-                seen += window * (T - window / 2)
-        attention = 12 * seen * self.config.n_head * self.config.head_width
-        return 6 * matrices + int(attention / max(1, sum(lengths)))
+        seen = self.config.n_layer * self.config.mean_seen(lengths)
+        return 6 * matrices + int(12 * seen * self.config.n_head * self.config.head_width)
 
     @torch.no_grad()
     def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None,

@@ -17,7 +17,7 @@ from kilogpt.devices import host
 from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.parts import replace_all
-from kilogpt.loaded.load import load_model
+from kilogpt.loaded.load import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.settings import check_sampling
 
@@ -118,7 +118,7 @@ def show(prompt, tokens):
     for drawn in model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
             tokenizer.eot if stop else None, generator,
-            cache or model.new_cache(num_samples, len(tokens) + max_new_tokens)):
+            cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator_in(state)):
         for i, token in enumerate(drawn.tolist()):
             has_ended[i] |= stop and token == tokenizer.eot
             piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))

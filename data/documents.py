@@ -79,14 +79,29 @@ class DocumentLoader(TokenLoader):
         begins = np.where(x == self.separator, np.arange(self.block_size), 0)
         return x, y, np.maximum.accumulate(begins, axis=1)
 
+    @functools.cached_property
+    def sample(self):
+        """(lengths of the documents in a sample of training sequences, share of documents that are whole).
+
+        The share is None if no document begins in the sample.
+        """
+        x, y, starts = self.train_batch(np.arange(SAMPLE))
+        begins = np.flatnonzero(starts == np.arange(self.block_size))  # in the sequences, joined
+        ends = np.append(begins[1:], starts.size)
+        has_begin, has_end = x.flat[begins] == self.separator, y.flat[ends - 1] == self.separator
+        whole = (has_begin & has_end).sum() / has_begin.sum() if has_begin.any() else None
+        return (ends - begins).tolist(), whole
+
     def document_lengths(self):
-        *_, starts = self.train_batch(np.arange(SAMPLE))
-        begins = np.flatnonzero(starts == np.arange(self.block_size))  # in the rows, joined
-        return np.diff([*begins.tolist(), starts.size]).tolist()
+        return self.sample[0]
 
     def describe(self):
-        lengths = self.document_lengths()
-        return [f'documents   masked: {sum(lengths) / len(lengths):,.0f} tokens each within a sequence']
+        lengths, whole = self.sample
+        if whole is None:
+            return [f'documents   none begins in {SAMPLE} training sequences: is {self.separator} the token that '
+                    'separates them? (write it into meta.json as "separator")']
+        return [f'documents   {np.mean(lengths):,.0f} tokens each within a sequence, {whole:.1%} of them whole; '
+                'none cropped, none padded']
 
 
 class PackedLoader(DocumentLoader):
@@ -155,17 +170,6 @@ class PackedLoader(DocumentLoader):
         size = self.n_rows * self.block_size
         tokens = self.read(self._begin(epoch, group), size + 1)
         return tokens, arrange(np.flatnonzero(tokens[:size] == self.separator), self.n_rows, self.block_size)
-
-    def describe(self):
-        n_documents, n_whole = 0, 0
-        for group in range(min(4, self.n_groups)):
-            tokens, rows = self._group(0, group)
-            borders = {0, len(tokens) - 1, *np.flatnonzero(tokens == self.separator).tolist()}
-            n_documents += len(borders) - 1
-            n_whole += sum(begin in borders and begin + length in borders
-                           for row in rows for begin, length in row)
-        return [f'documents   packed: {n_whole / n_documents:.1%} of them whole in one sequence, 0 tokens '
-                'cropped, 0 padded']
 
 
 def arrange(separators, n_rows, block_size):

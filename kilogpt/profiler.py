@@ -14,7 +14,7 @@ PATTERNS = {
     'optimizer': r'^optimizer$|adam|multi_tensor_apply|lpnorm',
     'collectives': r'nccl|gloo|c10d',
     # On CPUs, batched products and softmaxes are those of devices.cpu.PlainAttention.
-    'attention': r'scaled_?dot_?product|flash|fmha|sdpa|kilogpt::attention|bmm|'
+    'attention': r'scaled_?dot_?product|flash|fmha|sdpa|kilogpt::(?:visible_)?attention|bmm|'
                  r'aten::_?softmax|\bsoftmaxbackward',
     'matmul': r'gemm|nvjet|cutlass|xmma|aten::(_grouped_|_scaled_)?mm|aten::(addmm|matmul|linear|mkldnn)',
 }

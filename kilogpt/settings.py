@@ -29,6 +29,10 @@ def check_settings(config):
         _check_islands(config)
     _check_range(config, 'muon_momentum', 0, 1)
     _check_schedule(config)
+    if config['documents'] != 'stream' and config['rope_scaling'].startswith('dynamic'):
+        raise ValueError(f'rope_scaling is {config["rope_scaling"]!r}, which depends on the length of the whole '
+                         f'sequence, but with documents={config["documents"]} a sequence has several texts: set '
+                         'documents to stream, or rope_scaling to yarn')
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:

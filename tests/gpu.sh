@@ -37,6 +37,8 @@ part "8 experts of 124M's width, 2 active: products by one kernel, then in a loo
     for path in '' $work/looped; do
         PYTHONPATH=\$path python bench.py config/train_gpt2_moe.py --ep=1 --zero_stage=0 $few $data $one --layouts=dp1
     done"
+part "attention that skips documents and windows: values and gradients of the kernels against the formula" \
+    python -m pytest -n 0 tests/devices/test_flex.py -k on_a_gpu
 tiny="config/quickstart.py $data --compile=False --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 \
 --log_interval=1 --dropout=0.1 ${SMALL:-}"
 part "exact resume: 20 iterations, and 10 + 10" bash -c "

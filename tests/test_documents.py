@@ -28,7 +28,8 @@ MODELS = dict(
 def in_double(monkeypatch):
     """The model casts to float32 in places, which keeps a wider dtype here."""
     cast = torch.Tensor.float
-    monkeypatch.setattr(torch.Tensor, 'float', lambda self: self if self.dtype == torch.float64 else cast(self))
+    monkeypatch.setattr(torch.Tensor, 'float',
+                        lambda self: self if self.dtype == torch.float64 else cast(self))
 
 
 models = pytest.mark.parametrize('options', MODELS.values(), ids=MODELS)
@@ -63,7 +64,8 @@ def pieces_of(starts):
     return found
 
 
-DRAWS = dict(random=None, one_token_each=[1] * 64, whole=[64, 64], first_of_one=[1, 63, 63, 1], rest=[40, 24, 60])
+DRAWS = dict(random=None, one_token_each=[1] * 64, whole=[64, 64], first_of_one=[1, 63, 63, 1],
+             rest=[40, 24, 60])
 
 
 @models
@@ -93,7 +95,7 @@ def test_a_row_gives_what_its_documents_give_alone(options, draw, dtype, toleran
     expected_loss.backward()
     assert_near(logits, expected, tolerance)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=tolerance)
-    gradients = {name: parameter.grad for name, parameter in alone.named_parameters() if parameter.requires_grad}
+    gradients = {name: p.grad for name, p in alone.named_parameters() if p.requires_grad}
     floor = 1e-3 * max(gradient.abs().max() for gradient in gradients.values())
     for name, expected in gradients.items():
         parameter = packed.get_parameter(name)
@@ -193,7 +195,8 @@ def test_arranged_rows_have_each_token_once_and_are_full(data):
     for row in rows:
         assert sum(length for _, length in row) == block_size
         for begin, length in row:  # within one document
-            assert np.searchsorted(borders, begin, 'right') == np.searchsorted(borders, begin + length, 'left')
+            end = begin + length
+            assert np.searchsorted(borders, begin, 'right') == np.searchsorted(borders, end, 'left')
     # Once a row does not begin with a document, no document is left.
     begins = [row[0][0] in set(separators.tolist()) for row in rows]
     if False in begins:
@@ -235,7 +238,8 @@ def test_packed_rows_are_a_pure_function_of_their_numbers(tmp_path):
     one, two = (PackedLoader(folder, 'train', 16, 60_000, meta, 5, 0) for _ in range(2))
     numbers = np.random.default_rng(2).permutation(5000)[:64]
     numbers[3] = -1
-    expected = [np.concatenate(arrays) for arrays in zip(*(one.train_batch(numbers[i:i + 1]) for i in range(64)))]
+    rows = [one.train_batch(numbers[i:i + 1]) for i in range(64)]
+    expected = [np.concatenate(arrays) for arrays in zip(*rows)]
     for found, array in zip(two.train_batch(numbers), expected):
         assert (found == array).all()
     assert (expected[1][3] == -1).all()
@@ -259,6 +263,7 @@ def test_masked_rows_are_those_of_the_stream_and_say_where_documents_begin(tmp_p
 def test_separator_is_that_of_the_meta_or_of_its_tokenizer(tmp_path):
     assert separator_of('d', dict(vocab_size=50257, tokenizer='gpt2')) == 50256
     assert separator_of('d', dict(vocab_size=50257, tokenizer='gpt2', separator=3)) == 3
-    for meta in (dict(vocab_size=3, tokenizer='char', chars='abc'), dict(vocab_size=3), dict(vocab_size=3, separator=7)):
+    char = dict(vocab_size=3, tokenizer='char', chars='abc')
+    for meta in (char, dict(vocab_size=3), dict(vocab_size=3, separator=7)):
         with pytest.raises(ValueError, match='d does not say which token separates documents .*set documents to'):
             separator_of('d', meta)

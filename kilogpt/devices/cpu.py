@@ -5,10 +5,10 @@ import numpy as np
 import torch
 import torch.nn as nn
 
-from kilogpt.devices import cpu_kernels
+from kilogpt.devices import cpu_attention, cpu_kernels
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, replace_all, replace_parts
-from kilogpt.layers.attention import CappedAttention
+from kilogpt.layers.attention import CappedAttention, build_mask
 from kilogpt.layers.mixture import GATED
 
 # Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
@@ -26,6 +26,8 @@ def use_faster_parts(model, use_kernels=False):
         return PlainAttention(attention, use_kernels) if is_plain(attention, model.config) else attention
 
     replace_parts(model, 'attention', attention_for)
+    if all(isinstance(getattr(*part), PlainAttention) for part in find_parts(model, 'attention')):
+        replace_parts(model, 'mask', lambda build_mask: lambda first: first)  # PlainAttention takes it as it is
     if use_kernels:
         for mlp, name in find_parts(model, 'activation'):
             setattr(mlp, name, faster_activation(getattr(mlp, name), getattr(mlp, 'form', None)))
@@ -175,7 +177,8 @@ class PlainAttention(nn.Module):
     """The model's attention as two matrix products and a softmax, if these are faster than fused attention.
 
     They are faster in bfloat16 or with dropout, up to MAX_LENGTH positions, whose scores fit into memory.
-    Without dropout cpu_kernels.attention is faster still, at any length, if the processor supports it.
+    Without dropout cpu_kernels.attention is faster still, at any length, if the processor supports it, and
+    cpu_attention.attention takes documents and windows.
     """
     MAX_LENGTH = 1024
     QUERIES = 256  # queries in one product; smaller products would cost more than they save
@@ -188,9 +191,16 @@ class PlainAttention(nn.Module):
         self.dropout = FastDropout(fused.dropout)
 
     def forward(self, q, k, v, mask=None):
-        """The same as DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+        """The same as DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D).
+
+        In training, mask is `first` (B or 1, T), the first key that each query sees.
+        """
         T = q.size(2)
         has_dropout = self.training and self.fused.dropout > 0
+        if mask is not None and mask.dtype == torch.int64:
+            if has_dropout:
+                return self.fused(q, k, v, mask=build_mask(mask))
+            return cpu_attention.attention(q, k, v, mask.expand(q.size(0), -1).contiguous())
         if self.use_kernels and mask is None and not has_dropout and cpu_kernels.takes(q, k):
             return cpu_kernels.attention(q, k, v)
         is_plain_faster = q.dtype == torch.bfloat16 or has_dropout

@@ -1,6 +1,7 @@
 """Other forms of the model's parts on GPUs, put in place when a model is laid out on them."""
 import torch
 
+from kilogpt.devices.flex import FlexAttention
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts
 
@@ -15,7 +16,10 @@ def use_fused_attention(model, device, dtype):
     if has_flash and flash_attention_runs(dtype, torch.cuda.get_device_capability(device)):
         return
     for module, name in find_parts(model, 'attention'):
-        getattr(module, name).register_forward_pre_hook(repeat_grouped_heads)
+        attention = getattr(module, name)
+        if isinstance(attention, FlexAttention):  # lets heads share keys and values itself
+            attention = attention.original
+        attention.register_forward_pre_hook(repeat_grouped_heads)
 
 
 def flash_attention_runs(dtype, capability):

@@ -1,4 +1,5 @@
 """Find and replace the parts of a model that a device or a layout needs in another form (GPT.replaceable)."""
+import torch
 
 
 def find_parts(model, kind):
@@ -30,3 +31,24 @@ def replace_all(model, kind, build):
         for name, child in parent.named_children():
             if type(child) is kind:
                 setattr(parent, name, build(child))
+
+
+@torch.no_grad()
+def is_same_attention(attention, other, config, length, masks=(None,)):
+    """Whether an attention module without dropout gives the results of other(q, k, v, mask), on the CPU.
+
+    An attention that was edited in model.py may differ. The sequence has the heads of the model's config.
+    masks: those to compare with, each None (causal) or bool (1, 1, length, length).
+    """
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, length, 16, generator=generator)
+               for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
+    was_training = attention.training
+    attention.eval()
+    try:
+        return all(torch.allclose(attention(q, k, v, mask=mask), other(q, k, v, mask), atol=1e-4)
+                   for mask in masks)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # of other arguments
+        return False
+    finally:
+        attention.train(was_training)

@@ -76,6 +76,19 @@ class ModelOptions:
         """How many positions a query sees in block number `layer`; 0 if all before it."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
 
+    def mean_seen(self, lengths):
+        """How many positions attention sees from one: a mean over the tokens of all documents and over layers.
+
+        From the tokens of a document it sees half of the document, or less with a window.
+        lengths: [tokens of a document].
+        """
+        seen = 0
+        for layer in range(self.n_layer):
+            for length in lengths:
+                window = min(self.window_of(layer) or length, length)
+                seen += window * (length - window / 2)
+        return seen / self.n_layer / max(1, sum(lengths))
+
     def rope_of(self, layer):
         """Which of `rope.rope_tables` a block rotates by: 'whole', 'window', or 'none'."""
         if self.pos != 'rope' or self.rope_pattern[layer % len(self.rope_pattern)] == 'N':

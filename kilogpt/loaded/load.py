@@ -4,10 +4,12 @@ import sys
 
 import torch
 
+from data.documents import separator_of
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert import weights
 from kilogpt.convert.tensors import pad_rows
+from kilogpt.layers.attention import starts_of
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
@@ -29,6 +31,7 @@ class LoadedRun:
         device = find_device(device)
         self.model, self.tokenizer, self.path, state = load_model(os.path.normpath(source), which, tokenizer)
         self.model.to(device).eval()
+        self.separator = separator_in(state)
         self.config = state.get('config', {}) | state['model']
         is_checkpoint = 'config' in state  # out_dir/ckpt/iter_*
         self.metrics = _metrics(os.path.dirname(os.path.dirname(self.path))) if is_checkpoint else []
@@ -48,7 +51,7 @@ class LoadedRun:
         drawn = self.model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
             eot if stop else None, torch.Generator(device).manual_seed(seed),
-            self.model.new_cache(num_samples or 1, len(tokens) + max_new_tokens))
+            self.model.new_cache(num_samples or 1, len(tokens) + max_new_tokens), self.separator)
         texts = []
         for ids in torch.stack(list(drawn), dim=1).tolist():
             end = ids.index(eot) if stop and eot in ids else None
@@ -60,7 +63,8 @@ class LoadedRun:
         """Return the model's mean loss on a text, in nats per predicted token (all tokens but the first).
 
         As in train.py's evaluation, a text of more than block_size tokens is cut into pieces of block_size,
-        and the model sees one piece at a time. ValueError if the text has fewer than two tokens.
+        and the model sees one piece at a time; with documents other than 'stream', it sees a document at a
+        time. ValueError if the text has fewer than two tokens.
         """
         tokens = self.tokenizer.encode(text)
         if len(tokens) < 2:
@@ -68,7 +72,10 @@ class LoadedRun:
         tokens = torch.tensor(tokens, device=next(self.model.parameters()).device)
         block_size = self.model.config.block_size
         pieces = zip(tokens[:-1].split(block_size), tokens[1:].split(block_size))
-        return sum(self.model(x[None], y[None]).item() for x, y in pieces) / (len(tokens) - 1)
+        total = 0.0
+        for x, y in pieces:
+            total += self.model(x[None], y[None], starts_of(x[None], self.separator)).item()
+        return total / (len(tokens) - 1)
 
 
 def load_model(source, which='best', tokenizer=''):
@@ -99,6 +106,16 @@ def load_model(source, which='best', tokenizer=''):
     else:
         fill(model.named_parameters(), lambda name, shape, rows: pad_rows(tensors[name], shape, rows))
     return model, get_tokenizer(meta), path or source, state
+
+
+def separator_in(state):
+    """The token at which documents begin, for a run that was trained on documents one by one; else None.
+
+    state: as from load_model.
+    """
+    if state.get('config', {}).get('documents', 'stream') == 'stream':
+        return None
+    return separator_of('the dataset of this run', state['tokenizer'])
 
 
 def find_checkpoint(source, which):

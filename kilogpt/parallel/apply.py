@@ -361,7 +361,7 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
         routed.forward = torch.compiler.disable(routed.forward)  # the numbers of rows depend on the tokens
     if activation_checkpoint == 'selective':  # recompute all in the backward pass but SAVED_OUTPUTS
         saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]
-        saved.append(torch.ops.kilogpt.attention.default)
+        saved += [torch.ops.kilogpt.attention.default, torch.ops.kilogpt.visible_attention.default]
         contexts = functools.partial(create_selective_checkpoint_contexts, saved)
         for part in parts:
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,

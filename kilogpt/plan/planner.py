@@ -9,7 +9,8 @@ import itertools
 import torch
 from tqdm import tqdm
 
-from data.datasets import dataset_folder, read_meta
+from data.datasets import dataset_folder, find_shards, read_meta
+from data.documents import open_loader
 from kilogpt.parallel.layout import SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.shape import Shape
@@ -34,16 +35,21 @@ class Planner:
     """
 
     def __init__(self, config, machine, gpus, tokens_per_iter=0, load_imbalance=memory_model.LOAD_IMBALANCE):
-        self.config = config | dict(load_imbalance=load_imbalance)
+        # Without the dataset, documents are as long as sequences, and the vocabulary is GPT-2's.
+        folder = dataset_folder(config['dataset'])
+        meta = read_meta(folder)
+        lengths = [config['block_size']]
+        if config['documents'] != 'stream' and find_shards(folder, 'train'):
+            lengths = open_loader(folder, 'train', config['block_size'], meta['vocab_size'], meta, config['seed'],
+                                  config['documents']).document_lengths()
+        self.config = config | dict(load_imbalance=load_imbalance, document_lengths=tuple(lengths))
         self.machine, self.gpus = machine, gpus
         fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
                   if field.name in config}
-        # Without the dataset, the vocabulary is GPT-2's.
-        vocab_size = read_meta(dataset_folder(config['dataset']))['vocab_size']
         with torch.device('meta'):
-            self.model = GPT(GPTConfig(vocab_size=vocab_size, **fields), seed=None)
+            self.model = GPT(GPTConfig(vocab_size=meta['vocab_size'], **fields), seed=None)
         self.shape = Shape(self.model)
-        self.flops_per_token = self.model.flops_per_token([config['block_size']])
+        self.flops_per_token = self.model.flops_per_token(lengths)
         self.global_batch = config['batch_size'] * config['gradient_accumulation_steps']
         if tokens_per_iter:
             self.global_batch = max(1, round(tokens_per_iter / config['block_size']))

@@ -5,10 +5,12 @@ import pytest
 import torch
 
 from helpers import graph
+from kilogpt.devices import cpu
 from kilogpt.devices.cpu import (FastDropout, Int8Linear, PackedLinear, PlainAttention, can_pack,
                                  use_faster_parts)
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import replace_all
+from kilogpt.layers.attention import starts_of
 from model import GPT, DotProductAttention, GPTConfig, cap
 
 pytestmark = pytest.mark.quick
@@ -89,6 +91,32 @@ def test_faster_parts_stand_everywhere_and_change_no_parameter():
     x = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(0))
     expected = GPT(model.config).eval()(x)
     torch.testing.assert_close(model.eval()(x), expected, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize('changes, is_fast', [
+    (dict(window=9, window_pattern='SL'), True), (dict(attention_softcap=5.0, window=9), False),
+    (dict(window=9, dropout=0.1), False)], ids=['window', 'softcap', 'dropout'])
+def test_documents_and_windows_with_faster_parts_train_as_without(changes, is_fast, monkeypatch):
+    """The loss and each gradient. Attention with a cap, or with dropout in training, takes masks."""
+    calls, attention = [], cpu.cpu_attention.attention
+    monkeypatch.setattr(cpu.cpu_attention, 'attention', lambda *args: calls.append(1) or attention(*args))
+    config = GPTConfig(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, **changes)
+    x = torch.randint(20, (2, 64), generator=torch.Generator().manual_seed(0))
+    starts, losses, gradients = starts_of(x, 0), [], []
+    for is_faster in (False, True):
+        model = GPT(config)
+        if is_faster:
+            use_faster_parts(model)
+        if not config.dropout:
+            losses.append(model(x, x, starts))
+        losses.append(model.eval()(x, x, starts))
+        losses[-1].backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.train()(x, x, starts)
+    assert len(calls) == (6 if is_fast else 2 if config.dropout else 0)  # layers × passes
+    without, with_parts = losses[:len(losses) // 2], losses[len(losses) // 2:]
+    torch.testing.assert_close(with_parts, without, atol=0, rtol=1e-6)
+    torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
