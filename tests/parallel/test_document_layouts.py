@@ -44,11 +44,11 @@ LAYOUTS = {
         'tp2 cp2 pp2 zbv full': '--tp=2 --cp=2 --pp=2 --pp_schedule=zbv --activation_checkpoint=full'},
 }
 DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope')}
-SLOWEST = 'compiled', 'tp2 cp2 pp2', 'tp2 cp2 pp2 zbv full'
+WITH_COMPILER = (1, 'compiled')
 
 
 def cases():
-    """Parameters (nproc, layout, kind, model): two kinds of each layout are slow, the others by hand."""
+    """Parameters (nproc, layout, kind, model): of each layout one or two are slow, the others by hand."""
     params = []
     named = [(nproc, layout) for nproc, layouts in LAYOUTS.items() for layout in layouts]
     for number, (nproc, layout) in enumerate(named):
@@ -56,9 +56,10 @@ def cases():
         for i, j in itertools.product(range(len(KINDS)), range(len(models))):
             case = nproc, layout, list(KINDS)[i], models[j]
             # Of neighbours in the table, each kind and each model comes about as often.
-            is_slow = i in (number % 2, 2 + number // 2 % 2) and j == (number // 4 + i // 2) % len(models)
-            if layout in SLOWEST:
-                is_slow = i == 3 and j == 1
+            kinds = [number % 2, 2 + number // 2 % 2]
+            if nproc > 3 or (nproc, layout) == WITH_COMPILER:  # these take longest
+                kinds = [number % 4]
+            is_slow = i in kinds and j == (number // 4 + i // 2) % len(models)
             mark = pytest.mark.slow if is_slow else pytest.mark.matrix
             params.append(pytest.param(*case, marks=() if case in DEFAULT else mark))
     return params
