@@ -20,7 +20,8 @@ SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}', '-
 KINDS = dict(mask='--documents=mask', pack='--documents=pack', window='--window=5 --window_pattern=SL',
              both='--documents=mask --window=5 --window_pattern=SL')
 EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --pos=rope'
-MODELS = dict(learned='--bias', rope=MODERN, moe=EXPERTS)
+# Attention with a cap takes what queries see in another form, a mask of T² values.
+MODELS = dict(learned='--bias', rope=MODERN, capped=f'{MODERN} --attention_softcap=2', moe=EXPERTS)
 # {processes: {layout: its arguments}}
 LAYOUTS = {
     1: {'full': '--activation_checkpoint=full', 'compiled': '--compile=True'},
@@ -43,6 +44,7 @@ LAYOUTS = {
     8: {'tp2 cp2 pp2': '--tp=2 --cp=2 --pp=2',
         'tp2 cp2 pp2 zbv full': '--tp=2 --cp=2 --pp=2 --pp_schedule=zbv --activation_checkpoint=full'},
 }
+CAPPED = {(2, 'cp2'), (2, 'pp2 zbv full'), (2, 'zero2'), (4, 'tp2 cp2')}
 DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope')}
 WITH_COMPILER = (1, 'compiled')
 
@@ -52,14 +54,16 @@ def cases():
     params = []
     named = [(nproc, layout) for nproc, layouts in LAYOUTS.items() for layout in layouts]
     for number, (nproc, layout) in enumerate(named):
-        models = ['moe'] if layout.startswith('moe') else ['learned', 'rope']
+        models = ['moe'] if layout.startswith('moe') else ['learned', 'rope', 'capped']
         for i, j in itertools.product(range(len(KINDS)), range(len(models))):
             case = nproc, layout, list(KINDS)[i], models[j]
             # Of neighbours in the table, each kind and each model comes about as often.
             kinds = [number % 2, 2 + number // 2 % 2]
             if nproc > 3 or (nproc, layout) == WITH_COMPILER:  # these take longest
                 kinds = [number % 4]
-            is_slow = i in kinds and j == (number // 4 + i // 2) % len(models)
+            is_slow = i in kinds and j == (number // 4 + i // 2) % min(2, len(models))
+            if j == 2:
+                is_slow = (nproc, layout) in CAPPED and list(KINDS)[i] == 'both'
             mark = pytest.mark.slow if is_slow else pytest.mark.matrix
             params.append(pytest.param(*case, marks=() if case in DEFAULT else mark))
     return params
