@@ -315,16 +315,20 @@ def _publish(partial, folder, meta, tokenizer_files):
     shutil.rmtree(partial)
 
 
-def write_random_tokens(folder, vocab_size, count=2 ** 22, document_length=0):
+def write_random_tokens(folder, vocab_size, count=2 ** 22, document_length=0, draws_lengths=False):
     """Write a dataset of uniform random tokens, to measure speed without data. Its loss has no meaning.
 
     document_length: tokens in each document, the first of which is 0; 0 = no documents.
+    draws_lengths: draw the lengths of documents from a geometric distribution, whose mean is document_length.
     """
     dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
     for seed, split in enumerate(('train', 'val')):
         least = 1 if document_length else 0
-        tokens = np.random.default_rng(seed).integers(least, vocab_size, size=count, dtype=dtype)
-        if document_length:
+        generator = np.random.default_rng(seed)
+        tokens = generator.integers(least, vocab_size, size=count, dtype=dtype)
+        if draws_lengths:
+            tokens[generator.random(count) < 1 / document_length] = 0
+        elif document_length:
             tokens[::document_length] = 0
         tokens.tofile(os.path.join(folder, f'{split}.bin'))
     with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:

@@ -11,10 +11,12 @@ and the saved weights; and at last two iterations that resume from the previous 
 names the first iteration and the parameters that differ, with the likely cause. The exit code is then 1.
 
 Config files and keys are those of train.py. These keys are shrunk: n_layer to 3, n_head to 4 (grouped heads
-stay grouped), n_embd to 8 for each head, block_size to 32, n_experts to 4 of width 16, the vocabulary to 61
-random tokens, and the batch to 4 micro-batches of 2 sequences; to more if a layout needs more. Dropout is
-off, no projection starts at zero, and the warm-up takes one iteration. All other keys of the model and of the
-optimizer keep their values. Experts are compared in float64, since rounding may send a token to another one.
+stay grouped), n_embd to 8 for each head, block_size to 32, window to 5, n_experts to 4 of width 16, the
+vocabulary to 61 random tokens, and the batch to 4 micro-batches of 2 sequences; to more if a layout needs
+more. Patterns of more blocks than the model has lose repeats (SSSL is SSL). With documents=mask or pack,
+documents have 9 tokens on average. Dropout is off, no projection starts at zero, and the warm-up takes one
+iteration. All other keys of the model and of the optimizer keep their values. Experts are compared in
+float64, since rounding may send a token to another one.
 
 A layout is a list of words, as for bench.py: dpN, tpN, cpN, ppN, epN (number of processes of each kind),
 zeroN (zero_stage), repN (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload,
@@ -23,6 +25,7 @@ compiled. Without --layouts, about fifteen layouts run, among them the config's 
 """
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -51,12 +54,14 @@ QUICK = [ONE_MICRO_STEP, 'dp2', 'dp2 zero3 full', 'tp2', 'cp2', 'pp2']
 FULL = [*QUICK, 'dp2 zero1', 'dp3 zero2 selective', 'pp2 zbv', 'tp2 dp2 zero3', 'tp2 cp2', 'tp2 pp2 zbv',
         'dp4 rep2 zero2', 'tp2 cp2 pp2']
 EXPERTS_QUICK, EXPERTS_FULL = ['ep2'], ['ep2', 'ep2 tp2', 'ep2 dp4 zero3']
+WINDOW = 5  # less than a document has, less than a rank's part of a sequence, and far less than a sequence
+PATTERNS = 'window_pattern', 'rope_pattern'
 # {key of train.py that a layout sets: its value on one process}
 LAYOUT_KEYS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', ep=1,
                    activation_checkpoint='none', cpu_offload=False)
-SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'n_experts',
-          'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer', 'moe_every',
-          'batch_size', 'gradient_accumulation_steps')
+SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'window', *PATTERNS,
+          'n_experts', 'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer',
+          'moe_every', 'batch_size', 'gradient_accumulation_steps')
 
 
 # --- layouts and the shrunk config --------------------------------------------------------------------------
@@ -122,6 +127,9 @@ def shrink(config, layouts, keep):
     if config['head_width']:
         small['head_width'] = min(config['head_width'], 16)
     small['block_size'] = min(config['block_size'], 32)
+    small['window'] = min(config['window'], WINDOW)
+    for key in PATTERNS:
+        small[key] = shorten(config[key], small['n_layer'])
     if config['mlp'] == 'moe':
         small['n_experts'] = min(config['n_experts'], max(4, most['ep']))
         small['n_active_experts'] = min(config['n_active_experts'], 2)
@@ -142,6 +150,18 @@ def shrink(config, layouts, keep):
         save_minutes=0.0, keep_checkpoints=2, always_save_checkpoint=True, async_checkpoint=False,
         comm_timeout=120, **LAYOUT_KEYS)
     return config | plain | small
+
+
+def shorten(pattern, n_layer):
+    """A pattern of n_layer blocks instead of one of more blocks: SSSL is SSL if n_layer is 3.
+
+    Each run of a letter has one block, and the first run has the blocks that remain, so that the pattern does
+    not repeat within the model, and a block whose number is wrong is a block of another kind.
+    """
+    if len(pattern) <= n_layer:
+        return pattern
+    runs = ''.join(letter for letter, _ in itertools.groupby(pattern))
+    return (runs[0] * (n_layer - len(runs)) + runs)[:n_layer]
 
 
 def build(config):
@@ -254,11 +274,12 @@ class Prover:
 
     def compare(self, processes, arguments):
         """Train in a layout and compare; returns {argument of Report.row: value}."""
-        keys, runs = keys_of(arguments), self.runs
+        keys, runs = dict(documents=self.small['documents']) | keys_of(arguments), self.runs
         run = runs.train(processes, arguments)
         if run.error:
             return dict(verdict='failed', lines=[run.error],
-                        advice=diagnosis.advise_on_error(run.error, self.facts, self.unused))
+                        advice=diagnosis.advise_on_error(run.error, self.facts, self.unused, keys,
+                                                         self.small['block_size']))
         if run.uncompiled:
             return dict(verdict='left out', lines=[run.uncompiled])
         differences, figures = runs.compare(run)

@@ -23,6 +23,8 @@ class Facts(NamedTuple):
     shared: list  # 'NAME = NAME': one parameter with two names that are not in `tied` (matters for pp)
     order: list  # full names of trained parameters from the first block on, in the order of a forward pass
     attention: tuple  # paths of the modules in which a process has whole sequences, but a part of the heads
+    embedding: tuple  # names of the modules that read token ids
+    positions: tuple  # names of the modules that read positions
 
 
 def inspect(model):
@@ -50,7 +52,8 @@ def inspect(model):
                  direct=starred(name for name in unplanned if name in direct),
                  outside=starred(name for name in trained if not name.startswith(places)), shared=shared,
                  order=[name for name in trained if not name.startswith(plan['before_blocks'])],
-                 attention=model.replaceable['attention'])
+                 attention=model.replaceable['attention'], embedding=plan['embedding'],
+                 positions=plan['positions'])
 
 
 def split_block(name):
@@ -161,11 +164,11 @@ def words(members):
 def advise(keys, facts, differences, first_wrong='', random=()):
     """[sentence] with the likely cause of a layout's differences.
 
-    keys: {key of train.py: text} of the layout. first_wrong: the first input or output of a module that is
-    wrong in a forward pass, or ''. random: names of modules that draw random numbers.
+    keys: {key of train.py: text} of the layout, and `documents`. first_wrong: the first input or output of a
+    module, or argument of a block, that is wrong in a forward pass, or ''. random: names of modules that draw
+    random numbers.
     """
-    tp, cp, pp = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'pp'))
-    found = []
+    pp, found = int(keys.get('pp', 1)), []
     if random:
         found.append(
             f'{some(starred(random))} draws random numbers although dropout is 0 here, and every process '
@@ -187,7 +190,7 @@ def advise(keys, facts, differences, first_wrong='', random=()):
         gradients = [each for each in differences if each.what == 'gradient']
         return advise_on_gradients(keys, gradients, first_wrong, 'loss' not in kinds, facts)
     if first_wrong:
-        return [where_to_look(first_wrong, tp, cp, facts)]
+        return [where_to_look(first_wrong, keys, facts)]
     if 'update' in kinds:
         return ['the gradients are right, but the updates are not, either in the optimizer or when processes '
                 'exchange parameters: see optim.py, and for zero_stage=1 ddp.py']
@@ -197,13 +200,13 @@ def advise(keys, facts, differences, first_wrong='', random=()):
                 'targets of its own sequences and positions']
     if kinds <= {'train_loss', 'val_loss'}:
         return ['training is right, but evaluation is not: what does the model do differently if '
-                'self.training is False, or without gradients?']
+                'self.training is False, or without gradients? Does it get the starts of documents there?']
     return []
 
 
 def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
     """[sentence] for gradients that differ. The arguments are as in `advise`."""
-    tp, cp, ep = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'ep'))
+    tp, ep = (int(keys.get(key, 1)) for key in ('tp', 'ep'))
     factors = [each for each in gradients if is_factor(each)]
     ratios = [each.ratio for each in factors]
     lost = [each.name for each in gradients if each.found in (None, 0.0)]
@@ -227,6 +230,10 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
         return [f'{text}: something is averaged twice, or not at all. DDP and FSDP2 average over all dp × '
                 'cp ranks, which loss_scale in kilogpt/parallel/apply.py compensates; replicas (rep) count '
                 'too, and a pipeline adds up its micro-batches']
+    if not is_loss_right and not first_wrong and 'batch_size' in keys:
+        return ['the loss differs too, but the logits are right: model(x, y) must return the sum of the '
+                'losses over the targets, not a mean over targets or documents, of which each micro-batch has '
+                'another number']
     if not is_loss_right and not first_wrong:
         return ['the loss differs too: a target counts twice or not at all, or the processes have not '
                 'divided the batch (if it does not divide evenly, some targets are padding, -1)']
@@ -235,7 +242,7 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
                 'they differ: does a block change its input in place (x += ..., x.mul_), or keep something '
                 'between calls? Write x = x + ...']
     if first_wrong:
-        return [where_to_look(first_wrong, tp, cp, facts)]
+        return [where_to_look(first_wrong, keys, facts)]
     if factors and tp > 1:
         return [f'{some(starred(each.name for each in factors))}: does split_plan list it as whole on each '
                 'rank (sequence, local, positions) although its input is split, or the reverse? Then each of '
@@ -255,13 +262,26 @@ def last_wrong(gradients, order):
     return next((name for name in reversed(order) if name in wrong), gradients[-1].name)
 
 
-def where_to_look(value, tp, cp, facts):
-    """A sentence on what to look for if this input or output of a module is the first wrong value."""
+def where_to_look(value, keys, facts):
+    """A sentence on what to look for if this value is the first wrong one: `first_wrong` in `advise`."""
     text = f'{value} is the first value that is wrong'
-    if tp * cp > 1 and value.startswith('the output of') and value.endswith(facts.attention):
+    tp, cp, pp = (int(keys.get(key, 1)) for key in ('tp', 'cp', 'pp'))
+    is_output = value.startswith('the output of')
+    if value.startswith('the mask of'):
+        return (f'{text}: the positions that each query sees, those of its document and window. '
+                f'{where_documents_go_wrong(cp, pp)}')
+    if value.startswith('the rope of') or is_output and value.endswith(facts.positions):
+        return (f'{text}: positions, which count from the start of each document. '
+                f'{where_documents_go_wrong(cp, pp)}')
+    if is_output and value.endswith(facts.embedding) and tp == 1:
+        return (f'{text}: a process reads other tokens than those that are its share of the batch. Which '
+                'tokens a sequence has, and their order, must not depend on the rank: see Layout.rows in '
+                'kilogpt/parallel/layout.py, and data/')
+    others = '' if keys.get('documents', 'stream') == 'stream' else f'. {SWAPPED_STARTS}'
+    if tp * cp > 1 and is_output and value.endswith(facts.attention):
         return (f'{text}: with tp={tp} and cp={cp} a process has 1/{tp * cp} of the heads there, and whole '
                 'sequences. A bias or a scale for each head must count heads from first_head on (see '
-                'DotProductAttention), and nothing may mix heads')
+                f'DotProductAttention), and nothing may mix heads{others}')
     if cp > 1 and tp == 1:
         return (f'{text}: with cp a process has a part of each sequence, T / {cp} positions from '
                 'GPT.first_position on. A part that mixes positions must be a module that GPT.replaceable '
@@ -271,7 +291,24 @@ def where_to_look(value, tp, cp, facts):
                 f'the heads), and T / {tp} positions between blocks. A norm, softmax or mean over them sees '
                 'only a part: compute it over a head, or before the linear')
     return (f'{text}: does it mix the sequences of a batch (a mean over dimension 0), or keep something from '
-            'one micro-batch to the next? Other processes have other sequences')
+            f'one micro-batch to the next? Other processes have other sequences{others}')
+
+
+SWAPPED_STARTS = ('Starts of documents must come from the same sequences as inputs and targets, on each '
+                  'process and in each micro-batch')
+
+
+def where_documents_go_wrong(cp, pp):
+    """What to look for if positions, or what queries see, are wrong in a layout. An end of a sentence."""
+    found = []
+    if cp > 1:
+        found.append('With cp a process has a part of each sequence, which begins at first_position, but '
+                     'attention sees whole sequences: starts of documents are whole on each rank, and '
+                     'windows count positions of the whole sequence')
+    if pp > 1:
+        found.append('With pp each stage needs the starts of the same micro-batch as the first stage, in the '
+                     'keywords of schedule.step, and the numbers of its blocks are those in their names')
+    return '. '.join(found) or SWAPPED_STARTS
 
 
 ERRORS = {  # {pattern in a run's error: advice} for one process too
@@ -300,8 +337,13 @@ LAYOUT_ERRORS = {
 }
 
 
-def advise_on_error(error, facts, unused=(), is_reference=False):
-    """[sentence] for a run that ended with an error. is_reference: whether it is the one process alone."""
+def advise_on_error(error, facts, unused=(), keys=None, block_size=0, is_reference=False):
+    """[sentence] for a run that ended with an error.
+
+    unused: names from `LayoutRuns.unused_parameters`. keys: as in `advise`. is_reference: whether it is the
+    one process alone.
+    """
+    cp = int((keys or {}).get('cp', 1))
     if 'is in no part of split_plan' in error:
         in_modules = [name for name in facts.unplanned if name not in facts.direct]
         modules = list(dict.fromkeys(name.rpartition('.')[0] for name in in_modules))
@@ -317,6 +359,11 @@ def advise_on_error(error, facts, unused=(), is_reference=False):
                 'put it into a module of its own, whose forward takes x, and name that module (as sequence, '
                 'if it works position by position)')
         return found
+    sizes = set(map(int, re.findall(r'size of tensor \w \((\d+)\)', error)))
+    if cp > 1 and sizes == {block_size, block_size // cp}:
+        return [f'a part of a sequence, {block_size // cp} positions, meets a whole one, {block_size}: with '
+                f'cp={cp} a process has a part of the inputs and targets, and whole sequences in attention, '
+                'where starts of documents and masks are whole; positions are cut from first_position on']
     if unused and 'Expected to have finished reduction' in error:
         return [advise_on_unused(unused)]
     for pattern, text in (ERRORS if is_reference else LAYOUT_ERRORS | ERRORS).items():

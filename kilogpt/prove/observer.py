@@ -2,6 +2,8 @@
 
 There is no key of train.py for this: call `install` in a process before train.py starts there.
 """
+import functools
+import inspect
 import os
 from typing import NamedTuple
 
@@ -15,7 +17,8 @@ class Observation(NamedTuple):
     """What one process computed in one iteration."""
     gradients: list  # [(name of a parameter, whole gradient before clipping)]; may have a tied pair twice
     weights: list  # [(name of a parameter, whole parameter before the update)]
-    activations: dict  # {'the input/output of MODULE': (sum of squares, number of elements)}, in order
+    # {'the input/output of MODULE', 'the ARGUMENT of BLOCK': (sum of squares, number of elements)}, in order
+    activations: dict
     random: list  # names of the innermost modules that drew random numbers
 
 
@@ -79,7 +82,10 @@ def whole(tensor):
 
 
 class ModuleHooks:
-    """Hooks that sum the squares of each module's input and output, and detect draws of random numbers."""
+    """Hooks that sum the squares of each module's input and output, and detect draws of random numbers.
+
+    Of a block, they also record the other arguments: its mask and the tables by which it rotates.
+    """
 
     def __init__(self):
         self.reset()
@@ -98,6 +104,9 @@ class ModuleHooks:
                     lambda module, inputs, name=name: self._begin(name, module, inputs))
                 module.register_forward_hook(
                     lambda module, inputs, output, name=name: self._end(name, module, output))
+        for name, block in model.get_submodule(model.split_plan['blocks']).items():
+            name = f'{model.split_plan["blocks"]}.{name}'
+            block.register_forward_pre_hook(functools.partial(self._add_arguments, name), with_kwargs=True)
 
     def _begin(self, name, module, inputs):
         if not is_second_pass():
@@ -112,6 +121,16 @@ class ModuleHooks:
             self.random.add(name)
             self._states = [None] * len(self._states)  # names only this module, not the modules around it
         self._add(f'the output of {name}', module, output)
+
+    def _add_arguments(self, name, block, inputs, keywords):
+        if is_second_pass():
+            return
+        # The forward method of the instance may be wrapped, for a checkpoint.
+        arguments = inspect.signature(type(block).forward).bind(block, *inputs, **keywords).arguments
+        for argument, value in list(arguments.items())[2:]:
+            value = value[0] if isinstance(value, tuple) and value else value
+            if torch.is_tensor(value):
+                self._add(f'the {argument} of {name}', block, value.double())
 
     @torch.no_grad()
     def _add(self, what, module, value):

@@ -24,6 +24,7 @@ from kilogpt.checkpoint_files import safe_reader
 LIMIT = 600  # seconds after which a run is killed
 CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes of processes that crashed
 FIRST_PORT = 15_000
+DOCUMENT_LENGTH = 9  # tokens in a document, on average: a few documents in a sequence, and some of one token
 
 
 class LayoutRuns:
@@ -39,7 +40,8 @@ class LayoutRuns:
         self.number = 0  # runs started so far
         data = os.path.join(folder, 'data')
         os.mkdir(data)
-        write_random_tokens(data, vocab_size, count=2 ** 14)
+        document_length = 0 if config['documents'] == 'stream' else DOCUMENT_LENGTH
+        write_random_tokens(data, vocab_size, 2 ** 14, document_length, draws_lengths=document_length > 0)
         self.config_file = os.path.join(folder, 'config.json')
         with open(self.config_file, 'w', encoding='utf-8') as file:
             json.dump(config | dict(dataset=data), file)
@@ -199,7 +201,7 @@ class LayoutRuns:
 
 
 def first_wrong_value(activations, expected):
-    """The first input or output of a module whose mean square is wrong, or ''.
+    """The first key of `Observation.activations` whose mean square is wrong, or ''.
 
     activations: `Observation.activations` of each process; expected: the same of one process. Returns '' if
     the processes compute padding, too, since the means then have other elements.

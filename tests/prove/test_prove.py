@@ -8,6 +8,7 @@ from test_parallel import MODELS
 
 from helpers import FAULTS, ROOT, copy_repository, run_forked, run_script, sampled
 from kilogpt.layers.options import ModelOptions
+from kilogpt.prove.__main__ import shorten
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
@@ -308,14 +309,73 @@ FAULTS_OF_OTHERS = {
         'transformer.h.*.mlp.routed.experts.c_fc: gradient 2.00 times too large in all blocks',
         'see local_matrix in expert.py']),
 }
+# {fault of wrong_documents.py: (keys and options, number of right layouts, texts that the report must contain)}
+WHOLE_WITH_CP = 'starts of documents are whole on each rank, and windows count positions'
+OF_EACH_STAGE = 'each stage needs the starts of the same micro-batch as the first stage'
+FAULTY_DOCUMENTS = {
+    'starts cut': ('--layouts=dp2; cp2', 1, [
+        'a part of a sequence, 16 positions, meets a whole one, 32',
+        'starts of documents and masks are whole']),
+    'stages without starts': ('--pos=rope --layouts=dp2; pp2', 1, [
+        'the rope of transformer.h.1 is the first value that is wrong', OF_EACH_STAGE]),
+    'starts of the first micro-batch': ('--layouts=pp2', 0, [
+        'the output of transformer.wpe is the first value that is wrong', OF_EACH_STAGE]),
+    'positions of the row': ('--pos=rope --layouts=cp2', 0, [
+        'the rope of transformer.h.0 is the first value that is wrong: positions, which count from the start',
+        'which begins at first_position']),
+    'positions of a part': ('--pos=rope --layouts=cp2', 0, [
+        'the rope of transformer.h.0 is the first value that is wrong', WHOLE_WITH_CP]),
+    'window of a part': ('--window=5 --layouts=dp2; cp2', 1, [
+        'the mask of transformer.h.0 is the first value that is wrong: the positions that each query sees',
+        WHOLE_WITH_CP]),
+    'layers of a stage': ('--n_layer=12 --window=512 --window_pattern=SSSL --layouts=pp2; pp2 zbv', 0, [
+        'window 512 -> 5, window_pattern SSSL -> SSL', 'the mask of transformer.h.2 is the first value',
+        'the numbers of its blocks are those in their names']),
+    'tokens of a part': ('--layouts=cp2', 0, ['2.00 times too large', 'off by the same factor']),
+    'mean over documents': (f'--layouts={ONE_MICRO_STEP}', 0, [
+        'must return the sum of the losses over the targets, not a mean over targets or documents']),
+    'rows of each rank': ('--documents=pack --layouts=dp2', 0, [
+        'the output of transformer.wte is the first value', 'must not depend on the rank']),
+    'starts of other sequences': ('--pos=rope --layouts=dp2', 0, [
+        'Starts of documents must come from the same sequences as inputs and targets']),
+    'mask of the last micro-batch': ('--layouts=pp2; pp2 full', 1, [
+        'when activation_checkpoint recomputes them in the backward pass, they differ',
+        'keep something between calls']),
+    'evaluated as one text': ('--layouts=dp2; pp2', 1, [
+        'training is right, but evaluation is not', 'Does it get the starts of documents']),
+}
+
+
+def prove_fault(file, fault, options):
+    """The finished command with a fault of a file. options: text, which may have spaces in values."""
+    arguments = [f'--{option}' for option in options.removeprefix('--').split(' --')]
+    done = prove(*SMALL, *arguments, faults=[FAULTS / file], env=dict(FAULT=fault))
+    print(done.stdout, done.stderr)
+    assert done.returncode == 1
+    return done
 
 
 @pytest.mark.parametrize('fault', sampled(FAULTY_LAYOUTS | FAULTS_OF_OTHERS, 2))
 def test_mistake_in_a_layout_is_found_and_named(fault):
     options, sentences = (FAULTY_LAYOUTS | FAULTS_OF_OTHERS)[fault]
-    arguments = [f'--{option}' for option in options.removeprefix('--').split(' --')]
-    done = prove(*SMALL, *arguments, faults=[FAULTS / 'wrong_layouts.py'], env=dict(FAULT=fault))
-    print(done.stdout, done.stderr)
-    assert done.returncode == 1
+    done = prove_fault('wrong_layouts.py', fault, options)
     for sentence in sentences:
         assert sentence in done.stdout, sentence
+
+
+@pytest.mark.parametrize('fault', [
+    pytest.param(fault, marks=() if fault == 'window of a part' else pytest.mark.slow)
+    for fault in FAULTY_DOCUMENTS])
+def test_mistake_with_documents_is_found_and_named(fault):
+    options, n_right, sentences = FAULTY_DOCUMENTS[fault]
+    done = prove_fault('wrong_documents.py', fault, f'--documents=mask {options}')
+    assert done.stdout.count('same: ') == n_right
+    for sentence in sentences:
+        assert sentence in done.stdout, sentence
+
+
+@pytest.mark.parametrize('pattern, expected', [
+    ('S', 'S'), ('SL', 'SL'), ('SSL', 'SSL'), ('SSSL', 'SSL'), ('RRRN', 'RRN'), ('SSSSSL', 'SSL'),
+    ('LSSS', 'LLS'), ('SLSLL', 'SLS'), ('LLLL', 'LLL')])
+def test_shorter_pattern_has_each_kind_of_block(pattern, expected):
+    assert shorten(pattern, 3) == expected

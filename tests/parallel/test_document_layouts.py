@@ -1,0 +1,186 @@
+"""Every layout trains documents and windows as one process does: losses, evaluations, norms, each gradient.
+
+The texts are random, and so are the lengths of their documents, so that documents begin in every part of a
+sequence that a process may have, and some are longer than a window, or than a part.
+"""
+import functools
+import itertools
+import shutil
+
+import pytest
+from test_islands import PLAIN_OUTER, islands_of
+from test_parallel import BASE, MODERN, SCHEDULES
+
+from data.prepare import write_random_tokens
+from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_weights, side_by_side
+from kilogpt.prove import compare, observer
+
+ITERATIONS = 3
+SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}', '--keep_checkpoints=0']
+KINDS = dict(mask='--documents=mask', pack='--documents=pack', window='--window=5 --window_pattern=SL',
+             both='--documents=mask --window=5 --window_pattern=SL')
+EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --pos=rope'
+# Attention with a cap takes what queries see in another form, a mask of T² values.
+MODELS = dict(learned='--bias', rope=MODERN, capped=f'{MODERN} --attention_softcap=2', moe=EXPERTS)
+# {processes: {layout: its arguments}}
+LAYOUTS = {
+    1: {'full': '--activation_checkpoint=full', 'compiled': '--compile=True'},
+    2: {'ddp': '', 'zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
+        'selective zero2': '--activation_checkpoint=selective --zero_stage=2',
+        'full zero3': '--activation_checkpoint=full --zero_stage=3',
+        'cp2': '--cp=2', 'cp2 zero3 full': '--cp=2 --zero_stage=3 --activation_checkpoint=full',
+        'tp2': '--tp=2', 'tp2 selective': '--tp=2 --activation_checkpoint=selective',
+        **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES},
+        'pp2 zbv selective': '--pp=2 --pp_schedule=zbv --activation_checkpoint=selective',
+        'pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full',
+        'pp2 1f1b full': '--pp=2 --activation_checkpoint=full',
+        'moe ep2': '--ep=2', 'moe ep2 full': '--ep=2 --activation_checkpoint=full'},
+    3: {'zero3': '--zero_stage=3'},  # evaluates padding, too
+    4: {'hsdp': '--dp_replicate=2 --zero_stage=3', 'cp4': '--cp=4', 'tp2 cp2': '--tp=2 --cp=2',
+        'cp2 dp2 zero1': '--cp=2 --zero_stage=1', 'tp2 dp2 zero3': '--tp=2 --zero_stage=3',
+        'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv',
+        'cp2 pp2 dualpipev': '--cp=2 --pp=2 --pp_schedule=dualpipev',
+        'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3', 'moe ep2 pp2': '--ep=2 --pp=2'},
+    8: {'tp2 cp2 pp2': '--tp=2 --cp=2 --pp=2',
+        'tp2 cp2 pp2 zbv full': '--tp=2 --cp=2 --pp=2 --pp_schedule=zbv --activation_checkpoint=full'},
+}
+CAPPED = {(2, 'cp2'), (2, 'pp2 zbv full'), (2, 'zero2'), (4, 'tp2 cp2')}
+DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope')}
+WITH_COMPILER = (1, 'compiled')
+
+
+def cases():
+    """Parameters (nproc, layout, kind, model): of each layout one or two are slow, the others by hand."""
+    params = []
+    named = [(nproc, layout) for nproc, layouts in LAYOUTS.items() for layout in layouts]
+    for number, (nproc, layout) in enumerate(named):
+        models = ['moe'] if layout.startswith('moe') else ['learned', 'rope', 'capped']
+        for i, j in itertools.product(range(len(KINDS)), range(len(models))):
+            case = nproc, layout, list(KINDS)[i], models[j]
+            # Of neighbours in the table, each kind and each model comes about as often.
+            kinds = [number % 2, 2 + number // 2 % 2]
+            if nproc > 3 or (nproc, layout) == WITH_COMPILER:  # these take longest
+                kinds = [number % 4]
+            is_slow = i in kinds and j == (number // 4 + i // 2) % min(2, len(models))
+            if j == 2:
+                is_slow = (nproc, layout) in CAPPED and list(KINDS)[i] == 'both'
+            mark = pytest.mark.slow if is_slow else pytest.mark.matrix
+            params.append(pytest.param(*case, marks=() if case in DEFAULT else mark))
+    return params
+
+
+@pytest.fixture(scope='session')
+def documents(tmp_path_factory):
+    """The folder of a dataset whose documents have 9 tokens on average."""
+    folder = tmp_path_factory.mktemp('documents')
+    write_random_tokens(folder, 65, 2 ** 14, document_length=9, draws_lengths=True)
+    return folder
+
+
+@pytest.fixture(scope='session')
+def document_run(request, train, documents, tmp_path_factory):
+    """Function (nproc, layout, kind, model) -> its run, with `observations` of [iteration - 1][rank].
+
+    The layout 'one' is one process. The first call runs what all selected tests compare, two at a time.
+    """
+    selected = []
+    for item in request.session.items:
+        params = getattr(item, 'callspec', None) and item.callspec.params
+        if params and {'nproc', 'layout', 'kind', 'model'} <= params.keys():
+            case = tuple(params[name] for name in ('nproc', 'layout', 'kind', 'model'))
+            selected += [case, (1, 'one', *case[2:])]
+    done = {}
+
+    def start(nproc, layout, kind, model):
+        folder = tmp_path_factory.mktemp('gradients')
+        # The experts of a token do not change with rounding in float64.
+        env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if model == 'moe' else 'float32')
+        text = LAYOUTS[nproc].get(layout, '')
+        run = train(*MODELS[model].split(), *KINDS[kind].split(), *text.split(), f'--dataset={documents}',
+                    base=SHORT, nproc=nproc, check=False, env=env, faults=[FAULTS / 'dump_gradients.py'])
+        if run.returncode == 0:
+            run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
+            shutil.rmtree(folder)
+        return run
+
+    def get(*case):
+        if case not in done:
+            missing = [each for each in dict.fromkeys([case, *selected]) if each not in done]
+            runs = side_by_side(*(functools.partial(start, *each) for each in missing))
+            done.update(zip(missing, runs))
+        assert done[case].returncode == 0, '\n'.join(done[case].outputs)
+        return done[case]
+
+    return get
+
+
+def wrong_gradients(found, expected, tolerance):
+    """[Difference] of the gradients of all ranks in an iteration, of `expected` of one process."""
+    expected = dict(expected[0].gradients)
+    floor = compare.NEGLIGIBLE * compare.norm_of_all(expected.values())
+    differences = []
+    for observation in found:
+        of_rank, _ = compare.compare_tensors(0, 'gradient', observation.gradients, expected, tolerance, floor)
+        differences += of_rank
+    trained = set().union(*(dict(observation.gradients) for observation in found))
+    assert trained == expected.keys()
+    return differences
+
+
+@pytest.mark.parametrize('nproc, layout, kind, model', cases())
+def test_layout_trains_documents_as_one_process_does(document_run, nproc, layout, kind, model):
+    run, one = document_run(nproc, layout, kind, model), document_run(1, 'one', kind, model)
+    assert list(one.lines) == [1, 2, 3] and list(one.evals) == [0, 3]
+    assert_near(run, one)
+    for found, expected, tolerance in zip(run.observations, one.observations, (1e-3, 1e-2, 1e-2)):
+        assert wrong_gradients(found, expected, tolerance) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('model', ['learned', 'rope'])
+def test_each_kind_trains_another_model(document_run, model):
+    """Otherwise the comparisons above would prove nothing."""
+    runs = {kind: document_run(1, 'one', kind, model) for kind in KINDS}
+    for first, second in itertools.combinations(runs, 2):
+        gradients = [runs[kind].observations[0] for kind in (first, second)]
+        wrong = wrong_gradients(*gradients, tolerance=1e-2)
+        assert len(wrong) > len(gradients[0][0].gradients) / 2, (first, second)
+        difference = runs[first].lines[1]['grad_norm'] / runs[second].lines[1]['grad_norm'] - 1
+        assert abs(difference) > 2e-3, (first, second)
+
+
+@pytest.mark.slow
+def test_islands_with_documents_equal_ddp(train, documents):
+    """With SGD and an exchange in each iteration, as in tests/islands/test_islands.py."""
+    arguments = [f'--dataset={documents}', '--documents=pack', '--window=5', '--window_pattern=SL',
+                 '--pos=rope', '--grad_clip=0', '--learning_rate=0.3', '--min_lr=0.03']
+    options = dict(faults=[FAULTS / 'plain_sgd.py'], nproc=2)
+    ddp = train(*arguments, **options)
+    run = train(*arguments, '--islands=2', '--outer_interval=1', *PLAIN_OUTER, **options)
+    first, second = islands_of(run, 2)
+    assert list(ddp.lines) == list(first.lines) == list(second.lines)
+    for iteration, line in ddp.lines.items():
+        mean = (first.lines[iteration]['loss'] + second.lines[iteration]['loss']) / 2
+        assert mean == pytest.approx(line['loss'], abs=1e-5)
+    for iteration, line in ddp.evals.items():
+        assert run.evals[iteration] == pytest.approx(line, abs=1e-5) == second.evals[iteration]
+
+
+def test_packed_run_that_was_killed_continues_on_any_number_of_processes(train, documents, tmp_path):
+    """Two processes end after iteration 15 without a save. On two, the rest is equal to the bit."""
+    options = [f'--dataset={documents}', '--documents=pack', '--max_iters=20', '--lr_decay_iters=20',
+               '--save_interval=4']
+    unbroken, killed = side_by_side(
+        functools.partial(train, *options, nproc=2),
+        functools.partial(train, *options, nproc=2, check=False, faults=[FAULTS / 'fail_at_15.py']))
+    assert killed.returncode == 1 and 12 <= max(killed.lines) < 16, killed.outputs
+    calls = []
+    for nproc in (1, 2, 3):
+        out_dir = shutil.copytree(killed.out_dir, tmp_path / str(nproc))
+        calls.append(functools.partial(train, *options, '--init_from=resume', out_dir=out_dir, nproc=nproc))
+    one, two, three = side_by_side(*calls)
+    for run in (one, two, three):
+        assert 'at iteration 12' in run.stdout and 'iter 12: loss' not in run.stdout
+        assert_near(run, unbroken)
+    assert curve(two) == curve(unbroken) and two.evals == unbroken.evals
+    assert_same_tensors(newest_weights(two.out_dir), newest_weights(unbroken.out_dir))
