@@ -5,8 +5,10 @@ sequence that a process may have, and some are longer than a window, or than a p
 """
 import functools
 import itertools
+import json
 import shutil
 
+import numpy as np
 import pytest
 from test_islands import PLAIN_OUTER, islands_of
 from test_parallel import BASE, MODERN, SCHEDULES
@@ -184,3 +186,27 @@ def test_packed_run_that_was_killed_continues_on_any_number_of_processes(train, 
         assert_near(run, unbroken)
     assert curve(two) == curve(unbroken) and two.evals == unbroken.evals
     assert_same_tensors(newest_weights(two.out_dir), newest_weights(unbroken.out_dir))
+
+
+@pytest.mark.parametrize('cp', [2, *(pytest.param(cp, marks=pytest.mark.slow) for cp in (4, 8))])
+def test_ranks_that_share_sequences_do_the_same_work_in_attention(train, tmp_path, cp):
+    """Documents have long-tailed lengths, so that halves of a sequence would have very different ones."""
+    generator = np.random.default_rng(0)
+    tokens = generator.integers(1, 65, 2 ** 14, dtype=np.uint16)
+    lengths = np.exp(generator.normal(2.5, 1.5, 2 ** 12)).astype(int) + 1
+    begins = lengths.cumsum()
+    tokens[begins[begins < len(tokens)]] = 0
+    for split in ('train', 'val'):
+        tokens.tofile(tmp_path / f'{split}.bin')
+    (tmp_path / 'meta.json').write_text(json.dumps(dict(vocab_size=65, dtype='uint16', separator=0)))
+    arguments = [f'--dataset={tmp_path}', '--documents=mask', '--n_head=8', '--n_embd=64', '--block_size=128',
+                 '--max_iters=2', '--eval_iters=0', '--keep_checkpoints=0', '--activation_checkpoint=none']
+    counts = {}
+    for nproc in (1, cp):
+        path = tmp_path / f'attention-{nproc}'
+        train(*arguments, f'--cp={nproc}', nproc=nproc, faults=[FAULTS / 'count_attention.py'],
+              env=dict(ATTENTION=str(path)))
+        counts[nproc] = [int((tmp_path / f'{path.name}.{rank}').read_text()) for rank in range(nproc)]
+    assert max(counts[cp]) == min(counts[cp]) > 0
+    # The warm-up of several processes computes further micro-batches.
+    assert 1 <= cp * counts[cp][0] / counts[1][0] < 2
