@@ -86,7 +86,7 @@ def read_meta(folder):
     if not os.path.exists(path):
         if os.path.exists(os.path.join(folder, 'meta.pkl')):
             return _convert_pickle(folder, path)
-        return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
+        return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2', separator=50256)
     with open(path, encoding='utf-8') as file:
         try:
             meta = json.load(file)

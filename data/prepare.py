@@ -204,7 +204,8 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
     """
     folder = pathlib.Path(places_of(out)[0])
     partial = folder / '.partial'
-    meta = portable(tokenizer.meta())
+    separator = {} if tokenizer.eot is None else dict(separator=tokenizer.eot)  # as data/documents.py reads it
+    meta = portable(tokenizer.meta()) | separator
     progress = _load_progress(partial, [meta, shard_tokens, source], splits)
     tokens = {}
     for split, read in splits.items():

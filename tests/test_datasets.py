@@ -11,7 +11,7 @@ from data.loader import TokenLoader
 from data.tokenizer import get_tokenizer
 
 U16 = dict(vocab_size=65536, dtype='uint16')
-GPT2 = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
+GPT2 = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2', separator=50256)
 ALPHABET = 'aàb日'
 
 

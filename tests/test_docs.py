@@ -119,4 +119,5 @@ def test_meta_that_the_page_shows_is_read(tmp_path):
     text = pathlib.Path(ROOT, 'docs', 'data.md').read_text('utf-8')
     block, = re.findall(r'^```json\n(.*?)^```$', text, re.M | re.S)
     (tmp_path / 'meta.json').write_text(block)
-    assert read_meta(tmp_path) == dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
+    assert read_meta(tmp_path) == dict(
+        vocab_size=50257, dtype='uint16', tokenizer='gpt2', separator=50256)
