@@ -22,6 +22,14 @@ def pytest_sessionfinish():
     end_servers()
 
 
+@pytest.fixture(scope='session', autouse=True)
+def one_thread(worker_id):
+    """Tests side by side have one thread each, since threads beyond the cores wait for one another."""
+    if worker_id != 'master':
+        import torch
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope='session')
 def dataset(tmp_path_factory):
     """The folder of a dataset: 20,000 training and 3,000 validation tokens, of 65 characters."""

@@ -157,7 +157,8 @@ def without_kernel(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize('softcap, is_block_compiled', [(2.0, False), (0.0, True), (2.0, True)])
+@pytest.mark.parametrize('softcap, is_block_compiled', [
+    (0.0, True), *(pytest.param(2.0, compiled, marks=pytest.mark.slow) for compiled in (False, True))])
 def test_attention_is_the_formula_and_compiled_once_for_all_batches(softcap, is_block_compiled):
     """Compiled on its own, and as a part of a block."""
     torch.compiler.reset()
