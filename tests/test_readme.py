@@ -204,6 +204,8 @@ SLOW_SESSIONS = dict(
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=8 --iters=28 --batch_size=1 '
              '--gradient_accumulation_steps=1 --block_size=64 --compile=False',
              BENCH + ' --saves=1 --iters=3'),
+        step('python bench.py config/train_gpt2.py --random_tokens=50257 --document_length=256 --documents=mask',
+             BENCH),
         step('python bench.py config/quickstart.py --profile', BENCH),
         step('python bench.py --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --batch_size=12 '
              '--gradient_accumulation_steps=1 --dropout=0.0 --device=cpu --dataset=shakespeare_char '
