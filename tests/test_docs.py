@@ -96,7 +96,8 @@ def test_nanogpts_keys_keep_their_names_and_defaults():
 def test_keys_that_pages_mention_exist():
     """Every `key=value` in running text is a key of train.py or sample.py, or another command's option."""
     keys = {key for key, _ in KEY_ROW.findall(write_keys.PAGE.read_text('utf-8'))}
-    options = {'key', 'tokenizer', 'family', 'input', 'out', 'val_fraction', 'nproc_per_node', 'random_tokens', 'saves', 'signal',
+    options = {'document_length', 'key', 'tokenizer', 'family', 'input', 'out', 'val_fraction', 'nproc_per_node',
+               'random_tokens', 'saves', 'signal',
                'special_tokens', 'gpu', 'handle', 'host', 'logdir', 'num_workers', 'ranks', 'x'}
     for page in PAGES:
         spans = ' '.join(re.findall(r'`([^`]+)`', FENCE.sub('', page.read_text('utf-8'))))
