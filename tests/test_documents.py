@@ -96,11 +96,11 @@ def test_a_row_gives_what_its_documents_give_alone(options, draw, dtype, toleran
     assert_near(logits, expected, tolerance)
     assert loss.item() == pytest.approx(expected_loss.item(), rel=tolerance)
     gradients = {name: p.grad for name, p in alone.named_parameters() if p.requires_grad}
-    floor = 1e-3 * max(gradient.abs().max() for gradient in gradients.values())
+    floor = 1e-2 * max(gradient.abs().max() for gradient in gradients.values())
     for name, expected in gradients.items():
         parameter = packed.get_parameter(name)
         size = max(expected.abs().max(), floor)
-        assert (parameter.grad - expected).abs().max() <= 10 * tolerance * size, name  # sums over all tokens
+        assert (parameter.grad - expected).abs().max() <= tolerance * size, name
 
 
 def assert_near(found, expected, tolerance):
