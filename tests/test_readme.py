@@ -151,6 +151,11 @@ SLOW_SESSIONS = dict(
         step('python train.py config/quickstart.py --dataset=mydocuments --documents=mask --window=16 '
              '--window_pattern=SSSL --out_dir=out-short', SMALL),
         step('python sample.py --out_dir=out-documents --start="<|endoftext|>"', FEW_TOKENS),
+        step('python train.py --dataset=mydocuments --n_layer=3 --n_head=4 --n_embd=128 --pos=rope --norm=rmsnorm '
+             '--mlp=relu2 --qk_norm=True --block_size=256 --batch_size=16 --gradient_accumulation_steps=1 '
+             '--max_iters=300 --warmup_iters=40 --lr_decay_iters=300 --learning_rate=3e-3 --min_lr=0 '
+             '--eval_interval=300 --eval_iters=60 --device=cpu --dtype=float32 --compile=False --documents=pack '
+             '--seed=1 --out_dir=out-pack', SMALL),
     ],
     layouts=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --tp=2 --pp=2 '
