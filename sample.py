@@ -78,6 +78,7 @@ with exit_on_error():
     model, tokenizer, path, state = load_model(source, which, tokenizer)
     if 'val_loss' in state:
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
+    separator = separator_in(state)
     prompt = None if interactive else read_prompt()
 if num_samples is None:
     num_samples = 1 if interactive else 10
@@ -118,7 +119,7 @@ def show(prompt, tokens):
     for drawn in model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
             tokenizer.eot if stop else None, generator,
-            cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator_in(state)):
+            cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator):
         for i, token in enumerate(drawn.tolist()):
             has_ended[i] |= stop and token == tokenizer.eot
             piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))

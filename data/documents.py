@@ -124,7 +124,7 @@ class PackedLoader(DocumentLoader):
         shape = len(sequences), self.block_size
         x, y, starts = np.zeros(shape, np.int64), np.full(shape, -1), np.zeros(shape, np.int64)
         for row in np.flatnonzero(sequences >= 0):
-            tokens, pieces = self._row(int(sequences[row]))
+            _, tokens, pieces = self._row(int(sequences[row]))
             places = np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])
             x[row], y[row] = tokens[places], tokens[places + 1]
             lengths = [length for _, length in pieces]
@@ -136,16 +136,15 @@ class PackedLoader(DocumentLoader):
         """Stream positions at which the first documents of training sequences begin; -1 stays -1."""
         starts = np.full(len(sequences), -1, dtype=np.int64)
         for row in np.flatnonzero(sequences >= 0):
-            epoch, group, _ = self._locate_row(int(sequences[row]))
-            _, pieces = self._row(int(sequences[row]))
-            starts[row] = self._begin(epoch, group) + pieces[0][0]
+            begin, _, pieces = self._row(int(sequences[row]))
+            starts[row] = begin + pieces[0][0]
         return starts
 
     def _row(self, sequence):
-        """(tokens of the group, pieces (begin, length) of them) of a training sequence."""
+        """(stream position of the group, its tokens, pieces (begin, length) of them) of a training sequence."""
         epoch, group, row = self._locate_row(sequence)
         tokens, rows = self._group(epoch, group)
-        return tokens, rows[row]
+        return self._begin(epoch, group), tokens, rows[row]
 
     def _locate_row(self, sequence):
         """(epoch, group, row of the group) of a training sequence."""

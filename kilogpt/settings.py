@@ -21,7 +21,8 @@ def check_settings(config):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
-                             documents=('stream', 'mask', 'pack'), on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback'),
+                             documents=('stream', 'mask', 'pack'), on_nonfinite=('abort', 'skip'),
+                             on_spike=('none', 'skip', 'rollback'),
                              outer_compress=('none', 'bf16', 'int8', 'int4')).items():
         if config[key] not in allowed:
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')

@@ -47,7 +47,7 @@ class Work:
     grad_compress: str = 'none'
     async_tp: bool = False
     load_imbalance: float = LOAD_IMBALANCE
-    document_lengths: tuple = ()  # a sample of what attention sees as one document; () = whole sequences
+    seen: float = 0.0  # positions that attention sees from one, on average; 0 = those of whole sequences
     device: str = 'cuda'  # or 'cpu', where attention and norms keep other activations
     saves_in_background: bool = False  # the checkpoint's copy is in the memory that is predicted
 

@@ -40,15 +40,17 @@ class Planner:
         meta = read_meta(folder)
         lengths = [config['block_size']]
         if config['documents'] != 'stream' and find_shards(folder, 'train'):
-            lengths = open_loader(folder, 'train', config['block_size'], meta['vocab_size'], meta, config['seed'],
-                                  config['documents']).document_lengths()
-        self.config = config | dict(load_imbalance=load_imbalance, document_lengths=tuple(lengths))
+            loader = open_loader(folder, 'train', config['block_size'], meta['vocab_size'], meta,
+                                 config['seed'], config['documents'])
+            lengths = loader.document_lengths()
         self.machine, self.gpus = machine, gpus
         fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
                   if field.name in config}
         with torch.device('meta'):
             self.model = GPT(GPTConfig(vocab_size=meta['vocab_size'], **fields), seed=None)
         self.shape = Shape(self.model)
+        seen = self.model.config.mean_seen(lengths)  # once, and not for each layout of a search
+        self.config = config | dict(load_imbalance=load_imbalance, seen=seen)
         self.flops_per_token = self.model.flops_per_token(lengths)
         self.global_batch = config['batch_size'] * config['gradient_accumulation_steps']
         if tokens_per_iter:

@@ -126,7 +126,7 @@ def _block_seconds(shape, layout, work, machine, has_experts):
             products += 2 * n_rows * math.prod(sizes) / rate
         operators = [count + routed for count, routed in zip(operators, ROUTED_OPERATORS)]
     heads = config.n_head * config.head_width
-    seen = config.mean_seen(work.document_lengths or [work.block_size])
+    seen = work.seen or config.mean_seen([work.block_size])
     attention = 4 * s * seen * heads / tp / machine.attention[work.dtype]
     whole = block_activations(config, layout, work, has_experts).whole
     pointwise = [passes * whole / machine.bandwidth for passes in TRAFFIC[work.compile]]
