@@ -1,54 +1,83 @@
 #!/usr/bin/env bash
-# Figures of one GPU, the most important first, in one call of under 9 minutes (a part left out says so):
+# Figures of one GPU, the most important first (a part for which no time is left says so):
 #   bash tests/gpu.sh ../nanoGPT 2>&1 | tee gpu.log
-# fp8 needs torchao. To try the script itself on a CPU, with small shapes:
+# First it compiles what it will measure, beside the checks of tests/gpu_checks.py. float8 needs torchao.
+# LIMIT: seconds for all (530). To try the script itself on a CPU, with small shapes:
 #   SMALL="--n_layer=2 --n_head=2 --n_embd=64 --block_size=64 --batch_size=2 --gradient_accumulation_steps=2 \
 #   --compile=False --device=cpu" bash tests/gpu.sh ../nanoGPT
 set -uo pipefail
 cd "$(dirname "$0")/.."
 nanogpt=$(cd "${1:?give the folder of a nanoGPT checkout}" && pwd)
+kept=${OUT:-.}  # traces stay here
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 SECONDS=0
 
 part() {  # title, then a command
-    local left=$((530 - SECONDS))
+    local left=$((${LIMIT:-530} - SECONDS))
     echo "== $1 (at $SECONDS s)"
-    if [ $left -lt 30 ]; then echo "left out: no time"; return; fi
+    if [ $left -lt 20 ]; then echo "left out: no time"; return; fi
     timeout -k 5 $left "${@:2}" || echo "FAILED: exit $?"
 }
 
-python -c "import sys; from data.prepare import write_random_tokens; write_random_tokens(sys.argv[1], 50257)" "$work"
-data="--dataset=$work"
+python - "$work" <<'PYTHON'
+import os, sys
+from data.prepare import write_random_tokens
+for name, length in (('stream', 0), ('documents', 256)):
+    os.makedirs(os.path.join(sys.argv[1], name))
+    write_random_tokens(os.path.join(sys.argv[1], name), 50257, document_length=length, draws_lengths=length > 0)
+PYTHON
+data="--dataset=$work/stream"
+documents="--dataset=$work/documents --documents=mask"
 many="--gradient_accumulation_steps=40 ${SMALL:-}"  # nanoGPT's default, 491,520 tokens an iteration
 one="--gradient_accumulation_steps=4 ${SMALL:-}"
 few="--iters=8 --warmup=3"
+large="config/gpt2_xl_fsdp.py --zero_stage=0 --batch_size=16"
+experts="config/train_gpt2_moe.py --ep=1 --zero_stage=0"
+gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | grep -o 'H[12]00\|A100' | head -1)
+predicted=${gpu:+--gpu=$gpu}
+nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2> /dev/null
+
+compile() {  # train.py's arguments
+    python train.py "$@" --out_dir="$(mktemp -d -p "$work")" --max_iters=2 --eval_iters=0 --keep_checkpoints=0 \
+        > /dev/null 2> "$work/compile_errors" || tail -3 "$work/compile_errors"
+}
+echo "== checks, and compiling what will be measured"
+export TORCHINDUCTOR_COMPILE_THREADS=2
+timeout -k 5 ${CHECKS:-170} python tests/gpu_checks.py > "$work/checks" 2>&1 &
+compile $data $one &
+compile $data $one --fp8=True &
+compile $data --batch_size=48 $one &
+compile $documents --batch_size=48 $one &
+compile $large $data --gradient_accumulation_steps=1 ${SMALL:-} &
+compile $large $data --gradient_accumulation_steps=1 --fp8=True ${SMALL:-} &
+compile $experts $data $one &
+python dev/versus.py "$nanogpt" --rounds=1 --iters=2 --warmup=1 $data $one > /dev/null &
+wait
+cat "$work/checks"
+unset TORCHINDUCTOR_COMPILE_THREADS
 
 part "124M at nanoGPT's defaults: an iteration of both, and the peak of memory" \
-    python -m kilogpt.versus "$nanogpt" --rounds=1 $few $data $many
-part "1.5B, bfloat16 and float8: tokens/s and MFU (of bfloat16's peak; float8's is twice that)" \
-    python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --batch_size=16 $few $data $one \
-    --layouts="dp1; dp1 fp8=True"
+    python dev/versus.py "$nanogpt" --rounds=1 $few $data $many
+part "124M: what an iteration of the same consists of" \
+    python bench.py $data $many --iters=8 --profile
 part "124M, larger micro-batches, bfloat16 and float8" \
-    python bench.py --batch_size=48 $few $data $one --layouts="dp1; dp1 fp8=True"
+    python bench.py --batch_size=48 $few $data $one --sweep="fp8=False,True"
+part "the same with documents of 256 tokens on average" \
+    python bench.py --batch_size=48 $few $documents $one
+part "1.5B, bfloat16 and float8: tokens/s and MFU (of bfloat16's peak; float8's is twice that)" \
+    python bench.py $large $few $data $one --sweep="fp8=False,True"
 mkdir "$work/looped"
 echo "import torch.nn.functional; del torch.nn.functional.grouped_mm" > "$work/looped/sitecustomize.py"
 part "8 experts of 124M's width, 2 active: products by one kernel, then in a loop" bash -c "
     for path in '' $work/looped; do
-        PYTHONPATH=\$path python bench.py config/train_gpt2_moe.py --ep=1 --zero_stage=0 $few $data $one --layouts=dp1
+        PYTHONPATH=\$path python bench.py $experts $few $data $one
     done"
-part "attention that skips documents and windows: values and gradients of the kernels against the formula" \
-    python -m pytest -n 0 tests/devices/test_flex.py -k on_a_gpu
-tiny="config/quickstart.py $data --compile=False --lr_decay_iters=20 --eval_interval=10 --eval_iters=2 \
---log_interval=1 --dropout=0.1 ${SMALL:-}"
-part "exact resume: 20 iterations, and 10 + 10" bash -c "
-    python train.py $tiny --max_iters=20 --out_dir=$work/straight > /dev/null
-    python train.py $tiny --max_iters=10 --out_dir=$work/resumed > /dev/null
-    python train.py $tiny --max_iters=20 --out_dir=$work/resumed --init_from=resume > /dev/null
-    curve() { grep grad_norm $work/\$1/metrics.jsonl | cut -d, -f1-3; }
-    cmp <(curve straight) <(curve resumed) && echo identical"
+part "what the planner foretells of 124M and of 1.5B" bash -c "
+    python bench.py --batch_size=48 $few $data $one --layouts='dp1; dp1 full' $predicted
+    python bench.py $large $few $data --gradient_accumulation_steps=1 --layouts='dp1 full' $predicted"
 part "sampling, 124M, 200 tokens" \
-    python -m kilogpt.versus "$nanogpt" --part=sample --rounds=1 ${SMALL:-}
+    python dev/versus.py "$nanogpt" --part=sample --rounds=1 ${SMALL:-}
 part "an experiment: the same 124M with cuDNN's attention before the flash kernel" bash -c "
     python - $data --batch_size=48 $one --out_dir=$work/cudnn --max_iters=12 --eval_iters=0 --keep_checkpoints=0 \
     <<'PYTHON' | tail -3
@@ -58,9 +87,5 @@ order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFI
 with sdpa_kernel(order, set_priority=True):
     runpy.run_path('train.py', run_name='__main__')
 PYTHON"
-part "loss by parts: the first losses of bfloat16 with one micro-batch of 96, and with two of 48" bash -c "
-    for batch in 96 48; do
-        python train.py $data --out_dir=$work/parts --max_iters=2 --eval_iters=0 --keep_checkpoints=0 ${SMALL:-} \
-            --batch_size=\$batch --gradient_accumulation_steps=\$((96 / batch)) | grep '^iter'
-    done"
+for trace in trace-*.json; do [ -e "$trace" ] && gzip -c "$trace" > "$kept/$trace.gz" && rm "$trace"; done
 echo "== done after $SECONDS s"

@@ -1,0 +1,151 @@
+"""Check on a GPU what the other tests check on CPUs: losses, layouts, exact resume. Needs one GPU and a minute.
+
+    python tests/gpu_checks.py
+
+Small models train for a few iterations in each way that a GPU can run, many at once; their losses must be
+those of the same model in float32 on the CPU. To try this script itself on a CPU: --device=cpu.
+"""
+import argparse
+import itertools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+from data.prepare import write_random_tokens
+from kilogpt.metrics import read_metrics
+
+SHAPE = ('--n_layer=4 --n_head=4 --n_embd=128 --block_size=256 --batch_size=8 --gradient_accumulation_steps=2 '
+         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=3e-3 --log_interval=1 '
+         '--eval_iters=0 --keep_checkpoints=0')
+BLOCKS = '--pos=rope --norm=rmsnorm --qk_norm=True --n_kv_head=2 --tie_weights=False'
+MODELS = {
+    'GPT-2': '',
+    'modern': f'{BLOCKS} --mlp=swiglu --softcap=30 --optimizer=muon',
+    'experts': f'{BLOCKS} --mlp=moe --n_experts=4 --router_balance=loss',
+    'mask': f'{BLOCKS} --documents=mask',
+    'pack': f'{BLOCKS} --documents=pack --window=100 --window_pattern=SL',
+    'softcap': f'{BLOCKS} --attention_softcap=20',
+}
+# Largest relative difference of a loss. Products of float32 are in TF32 on a GPU, whose fraction has 10 bits.
+FLOAT32, SIXTEEN_BITS, FLOAT8 = 2e-3, 1e-2, 3e-2
+EAGER, COMPILED = '--compile=False --dtype=float32', '--dtype=float32'
+# (model, processes, settings, largest difference)
+RUNS = [
+    *((model, 1, settings, bound) for model in MODELS for settings, bound in (
+        (EAGER, FLOAT32), (COMPILED, FLOAT32), ('--dtype=bfloat16', SIXTEEN_BITS),
+        ('--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=selective', SIXTEEN_BITS))),
+    ('GPT-2', 1, f'{COMPILED} --zero_stage=2', FLOAT32),
+    ('GPT-2', 1, f'{EAGER} --zero_stage=3 --cpu_offload=True', FLOAT32),
+    ('GPT-2', 1, f'{COMPILED} --activation_checkpoint=full', FLOAT32),
+    ('GPT-2', 1, f'{COMPILED} --deterministic=True', FLOAT32),
+    ('GPT-2', 1, '--dtype=float16', SIXTEEN_BITS),
+    ('modern', 1, '--dtype=float16', SIXTEEN_BITS),
+    ('GPT-2', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
+    ('modern', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
+    *((model, 2, f'{EAGER} {layout} --backend=gloo', FLOAT32) for model, layout in (
+        ('GPT-2', ''), ('modern', '--zero_stage=3'), ('modern', '--tp=2'), ('GPT-2', '--cp=2'), ('mask', '--cp=2'),
+        ('modern', '--pp=2'), ('mask', '--pp=2 --pp_schedule=zbv'), ('experts', '--ep=2'))),
+]
+
+
+def write_data(folder):
+    """Tokens that a model can learn to foretell: small steps around a circle of 255, and a document's end, 0."""
+    write_random_tokens(folder, 256, 2 ** 18)
+    generator = np.random.default_rng(0)
+    tokens = 1 + generator.integers(1, 4, 2 ** 18).cumsum() % 255
+    tokens[generator.random(len(tokens)) < 1 / 60] = 0
+    for split, part in (('train', tokens[:-2 ** 15]), ('val', tokens[-2 ** 15:])):
+        part.astype('uint16').tofile(os.path.join(folder, f'{split}.bin'))
+
+
+def launch(command, processes=1, timeout=280):
+    """Run a Python command; RuntimeError with the end of its output if it fails."""
+    launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
+    done = subprocess.run([sys.executable, *(launcher if processes > 1 else []), *command], cwd=ROOT, text=True,
+                          timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                          env=os.environ | dict(OMP_NUM_THREADS='1'))
+    if done.returncode:
+        raise RuntimeError(f'exit {done.returncode}: {done.stdout[-3000:]}')
+    return done.stdout
+
+
+def losses(folder, model, processes, settings):
+    """The losses of a run of train.py."""
+    out_dir = tempfile.mkdtemp(dir=folder)
+    script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
+    launch([*script, f'--dataset={folder}', f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split(),
+            *settings.split()], processes)
+    return [line['loss'] for line in read_metrics(out_dir) if 'loss' in line]
+
+
+def check_curve(folder, reference, device, model, processes, settings, bound):
+    """One line of the result, and whether it is right."""
+    began = time.perf_counter()
+    curve = losses(folder, model, processes, f'{settings} --device={device}')
+    expected = reference.result()
+    difference = max(abs(loss / other - 1) for loss, other in itertools.zip_longest(curve, expected, fillvalue=0.1))
+    return (f'largest difference {difference:.1e} of {bound:.0e} allowed, loss {curve[0]:.4f} to {curve[-1]:.4f} '
+            f'({time.perf_counter() - began:.0f} s)'), difference <= bound
+
+
+def check_resume(folder, device, settings):
+    """Whether 12 iterations give the bits of 6 and then 6 more."""
+    runs = {}
+    for name, stops in (('straight', [12]), ('resumed', [6, 12])):
+        runs[name] = os.path.join(tempfile.mkdtemp(dir=folder), name)
+        for stop in stops:
+            launch(['train.py', f'--dataset={folder}', f'--out_dir={runs[name]}', *SHAPE.split(), '--eval_iters=2',
+                    '--eval_interval=6', '--keep_checkpoints=2', '--dropout=0.1', '--init_from=auto',
+                    f'--device={device}', f'--max_iters={stop}', *settings.split()])
+    straight, resumed = ([(line['iter'], line['loss'], line['grad_norm']) for line in read_metrics(out_dir)
+                          if 'loss' in line] for out_dir in runs.values())
+    text = launch(['sample.py', f'--out_dir={runs["resumed"]}', '--num_samples=1', '--max_new_tokens=40',
+                   '--start=1 2 4', f'--device={device}'])
+    return f'{len(straight)} iterations, then sampled {text.strip()[-60:]!r}', straight == resumed
+
+
+def check_tests(folder, *arguments):
+    """pytest on some files."""
+    result = re.search(r'(\d+) passed.*', launch(['-m', 'pytest', '-n', '0', *arguments]))
+    return result[0] if result else 'no test ran', bool(result)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('--device', default='cuda', help='where the models train that are checked (cuda)')
+    parser.add_argument('--jobs', type=int, default=os.cpu_count(), help='runs at once (one for each core)')
+    options = parser.parse_args()
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
+        write_data(folder)
+        references = {model: pool.submit(losses, folder, model, 1, f'{EAGER} --device=cpu') for model in MODELS}
+        checks = {f'resume {settings}': pool.submit(check_resume, folder, options.device, settings)
+                  for settings in ('--compile=False', '--dtype=bfloat16', '--dtype=float16',
+                                   '--dtype=bfloat16 --zero_stage=3 --optimizer=muon')}
+        checks['attention that skips blocks'] = pool.submit(
+            check_tests, folder, 'tests/devices/test_flex.py', '-k', 'on_a_gpu')
+        for model, processes, settings, bound in RUNS:
+            name = f'{model} {"on 2 processes " if processes > 1 else ""}{settings}'
+            checks[name] = pool.submit(check_curve, folder, references[model], options.device, model, processes,
+                                       settings, bound)
+        for name, check in checks.items():
+            try:
+                result, is_right = check.result()
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                result, is_right = str(error), False
+            wrong += not is_right
+            print(f'{"ok   " if is_right else "WRONG"} {name}: {result}', flush=True)
+    print(f'{wrong} of {len(checks)} wrong')
+    sys.exit(min(wrong, 1))
+
+
+if __name__ == '__main__':
+    main()
