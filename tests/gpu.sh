@@ -32,7 +32,7 @@ documents="--dataset=$work/documents --documents=mask"
 many="--gradient_accumulation_steps=40 ${SMALL:-}"  # nanoGPT's default, 491,520 tokens an iteration
 one="--gradient_accumulation_steps=4 ${SMALL:-}"
 few="--iters=8 --warmup=3"
-large="config/gpt2_xl_fsdp.py --zero_stage=0 --batch_size=16"
+large="config/gpt2_xl_fsdp.py --zero_stage=0"
 experts="config/train_gpt2_moe.py --ep=1 --zero_stage=0"
 gpu=$(nvidia-smi --query-gpu=name --format=csv,noheader 2> /dev/null | grep -o 'H[12]00\|A100' | head -1)
 predicted=${gpu:+--gpu=$gpu}
@@ -45,13 +45,12 @@ compile() {  # train.py's arguments
 echo "== checks, and compiling what will be measured"
 export TORCHINDUCTOR_COMPILE_THREADS=2
 timeout -k 5 ${CHECKS:-170} python tests/gpu_checks.py > "$work/checks" 2>&1 &
-compile $data $one &
-compile $data $one --fp8=True &
-compile $data --batch_size=48 $one &
-compile $documents --batch_size=48 $one &
-compile $large $data --gradient_accumulation_steps=1 ${SMALL:-} &
-compile $large $data --gradient_accumulation_steps=1 --fp8=True ${SMALL:-} &
-compile $experts $data $one &
+(compile $data $one; compile $data $one --fp8=True) &
+(compile $data --batch_size=48 $one; compile $documents --batch_size=48 $one) &
+(compile $experts $data $one
+ for fp8 in False True; do
+     compile $large $data --gradient_accumulation_steps=1 --fp8=$fp8 ${SMALL:-}
+ done) &
 python dev/versus.py "$nanogpt" --rounds=1 --iters=2 --warmup=1 $data $one > /dev/null &
 wait
 cat "$work/checks"
