@@ -39,7 +39,7 @@ predicted=${gpu:+--gpu=$gpu}
 nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2> /dev/null
 
 compile() {  # train.py's arguments
-    python train.py "$@" --out_dir="$(mktemp -d -p "$work")" --max_iters=2 --eval_iters=0 --keep_checkpoints=0 \
+    timeout 90 python train.py "$@" --out_dir="$(mktemp -d -p "$work")" --max_iters=2 --eval_iters=0 --keep_checkpoints=0 \
         > /dev/null 2> "$work/compile_errors" || tail -3 "$work/compile_errors"
 }
 echo "== checks, and compiling what will be measured"
