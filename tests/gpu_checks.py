@@ -83,7 +83,7 @@ def losses(folder, model, processes, settings):
     script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
     launch([*script, f'--dataset={folder}', f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split(),
             *settings.split()], processes)
-    return [line['loss'] for line in read_metrics(out_dir) if 'loss' in line]
+    return [line['loss'] for line in read_metrics(out_dir)[0].values()]
 
 
 def check_curve(folder, reference, device, model, processes, settings, bound):
@@ -105,11 +105,11 @@ def check_resume(folder, device, settings):
             launch(['train.py', f'--dataset={folder}', f'--out_dir={runs[name]}', *SHAPE.split(), '--eval_iters=2',
                     '--eval_interval=6', '--keep_checkpoints=2', '--dropout=0.1', '--init_from=auto',
                     f'--device={device}', f'--max_iters={stop}', *settings.split()])
-    straight, resumed = ([(line['iter'], line['loss'], line['grad_norm']) for line in read_metrics(out_dir)
-                          if 'loss' in line] for out_dir in runs.values())
+    straight, resumed = ([(number, line['loss'], line['grad_norm'])
+                          for number, line in read_metrics(out_dir)[0].items()] for out_dir in runs.values())
     text = launch(['sample.py', f'--out_dir={runs["resumed"]}', '--num_samples=1', '--max_new_tokens=40',
                    '--start=1 2 4', f'--device={device}'])
-    return f'{len(straight)} iterations, then sampled {text.strip()[-60:]!r}', straight == resumed
+    return f'{len(straight)} iterations, then sampled {text.strip()[-60:]!r}', straight == resumed and len(straight) == 12
 
 
 def check_tests(folder, *arguments):
@@ -122,20 +122,25 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', default='cuda', help='where the models train that are checked (cuda)')
     parser.add_argument('--jobs', type=int, default=os.cpu_count(), help='runs at once (one for each core)')
+    parser.add_argument('--only', default='', metavar='TEXT', help='only the checks whose name has this text')
     options = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
         write_data(folder)
         references = {model: pool.submit(losses, folder, model, 1, f'{EAGER} --device=cpu') for model in MODELS}
-        checks = {f'resume {settings}': pool.submit(check_resume, folder, options.device, settings)
-                  for settings in ('--compile=False', '--dtype=bfloat16', '--dtype=float16',
-                                   '--dtype=bfloat16 --zero_stage=3 --optimizer=muon')}
-        checks['attention that skips blocks'] = pool.submit(
-            check_tests, folder, 'tests/devices/test_flex.py', '-k', 'on_a_gpu')
+        checks = {}
+
+        def start(name, check, *arguments):
+            if options.only in name:
+                checks[name] = pool.submit(check, folder, *arguments)
+
+        start('attention that skips blocks', check_tests, 'tests/devices/test_flex.py', '-k', 'on_a_gpu')
+        for settings in ('--compile=False', '--dtype=bfloat16', '--dtype=float16',
+                         '--dtype=bfloat16 --zero_stage=3 --optimizer=muon'):
+            start(f'resume {settings}', check_resume, options.device, settings)
         for model, processes, settings, bound in RUNS:
             name = f'{model} {"on 2 processes " if processes > 1 else ""}{settings}'
-            checks[name] = pool.submit(check_curve, folder, references[model], options.device, model, processes,
-                                       settings, bound)
+            start(name, check_curve, references[model], options.device, model, processes, settings, bound)
         for name, check in checks.items():
             try:
                 result, is_right = check.result()

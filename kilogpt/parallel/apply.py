@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from data.loader import Batches
 from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda, flex
+from kilogpt.devices.cuda_graph import GraphedPasses
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.layers.mixture import find_experts
@@ -145,6 +146,11 @@ class Parallel:
         self._named_parameters = []
         for stage in self.stages.values():
             self._named_parameters += name_parameters(stage, model.tied, processes)
+        self._graph = None
+        is_alone = layout.world_size == 1 and not layout.uses_fsdp
+        if compile and self.device.type == 'cuda' and is_alone and dtype != 'float16':  # whose scale changes
+            self._graph = GraphedPasses(self._passes, (p for _, p in self._named_parameters),
+                                        [model.config, *model.modules()])
         self.balance = ExpertBalance(model, self.stages, processes, layout.tp)
 
     # --- running --------------------------------------------------------------------------------------------
@@ -179,7 +185,13 @@ class Parallel:
             self.forward_backward(batch)
             self.zero_grad()
             self.balance.forget()
-        self.take_sums()
+        if self.take_sums():
+            self._graph = None  # a graph does not add to the model's `sums`
+        if self._graph:
+            self._graph.record(batch, self._loss_scale())
+            self._drop_gradients()
+            if self._graph.problem:
+                self.notes.append(f'no CUDA graph of a micro-batch: {self._graph.problem}')
 
     def forward_backward(self, batch, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
@@ -189,8 +201,7 @@ class Parallel:
         those of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
         GradScaler.
         """
-        # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
-        loss_scale = self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
+        loss_scale = self._loss_scale(n_tokens)
         if self.pipeline:
             self.balance.set_loss_scale(loss_scale)
             return self.pipeline.forward_backward(batch, loss_scale, last)
@@ -203,13 +214,24 @@ class Parallel:
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
         if self.balance.names:  # the scale of a GradScaler changes
             self.balance.set_loss_scale(scale(torch.tensor(loss_scale, device=self.device)))
-        with self._autocast:
-            loss = self.network(*batch)
-        scale(loss * loss_scale).backward()
+        if self._graph:
+            return self._graph(batch, loss_scale)
+        loss = self._passes(batch, loss_scale, scale)
         if self._zero1 and last:
             self._zero1.finish_reducing()
         if self._is_ddp and last:
             self.processes.record_wait(self._gradients_ready.pop(), self.processes.device_time())
+        return loss
+
+    def _loss_scale(self, n_tokens=0):
+        # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
+        return self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
+
+    def _passes(self, batch, loss_scale, scale=lambda loss: loss):
+        """Run forward and backward; returns the loss."""
+        with self._autocast:
+            loss = self.network(*batch)
+        scale(loss * loss_scale).backward()
         return loss.detach()
 
     @torch.no_grad()
