@@ -432,7 +432,7 @@ def cap(logits, config):
     return config.softcap * torch.tanh(logits.float() / config.softcap) if config.softcap else logits
 
 
-MAX_LOGITS = 2 ** 27  # elements of logits at a time: 0.5 GB in float32
+MAX_LOGITS = 2 ** 28  # elements of logits at a time: 0.5 GB in 16 bits
 
 
 class Loss(nn.Module):

@@ -1,6 +1,8 @@
 """Other forms of the model's parts on GPUs, put in place when a model is laid out on them."""
 import torch
+from torch.nn import functional as F
 
+from kilogpt.devices.flex import has_triton
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts
 
@@ -40,3 +42,27 @@ def use_grouped_products(model, device):
     """Compute the products of a block's experts in one kernel if the GPU has it, in place."""
     if torch.cuda.get_device_capability(device) >= (8, 0):
         group_products(model, [torch.bfloat16])
+
+
+def fuse_loss(of_hidden, config):
+    """of_hidden of a model's Loss, compiled, and with Triton in one kernel in training.
+
+    If someone has edited the loss in model.py, or its logits are capped or scaled, it is only compiled.
+    """
+    compiled = torch.compile(of_hidden)
+    if not has_triton() or not is_cross_entropy(of_hidden, config):
+        return compiled
+    from kilogpt.devices.loss_kernel import FusedLoss
+    return FusedLoss(compiled, config.vocab_size)
+
+
+@torch.no_grad()
+def is_cross_entropy(of_hidden, config):
+    """Whether of_hidden(x, weight, targets) is the sum of cross-entropies, by a comparison on the CPU."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(rows, 4, generator=generator) for rows in (8, config.padded_vocab_size))
+    targets = torch.randint(config.vocab_size, (8,), generator=generator)
+    targets[0] = -1
+    logits = F.linear(x, weight)[:, :config.vocab_size]
+    expected = F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+    return torch.allclose(of_hidden(x, weight, targets), expected, rtol=1e-5)

@@ -119,7 +119,8 @@ class Parallel:
             for block in blocks:
                 apply_to_block(block, plan, activation_checkpoint, compile)
             if compile and layout.tp == 1:
-                replace_parts(stage, 'loss_of_hidden', torch.compile)
+                on_gpu = functools.partial(cuda.fuse_loss, config=stage.config)
+                replace_parts(stage, 'loss_of_hidden', on_gpu if self.device.type == 'cuda' else torch.compile)
             if layout.uses_fsdp:
                 shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload)
             stage.to_empty(device='cpu' if cpu_offload else self.device)
