@@ -149,6 +149,7 @@ dtype = 'auto'  # 'float32', 'bfloat16' or 'float16' (with a gradient scaler); '
 fp8 = False  # the blocks' matrix products in float8, by torchao (pip install torchao); for H100 and newer
 deterministic = False  # equal runs give equal bits on GPUs too, at some cost in speed
 compile = True  # torch.compile; falls back to eager without a compiler
+cuda_graph = True  # with compile, on one GPU: launch all kernels of a micro-batch at once, as a CUDA graph
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------
@@ -193,7 +194,7 @@ with exit_on_error():
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
-                     documents=documents)
+                     documents=documents, cuda_graph=cuda_graph)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)

@@ -59,7 +59,7 @@ unset TORCHINDUCTOR_COMPILE_THREADS
 part "124M at nanoGPT's defaults: an iteration of both, and the peak of memory" \
     python dev/versus.py "$nanogpt" --rounds=1 $few $data $many
 part "124M: what an iteration of the same consists of" \
-    python bench.py $data $many --iters=8 --profile
+    python bench.py $data $one --iters=8 --profile
 part "124M, larger micro-batches, bfloat16 and float8" \
     python bench.py --batch_size=48 $few $data $one --sweep="fp8=False,True"
 part "the same with documents of 256 tokens on average" \

@@ -1,4 +1,4 @@
-"""Check on a GPU what the other tests check on CPUs: losses, layouts, exact resume. Needs one GPU and a minute.
+"""Check on a GPU what the other tests check on CPUs: losses, layouts, exact resume. It takes two minutes.
 
     python tests/gpu_checks.py
 
@@ -6,7 +6,6 @@ Small models train for a few iterations in each way that a GPU can run, many at 
 those of the same model in float32 on the CPU. To try this script itself on a CPU: --device=cpu.
 """
 import argparse
-import itertools
 import os
 import re
 import subprocess
@@ -22,9 +21,9 @@ sys.path.insert(0, ROOT)
 from data.prepare import write_random_tokens
 from kilogpt.metrics import read_metrics
 
-SHAPE = ('--n_layer=4 --n_head=4 --n_embd=128 --block_size=256 --batch_size=8 --gradient_accumulation_steps=2 '
-         '--max_iters=12 --lr_decay_iters=12 --warmup_iters=2 --learning_rate=3e-3 --log_interval=1 '
-         '--eval_iters=0 --keep_checkpoints=0')
+SHAPE = ('--n_layer=4 --n_head=4 --n_embd=128 --block_size=256 --batch_size=8 '
+         '--gradient_accumulation_steps=2 --max_iters=12 --lr_decay_iters=12 --warmup_iters=2 '
+         '--learning_rate=3e-3 --log_interval=1 --eval_iters=0 --keep_checkpoints=0')
 BLOCKS = '--pos=rope --norm=rmsnorm --qk_norm=True --n_kv_head=2 --tie_weights=False'
 MODELS = {
     'GPT-2': '',
@@ -37,19 +36,18 @@ MODELS = {
 # Largest relative difference of a loss. Products of float32 are in TF32 on a GPU, whose fraction has 10 bits.
 FLOAT32, SIXTEEN_BITS, FLOAT8 = 2e-3, 1e-2, 3e-2
 EAGER, COMPILED = '--compile=False --dtype=float32', '--dtype=float32'
-SHARED = f'{EAGER} --backend=gloo'
+SHARED = f'{EAGER} --backend=gloo'  # which cannot send the tensors of tp and pp from a GPU
 # (model, processes, settings, largest difference), the most important first
 RUNS = [
     *((model, 1, '--dtype=bfloat16', SIXTEEN_BITS) for model in MODELS),
-    *((model, 1, COMPILED, FLOAT32) for model in MODELS),
+    # A token that is almost as near to another expert may go there.
+    *((model, 1, COMPILED, 3 * FLOAT32 if model == 'experts' else FLOAT32) for model in MODELS),
     ('GPT-2', 1, EAGER, FLOAT32),
     ('modern', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=selective', SIXTEEN_BITS),
     ('GPT-2', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
     ('GPT-2', 1, '--dtype=float16', SIXTEEN_BITS),
-    ('modern', 2, f'{SHARED} --tp=2', FLOAT32),
     ('mask', 2, f'{SHARED} --cp=2', FLOAT32),
-    ('modern', 2, f'{SHARED} --pp=2 --pp_schedule=zbv', FLOAT32),
-    ('experts', 2, f'{SHARED} --ep=2', FLOAT32),
+    ('experts', 2, f'{SHARED} --ep=2', 3 * FLOAT32),
     ('GPT-2', 2, f'{SHARED} --gradient_accumulation_steps=4 --batch_size=4', FLOAT32),
     ('modern', 2, f'{SHARED} --zero_stage=3', FLOAT32),
     ('GPT-2', 1, f'{EAGER} --zero_stage=3 --cpu_offload=True', FLOAT32),
@@ -60,7 +58,7 @@ RUNS = [
 
 
 def write_data(folder):
-    """Tokens that a model can learn to foretell: small steps around a circle of 255, and a document's end, 0."""
+    """Tokens that a model can learn to predict: small steps around a circle of 255, and a separator, 0."""
     write_random_tokens(folder, 256, 2 ** 18)
     generator = np.random.default_rng(0)
     tokens = 1 + generator.integers(1, 4, 2 ** 18).cumsum() % 255
@@ -72,9 +70,10 @@ def write_data(folder):
 def launch(command, processes=1, timeout=280):
     """Run a Python command; RuntimeError with the end of its output if it fails."""
     launcher = ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={processes}']
-    done = subprocess.run([sys.executable, *(launcher if processes > 1 else []), *command], cwd=ROOT, text=True,
-                          timeout=timeout, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          env=os.environ | dict(OMP_NUM_THREADS='1', TORCHINDUCTOR_COMPILE_THREADS='1'))
+    done = subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), *command], cwd=ROOT, timeout=timeout,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | dict(OMP_NUM_THREADS='1', TORCHINDUCTOR_COMPILE_THREADS='1'))
     if done.returncode:
         raise RuntimeError(f'exit {done.returncode}: {done.stdout[-3000:]}')
     return done.stdout
@@ -84,8 +83,8 @@ def losses(folder, model, processes, settings):
     """The losses of a run of train.py."""
     out_dir = tempfile.mkdtemp(dir=folder)
     script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
-    launch([*script, f'--dataset={folder}', f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split(),
-            *settings.split()], processes)
+    launch([*script, f'--dataset={folder}', f'--out_dir={out_dir}', *SHAPE.split(),
+            *MODELS[model].split(), *settings.split()], processes)
     return [line['loss'] for line in read_metrics(out_dir)[0].values()]
 
 
@@ -94,9 +93,9 @@ def check_curve(folder, reference, device, model, processes, settings, bound):
     began = time.perf_counter()
     curve = losses(folder, model, processes, f'{settings} --device={device}')
     expected = reference.result()
-    difference = max(abs(loss / other - 1) for loss, other in itertools.zip_longest(curve, expected, fillvalue=0.1))
-    return (f'largest difference {difference:.1e} of {bound:.0e} allowed, loss {curve[0]:.4f} to {curve[-1]:.4f} '
-            f'({time.perf_counter() - began:.0f} s)'), difference <= bound
+    difference = max(abs(loss / other - 1) for loss, other in zip(curve, expected, strict=True))
+    text = f'largest difference {difference:.1e} of {bound:.0e}, loss {curve[0]:.4f} to {curve[-1]:.4f}'
+    return f'{text} ({time.perf_counter() - began:.0f} s)', difference <= bound
 
 
 def check_resume(folder, device, settings):
@@ -105,14 +104,14 @@ def check_resume(folder, device, settings):
     for name, stops in (('straight', [12]), ('resumed', [6, 12])):
         runs[name] = os.path.join(tempfile.mkdtemp(dir=folder), name)
         for stop in stops:
-            launch(['train.py', f'--dataset={folder}', f'--out_dir={runs[name]}', *SHAPE.split(), '--eval_iters=2',
-                    '--eval_interval=6', '--keep_checkpoints=2', '--dropout=0.1', '--init_from=auto',
-                    f'--device={device}', f'--max_iters={stop}', *settings.split()])
+            launch(['train.py', f'--dataset={folder}', f'--out_dir={runs[name]}', *SHAPE.split(),
+                    '--eval_iters=2', '--eval_interval=6', '--keep_checkpoints=2', '--dropout=0.1',
+                    '--init_from=auto', f'--device={device}', f'--max_iters={stop}', *settings.split()])
     straight, resumed = ([(number, line['loss'], line['grad_norm'])
                           for number, line in read_metrics(out_dir)[0].items()] for out_dir in runs.values())
-    text = launch(['sample.py', f'--out_dir={runs["resumed"]}', '--num_samples=1', '--max_new_tokens=40',
-                   '--start=1 2 4', f'--device={device}'])
-    return f'{len(straight)} iterations, then sampled {text.strip()[-60:]!r}', straight == resumed and len(straight) == 12
+    launch(['sample.py', f'--out_dir={runs["resumed"]}', '--num_samples=1', '--max_new_tokens=40',
+            '--start=1 2 4', f'--device={device}'])
+    return f'{len(straight)} iterations, and a sample', straight == resumed and len(straight) == 12
 
 
 def check_tests(folder, *arguments):
@@ -122,10 +121,11 @@ def check_tests(folder, *arguments):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--device', default='cuda', help='where the models train that are checked (cuda)')
     parser.add_argument('--jobs', type=int, default=os.cpu_count(), help='runs at once (one for each core)')
-    parser.add_argument('--only', default='', metavar='TEXT', help='only the checks whose name has this text')
+    parser.add_argument('--only', default='', metavar='TEXT', help='only checks with this text in their name')
     options = parser.parse_args()
     wrong = 0
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(options.jobs) as pool:
@@ -136,14 +136,17 @@ def main():
             if options.only in name:
                 checks[name] = pool.submit(check, folder, *arguments)
 
-        for settings in ('--dtype=bfloat16', '--compile=False', '--dtype=bfloat16 --zero_stage=3 --optimizer=muon'):
+        for settings in (
+                '--dtype=bfloat16', '--compile=False', '--dtype=bfloat16 --zero_stage=3 --optimizer=muon'):
             start(f'resume {settings}', check_resume, options.device, settings)
         for model, processes, settings, bound in RUNS:
             name = f'{model} {"on 2 processes " if processes > 1 else ""}{settings}'
             if options.only in name and model not in references:
                 references[model] = pool.submit(losses, folder, model, 1, f'{EAGER} --device=cpu')
-            start(name, check_curve, references.get(model), options.device, model, processes, settings, bound)
-        start('attention that skips blocks', check_tests, 'tests/devices/test_flex.py', '-k', 'on_a_gpu')
+            start(name, check_curve, references.get(model), options.device, model, processes, settings,
+                  bound)
+        start('kernels', check_tests, 'tests/devices/test_flex.py', 'tests/devices/test_loss_kernel.py',
+              '-k', 'on_a_gpu or loss_and_gradients')
         names = {check: name for name, check in checks.items()}
         for check in as_completed(names):
             try:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Layouts on one GPU, a world of 1, in one call of some minutes. Figures go to LOG.md.
+# Layouts on one GPU, a world of 1, in one call of some minutes. Figures go to LOG.md. Their losses are compared by
+# tests/gpu_checks.py.
 #   bash tests/gpu_layouts.sh
 # To try the script itself on a CPU:
 #   export SHAPE="--n_layer=2 --n_embd=64 --n_head=4 --block_size=64 --batch_size=2"
@@ -17,14 +18,4 @@ $BENCH $XL --gradient_accumulation_steps=1 --compile=True --layouts="zero2; zero
 echo "== checkpoints: how long training waits for one, blocking and from pinned memory, whole and as FSDP2's shards"
 for stage in 0 3; do
     $BENCH $SHAPE --gradient_accumulation_steps=1 --zero_stage=$stage --saves=${SAVES:-40} --iters=$((4 * ${SAVES:-40}))
-done
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-python -c "import sys; from data.prepare import write_random_tokens; write_random_tokens(sys.argv[1], 50257)" "$work"
-echo "== the same curve from each: the losses of 5 iterations"
-for layout in "--zero_stage=0" "--zero_stage=2" "--zero_stage=3 --activation_checkpoint=selective" \
-        "--zero_stage=3 --cpu_offload"; do
-    python train.py $SHAPE --dataset="$work" --gradient_accumulation_steps=1 --eval_iters=0 --keep_checkpoints=0 \
-        --dtype=float32 --max_iters=5 --out_dir="$work/run" $layout > /dev/null &&
-        echo "$layout" $(grep -o '"loss": [0-9.]*' "$work/run/metrics.jsonl")
 done

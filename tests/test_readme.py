@@ -258,6 +258,10 @@ NEEDS = {
     'python dev/loss_and_bytes.py': 'an hour: LOG.md has its figures',
     'python dev/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',
     'bash tests/gpu': 'a GPU',
+    'python tests/gpu_checks.py': 'a GPU',
+    'python bench.py --random_tokens=50257 --batch_size=48': 'a GPU',
+    'python bench.py --random_tokens=50257 --document_length=256 --documents=mask --batch_size=48': 'a GPU',
+    'python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --random_tokens=50257': 'a GPU',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':

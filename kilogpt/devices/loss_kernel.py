@@ -1,7 +1,8 @@
 """The loss on GPUs: one kernel turns the logits into their gradients where they are. Needs Triton.
 
-The kernel reads a row of logits twice, the second time from the GPU's cache, and writes it once. Compiled, the
-same formula takes two kernels and twice the time (LOG.md). The idea is that of Liger Kernel (Hsu et al. 2024).
+The kernel reads a row of logits twice, the second time from the GPU's cache, and writes it once. The compiler
+makes two kernels of the same formula, one for each pass (LOG.md). The idea is Liger Kernel's (Hsu et al.
+2024).
 """
 import torch
 import triton
@@ -25,7 +26,8 @@ class FusedLoss:
     def __call__(self, x, weight, targets):
         if not torch.is_grad_enabled():
             return self.original(x, weight, targets)
-        return LossWithGradients.apply(cast_for_linears(x), cast_for_linears(weight), targets, self.vocab_size)
+        x, weight = cast_for_linears(x), cast_for_linears(weight)
+        return LossWithGradients.apply(x, weight, targets, self.vocab_size)
 
 
 class LossWithGradients(torch.autograd.Function):
@@ -41,7 +43,8 @@ class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, gradients = ctx.saved_tensors
-        return grad * (gradients @ weight), grad * (gradients.T @ x), None, None
+        # x is much smaller than the gradient of the weight.
+        return grad * (gradients @ weight), gradients.T @ (grad * x), None, None
 
 
 def gradients_in_place(logits, targets, vocab_size):
@@ -55,7 +58,8 @@ def gradients_in_place(logits, targets, vocab_size):
 
 
 @triton.jit
-def loss_kernel(logits, targets, losses, stride, vocab_size: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+def loss_kernel(logits, targets, losses, stride, vocab_size: tl.constexpr, V: tl.constexpr,
+                BLOCK: tl.constexpr):
     """One row: the log of the sum of exponentials as in online softmax (Milakov and Gimelshein 2018)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -81,6 +85,6 @@ def loss_kernel(logits, targets, losses, stride, vocab_size: tl.constexpr, V: tl
 
 @triton.jit
 def load_logits(logits, columns, vocab_size: tl.constexpr, V: tl.constexpr):
-    """Logits in float32, -inf at columns of padding. A mask by vocab_size would load 2 bytes at a time, not 16."""
+    """Logits in float32, -inf in columns of padding. With a mask by vocab_size, loads would be of 2 bytes."""
     x = tl.load(logits + columns, mask=columns < V, other=-float('inf')).to(tl.float32)
     return tl.where(columns < vocab_size, x, -float('inf'))

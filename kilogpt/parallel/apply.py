@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from data.loader import Batches
 from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda, flex
-from kilogpt.devices.cuda_graph import GraphedPasses
+from kilogpt.devices.cuda_graph import GraphedPasses, can_record
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.layers.mixture import find_experts
@@ -62,14 +62,14 @@ class Parallel:
 
     def lay_out(self, model, *, global_batch, batch_size, block_size, dtype='float32', compile=False,
                 cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none',
-                grad_compress='none', documents='stream'):
+                grad_compress='none', documents='stream', cuda_graph=False):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
         only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
         global_batch: the sequences of an iteration. batch_size: the most sequences in a micro-batch.
-        documents: as in train.py.
+        documents, cuda_graph: as in train.py.
         """
         self.global_batch, self.block_size = global_batch, block_size
         self.micro_batch, self.micro_steps = self.layout.split_batch(global_batch, batch_size)
@@ -119,8 +119,8 @@ class Parallel:
             for block in blocks:
                 apply_to_block(block, plan, activation_checkpoint, compile)
             if compile and layout.tp == 1:
-                on_gpu = functools.partial(cuda.fuse_loss, config=stage.config)
-                replace_parts(stage, 'loss_of_hidden', on_gpu if self.device.type == 'cuda' else torch.compile)
+                fuse = functools.partial(cuda.fuse_loss, config=stage.config)
+                replace_parts(stage, 'loss_of_hidden', fuse if self.device.type == 'cuda' else torch.compile)
             if layout.uses_fsdp:
                 shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload)
             stage.to_empty(device='cpu' if cpu_offload else self.device)
@@ -142,16 +142,13 @@ class Parallel:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=self.micro_batch,
                 micro_steps=self.micro_steps, block_size=block_size, n_embd=model.config.n_embd, dtype=dtype,
-                tied=model.tied,
-                splits_backward=splits_backward)
-        self._named_parameters = []
-        for stage in self.stages.values():
-            self._named_parameters += name_parameters(stage, model.tied, processes)
-        self._graph = None
-        is_alone = layout.world_size == 1 and not layout.uses_fsdp
-        if compile and self.device.type == 'cuda' and is_alone and dtype != 'float16':  # whose scale changes
-            self._graph = GraphedPasses(self._passes, (p for _, p in self._named_parameters),
-                                        [model.config, *model.modules()])
+                tied=model.tied, splits_backward=splits_backward)
+        self._named_parameters = [pair for stage in self.stages.values()
+                                  for pair in name_parameters(stage, model.tied, processes)]
+        self._passes = functools.partial(run_passes, self.network, self._autocast)
+        is_alone = layout.world_size == 1 and not layout.uses_fsdp and activation_checkpoint == 'none'
+        if cuda_graph and compile and is_alone and can_record(model, self.device, dtype):
+            self._passes = GraphedPasses(self._passes, model, self.notes)
         self.balance = ExpertBalance(model, self.stages, processes, layout.tp)
 
     # --- running --------------------------------------------------------------------------------------------
@@ -179,20 +176,13 @@ class Parallel:
         if self._zero1:
             self._zero1.is_first_pass = False
         if self.compiles:
-            note = agree_on_fallbacks(self.processes)
-            if note:
-                self.notes.append(note)
-        if self._is_ddp and self._accumulates:  # the gradients become views of the buckets in their new order
+            agree_on_fallbacks(self.processes, self.notes)
+        # DDP's gradients become views of the buckets in their new order; a graph records its second batch.
+        if self._is_ddp and self._accumulates or isinstance(self._passes, GraphedPasses):
             self.forward_backward(batch)
             self.zero_grad()
             self.balance.forget()
-        if self.take_sums():
-            self._graph = None  # a graph does not add to the model's `sums`
-        if self._graph:
-            self._graph.record(batch, self._loss_scale())
-            self._drop_gradients()
-            if self._graph.problem:
-                self.notes.append(f'no CUDA graph of a micro-batch: {self._graph.problem}')
+        self.take_sums()
 
     def forward_backward(self, batch, n_tokens=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
@@ -202,7 +192,8 @@ class Parallel:
         those of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
         GradScaler.
         """
-        loss_scale = self._loss_scale(n_tokens)
+        # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
+        loss_scale = self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
         if self.pipeline:
             self.balance.set_loss_scale(loss_scale)
             return self.pipeline.forward_backward(batch, loss_scale, last)
@@ -215,25 +206,12 @@ class Parallel:
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
         if self.balance.names:  # the scale of a GradScaler changes
             self.balance.set_loss_scale(scale(torch.tensor(loss_scale, device=self.device)))
-        if self._graph:
-            return self._graph(batch, loss_scale)
         loss = self._passes(batch, loss_scale, scale)
         if self._zero1 and last:
             self._zero1.finish_reducing()
         if self._is_ddp and last:
             self.processes.record_wait(self._gradients_ready.pop(), self.processes.device_time())
         return loss
-
-    def _loss_scale(self, n_tokens=0):
-        # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
-        return self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
-
-    def _passes(self, batch, loss_scale, scale=lambda loss: loss):
-        """Run forward and backward; returns the loss."""
-        with self._autocast:
-            loss = self.network(*batch)
-        scale(loss * loss_scale).backward()
-        return loss.detach()
 
     @torch.no_grad()
     def evaluate(self, batch):
@@ -363,6 +341,14 @@ def refresh(parallel):
         for module in stage.modules():
             if hasattr(module, 'reshard'):  # FSDP2 may have kept gathered parameters since an evaluation
                 module.reshard()
+
+
+def run_passes(network, context, batch, loss_scale, scale):
+    """Run a micro-batch forward, in a context, and backward; returns its loss before scaling."""
+    with context:
+        loss = network(*batch)
+    scale(loss * loss_scale).backward()
+    return loss.detach()
 
 
 # The outputs that selective activation checkpointing keeps: those of matrix products and of attention.

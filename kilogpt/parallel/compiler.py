@@ -23,8 +23,8 @@ def set_up_compiler(processes, layout, notes):
     return not failure
 
 
-def agree_on_fallbacks(processes):
-    """Let all processes run eagerly if the compiler failed on some of them alone; returns a note, or None.
+def agree_on_fallbacks(processes, notes):
+    """Let all processes run eagerly if the compiler failed on some of them alone. notes: gets the reason.
 
     PyTorch runs a function eagerly if the compiler fails (torch._dynamo.config.suppress_errors). A process
     that fails alone would round differently from the others, and be slower. A function that the compiler
@@ -33,11 +33,11 @@ def agree_on_fallbacks(processes):
     frames = torch._dynamo.utils.counters['frames']
     failures = processes.gather(frames['total'] - frames['ok'])
     if max(failures) == min(failures):
-        return None
+        return
     rank = failures.index(max(failures))
     reason = processes.share(_last_failure(), rank)
     torch.compiler.set_stance('force_eager')
-    return f'compile=False on all processes: the compiler failed on rank {rank} ({reason})'
+    notes.append(f'compile=False on all processes: the compiler failed on rank {rank} ({reason})')
 
 
 def _last_failure():
