@@ -21,8 +21,8 @@ import torch
 from torch.profiler import record_function
 
 from data.datasets import fingerprint, open_dataset
-from data.documents import open_splits
 from data.shares import Shares
+from data.splits import add_figures, evaluations, open_splits
 from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.start import find_start, initial_values
@@ -65,7 +65,9 @@ wandb_project = 'owt'  # project in Weights & Biases
 wandb_run_name = 'gpt2'  # run name in Weights & Biases
 tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
-dataset = 'openwebtext'  # a name in data/ (or else in the current folder), or a path to a folder
+dataset = 'openwebtext'  # a name in data/ (or here), a path, or a mixture, 'web:0.7, code:0.3'
+mixture_phases = ''  # other weights from a number of tokens on: '5e9: web:0.4, code:0.6; 9e9: code:1'
+max_epochs = 0  # epochs of each source, after which the others share its part of a mixture; 0 = any number
 accept_new_data = False  # resume although the files of the dataset have changed since the checkpoint
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
@@ -172,13 +174,13 @@ with exit_on_error():
     all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))
     out_dir = all_islands.out_dir
     watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
-    data_dir, meta = open_dataset(dataset, processes)
-    shards = processes.share(fingerprint(data_dir) if processes.is_main else None)
+    sources = open_dataset(dataset, processes)
+    shards = processes.share(fingerprint(sources) if processes.is_main else None)
     watchdog.beat()
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
     # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
     source, tensors, saved, model_args, meta = find_start(
-        init_from, config, meta, all_islands.find_checkpoint, processes, out_dir)
+        init_from, config, next(iter(sources.values())).meta, all_islands.find_checkpoint, processes, out_dir)
     watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
@@ -188,8 +190,7 @@ with exit_on_error():
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
-    train_loader, val_loader = open_splits(
-        data_dir, block_size, model_args['vocab_size'], meta, seed, documents, processes, eval_iters > 0)
+    train_loader, val_loader = open_splits(sources, model_args['vocab_size'], config, processes)
     size, flops_per_token = model.describe_size(), model.flops_per_token(train_loader.document_lengths())
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
@@ -214,9 +215,9 @@ with exit_on_error():
 # --- set-up: what the run will be, its folder and its log ---------------------------------------------------
 available = metrics.available_memory(processes.device) - all_islands.bytes_on(processes.device)
 processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
-              f'{train_loader.n_tokens:,} training tokens in {os.path.relpath(data_dir)}')
+              f'{train_loader.n_tokens:,} training tokens in {train_loader.place}')
 for line in (*describe_layout(parallel, optimizer, batch_size, islands), *all_islands.describe(),
-             *train_loader.describe(), *describe_nodes(out_dir, data_dir),
+             *train_loader.describe(), *describe_nodes(out_dir, train_loader.place),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
 if saved:
@@ -243,11 +244,11 @@ def lr_at(iteration):
 
 @torch.no_grad()
 def evaluate():
-    """{'train_loss', 'val_loss': mean over the split's fixed sequences}; None at a signal to stop."""
+    """{'train_loss', 'val_loss', ...: mean over a split's fixed sequences}; None at a signal to stop."""
     means = {}
     parallel.train(False)
-    for split, loader in (('train', train_loader), ('val', val_loader)):
-        starts = loader.eval_starts(eval_iters * batch_size)
+    for key, loader, count in evaluations(train_loader, val_loader, eval_iters * batch_size):
+        starts = loader.eval_starts(count)
         eval_batches = parallel.batches(loader.batch, lambda _: starts)
         loss_sum = torch.zeros((), device=processes.device)
         for step in range(eval_batches.count(0)):
@@ -256,9 +257,9 @@ def evaluate():
             with exit_on_error():
                 batch = eval_batches(0, step)
             loss_sum += parallel.evaluate(batch)
-        means[f'{split}_loss'] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
+        means[key] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
     parallel.train(True)
-    return None if signals.stop else means
+    return None if signals.stop else add_figures(means, train_loader, val_loader, run.tokens // block_size)
 
 
 def save(in_background=False):

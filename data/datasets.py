@@ -7,8 +7,10 @@ import os
 import pickle
 import subprocess
 import sys
+from typing import NamedTuple
 
 from data.fetch import write_atomically
+from data.mixtures import parse_mixture
 from data.tokenizer import CharTokenizer, get_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
@@ -18,19 +20,46 @@ DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 8, 4096
 
 
 def open_dataset(dataset, processes):
-    """Prepare a small dataset if it is missing; returns (folder, meta.json). All processes call this.
+    """The sources of a dataset, {name: Source}; prepares small ones that are missing. All processes call this.
 
-    Raises ValueError if the dataset does not exist or cannot be used.
+    dataset: a name or a path, or a mixture of several (data.mixtures.parse_mixture). Raises ValueError if one
+    does not exist or cannot be used, or if their tokenizers differ.
     """
-    # The first process of the run prepares the dataset while the others wait. Then the first process of each
+    # The first process of the run prepares a dataset while the others wait. Then the first process of each
     # node does the same, since the nodes may not share a file system.
     for is_preparer in (processes.is_first, processes.local_rank == 0):
         if is_preparer:
-            prepare_small_dataset(dataset)
-            read_meta(dataset_folder(dataset))  # writes the meta.json of a dataset of nanoGPT
+            for name in parse_mixture(dataset):
+                prepare_small_dataset(name)
+                read_meta(dataset_folder(name))  # writes the meta.json of a dataset of nanoGPT
         processes.barrier()
-    folder = find_dataset(dataset)
-    return folder, read_meta(folder)
+    return find_sources(dataset)
+
+
+class Source(NamedTuple):
+    """A dataset, alone or in a mixture: its folder, and what its meta.json says."""
+    folder: str
+    meta: dict
+
+
+def find_sources(dataset):
+    """{name: Source} of a dataset or a mixture; ValueError as in `open_dataset`."""
+    sources = {}
+    for name in parse_mixture(dataset):
+        folder = find_dataset(name)
+        sources[name] = Source(folder, read_meta(folder))
+    (first, (_, meta)), *others = sources.items()
+    for name, (_, other) in others:
+        for key in ('vocab_size', 'tokenizer', 'chars', 'digest'):
+            if other.get(key) != meta.get(key):
+                raise ValueError(f'{first} and {name} are not from one tokenizer ({key} is '
+                                 f'{_shortened(meta.get(key))} and {_shortened(other.get(key))}): '
+                                 'prepare all sources of a mixture with the same')
+    return sources
+
+
+def _shortened(value):
+    return repr(value) if len(repr(value)) <= 40 else f'{repr(value)[:40]}...'
 
 
 def prepare_small_dataset(dataset):
@@ -148,20 +177,22 @@ def find_shards(folder, split):
     return paths
 
 
-def fingerprint(folder):
-    """{file name: [size in bytes, digest]} of a dataset's shards, to see whether the data have changed.
+def fingerprint(sources):
+    """{file: [size in bytes, digest]} of the shards of sources, to see whether the data have changed.
 
     The digest, a hexadecimal number, covers a few blocks of the shard, not all of it. A change of one token
-    can therefore go unnoticed, but another text or tokenizer cannot.
+    can therefore go unnoticed, but another text or tokenizer cannot. In a mixture, a file is NAME/FILE.
     """
     shards = {}
-    for path in (*find_shards(folder, 'train'), *find_shards(folder, 'val')):
+    for name, path in [(name, path) for name, source in sources.items() for split in ('train', 'val')
+                       for path in find_shards(source.folder, split)]:
         digest, size = hashlib.blake2b(digest_size=8), os.path.getsize(path)
-        with open(path, 'rb', buffering=0) as file:
+        with open(path, 'rb', buffering=0) as shard:
             for block in range(DIGEST_BLOCKS):
-                file.seek(max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1))
-                digest.update(file.read(DIGEST_BLOCK_BYTES))
-        shards[os.path.basename(path)] = [size, digest.hexdigest()]
+                shard.seek(max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1))
+                digest.update(shard.read(DIGEST_BLOCK_BYTES))
+        file = os.path.basename(path)
+        shards[f'{name}/{file}' if len(sources) > 1 else file] = [size, digest.hexdigest()]
     return shards
 
 

@@ -11,41 +11,12 @@ import os
 
 import numpy as np
 
-from data.checks import find_oddities
 from data.loader import TokenLoader, shuffled
 from data.tokenizer import get_tokenizer
 
 GROUP = 128  # sequences whose documents are arranged anew
 BLOCK = 64  # groups whose rows are shuffled together
 SAMPLE = 256  # sequences in which documents are measured
-
-
-def open_splits(folder, block_size, vocab_size, meta, seed, documents, processes, evaluates):
-    """The TokenLoaders of a dataset's training and validation splits. All processes of a run call this.
-
-    documents: 'stream', 'mask' or 'pack', as in train.py.
-    evaluates: whether the run evaluates. If not, the validation split is None, and its files may be missing.
-    ValueError on all processes if they do not have the same data. The first process prints what is odd.
-    """
-    splits = ('train', 'val') if evaluates else ('train',)
-    loaders = [open_loader(folder, split, block_size, vocab_size, meta, seed, documents) for split in splits]
-    sizes = [loader.n_tokens for loader in loaders]
-    if processes.any(sizes != processes.share(sizes)):
-        raise ValueError(f'{folder} does not hold the same data on every node ({sizes[0]:,} training tokens '
-                         'here): copy one folder to all of them')
-    if processes.is_first:
-        for sentence in find_oddities(folder, meta, loaders):
-            print(f'warning: {sentence}', flush=True)
-    return loaders if evaluates else (*loaders, None)
-
-
-def open_loader(folder, split, block_size, vocab_size, meta, seed, documents):
-    """The TokenLoader of a split. documents: as in open_splits."""
-    arguments = folder, split, block_size, vocab_size, meta, seed
-    if documents == 'stream':
-        return TokenLoader(*arguments)
-    kind = PackedLoader if documents == 'pack' and split == 'train' else DocumentLoader
-    return kind(*arguments, separator_of(folder, meta))
 
 
 def separator_of(folder, meta):
@@ -64,6 +35,12 @@ def separator_of(folder, meta):
     return separator
 
 
+def document_starts(x, separator):
+    """At which position of its row the document of each token begins. x (B, T): tokens."""
+    begins = np.where(x == separator, np.arange(x.shape[1]), 0)
+    return np.maximum.accumulate(begins, axis=1)
+
+
 class DocumentLoader(TokenLoader):
     """A TokenLoader whose batches have a third array: at which position of its row a token's document begins.
 
@@ -76,8 +53,7 @@ class DocumentLoader(TokenLoader):
 
     def batch(self, starts):
         x, y = super().batch(starts)
-        begins = np.where(x == self.separator, np.arange(self.block_size), 0)
-        return x, y, np.maximum.accumulate(begins, axis=1)
+        return x, y, document_starts(x, self.separator)
 
     @functools.cached_property
     def sample(self):
@@ -114,9 +90,9 @@ class PackedLoader(DocumentLoader):
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        per_epoch = self.n_tokens // self.block_size
-        self.n_groups = max(1, per_epoch // GROUP)
-        self.n_rows = per_epoch // self.n_groups  # of each group
+        self.n_groups = max(1, self.per_epoch // GROUP)
+        self.n_rows = self.per_epoch // self.n_groups  # of each group
+        self.per_epoch = self.n_groups * self.n_rows
         self._order = functools.lru_cache(2)(self._order)
         self._group = functools.lru_cache(2 * BLOCK)(self._group)
 
@@ -148,7 +124,7 @@ class PackedLoader(DocumentLoader):
 
     def _locate_row(self, sequence):
         """(epoch, group, row of the group) of a training sequence."""
-        epoch, place = divmod(sequence, self.n_groups * self.n_rows)
+        epoch, place = divmod(sequence, self.per_epoch)
         block, place = divmod(place, BLOCK * self.n_rows)
         groups, places = self._order(epoch, block)
         group, row = divmod(int(places[place]), self.n_rows)

@@ -65,6 +65,7 @@ class TokenLoader:
             raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin: '
                              f'prepare the dataset again{way_out}')
         self.shards = [_open_tokens(path, meta) for path in self.paths]
+        self.dtype = self.shards[0].dtype
         self.sizes = np.array([len(shard) for shard in self.shards])
         self.ends = np.cumsum(self.sizes)
         self.n_tokens = int(self.ends[-1])
@@ -78,6 +79,7 @@ class TokenLoader:
             first_tokens = np.fromfile(path, shard.dtype, max(1, SCAN_TOKENS // len(self.shards)),
                                        offset=os.path.getsize(path) - shard.nbytes)
             self._check(first_tokens, path)
+        self.per_epoch = self.n_tokens // block_size  # sequences
         self._starts = functools.lru_cache(2)(self._starts)
 
     def _check(self, tokens, source):
@@ -110,7 +112,7 @@ class TokenLoader:
 
     def train_starts(self, sequences):
         """Stream positions at which training sequences begin, given their numbers; -1 stays -1."""
-        epochs, places = np.divmod(sequences, self.n_tokens // self.block_size)
+        epochs, places = np.divmod(sequences, self.per_epoch)
         blocks, places = np.divmod(places, SHUFFLE_BLOCK)
         starts = np.full(len(sequences), -1, dtype=np.int64)
         is_sequence = sequences >= 0
@@ -121,9 +123,8 @@ class TokenLoader:
 
     def _starts(self, epoch, block):
         """Stream positions of a block of an epoch's sequences. Cached: steps ask for blocks in order."""
-        per_epoch = self.n_tokens // self.block_size
-        places = np.arange(block * SHUFFLE_BLOCK, min((block + 1) * SHUFFLE_BLOCK, per_epoch))
-        return self.rotation(epoch) + self.block_size * shuffled(places, per_epoch, [self.seed, epoch])
+        places = np.arange(block * SHUFFLE_BLOCK, min((block + 1) * SHUFFLE_BLOCK, self.per_epoch))
+        return self.rotation(epoch) + self.block_size * shuffled(places, self.per_epoch, [self.seed, epoch])
 
     def rotation(self, epoch):
         """The stream position at which an epoch begins to cut."""
@@ -146,7 +147,7 @@ class TokenLoader:
         """
         length = self.block_size + 1
         # The narrow type of the file takes less time to copy and to check than int64.
-        tokens = np.zeros((len(starts), length), dtype=self.shards[0].dtype)
+        tokens = np.zeros((len(starts), length), dtype=self.dtype)
         for row, start, (i, local) in zip(tokens, starts.tolist(), self._locate(starts)):
             if start >= 0:
                 piece = self.shards[i][local:local + length]
@@ -166,6 +167,11 @@ class TokenLoader:
     def describe(self):
         """Lines about the documents in training sequences."""
         return []
+
+    @property
+    def place(self):
+        """The folder of the dataset, relative to the current one."""
+        return os.path.relpath(os.path.dirname(self.paths[0]))
 
 
 def _open_tokens(path, meta):

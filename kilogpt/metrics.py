@@ -116,9 +116,12 @@ class Metrics:
             f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}'))
 
     def eval(self, line):
-        """Write an evaluation line: iter tokens seconds train_loss val_loss."""
-        self._write(line, (
-            f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, val loss {line["val_loss"]:.4f}'))
+        """Write an evaluation line: iter tokens seconds train_loss val_loss, and those of a mixture's sources."""
+        parts = [f'{key[len("val_loss/"):]} {loss:.4f}' for key, loss in line.items()
+                 if key.startswith('val_loss/')]
+        sources = f' ({", ".join(parts)})' if parts else ''
+        self._write(line, (f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, '
+                           f'val loss {line["val_loss"]:.4f}{sources}'))
 
     def exchange(self, line):
         """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""

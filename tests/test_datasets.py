@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from data import checks, datasets
-from data.datasets import find_dataset, fingerprint, places_of, read_meta
+from data.datasets import Source, find_dataset, fingerprint, places_of, read_meta
 from data.loader import TokenLoader
 from data.tokenizer import get_tokenizer
 
@@ -243,21 +243,25 @@ def test_run_takes_nanogpts_dataset_without_a_val_split_by_a_relative_path(train
 def test_fingerprint_notices_other_data_and_only_other_data(tmp_path):
     for name, seed in ('train_000.bin', 0), ('train_001.bin', 1), ('val.bin', 2):
         np.random.default_rng(seed).integers(0, 65, 100_000, dtype='<u2').tofile(tmp_path / name)
-    former = fingerprint(str(tmp_path))
+    sources = dict(some=Source(str(tmp_path), {}))
+    former = fingerprint(sources)
     assert {name: size for name, (size, _) in former.items()} == dict.fromkeys(
         ['train_000.bin', 'train_001.bin', 'val.bin'], 200_000)
     assert len({digest for _, digest in former.values()}) == 3
     (tmp_path / 'meta.json').write_text('{}')  # not a shard
-    assert fingerprint(str(tmp_path)) == former
+    assert fingerprint(sources) == former
     for changed in 0, 99_999:  # the first and the last token
         tokens = np.fromfile(tmp_path / 'val.bin', '<u2')
         tokens[changed] ^= 1
         tokens.tofile(tmp_path / 'val.bin')
-        later = fingerprint(str(tmp_path))
+        later = fingerprint(sources)
         assert [name for name in former if later[name] != former[name]] == ['val.bin']
         tokens[changed] ^= 1
         tokens.tofile(tmp_path / 'val.bin')
     (tmp_path / 'train_001.bin').write_bytes(b'short')
-    assert fingerprint(str(tmp_path))['train_001.bin'][0] == 5
+    assert fingerprint(sources)['train_001.bin'][0] == 5
     (tmp_path / 'train_001.bin').unlink()
-    assert list(fingerprint(str(tmp_path))) == ['train_000.bin', 'val.bin']
+    assert list(fingerprint(sources)) == ['train_000.bin', 'val.bin']
+    mixture = sources | dict(other=sources['some'])
+    assert list(fingerprint(mixture)) == [
+        'some/train_000.bin', 'some/val.bin', 'other/train_000.bin', 'other/val.bin']

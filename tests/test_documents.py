@@ -8,7 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.documents import DocumentLoader, PackedLoader, arrange, open_loader, separator_of
+from data.datasets import Source
+from data.documents import DocumentLoader, PackedLoader, arrange, separator_of
+from data.splits import open_loader
 from kilogpt.layers.attention import build_mask, first_seen, starts_of
 from model import GPT, GPTConfig
 
@@ -252,12 +254,15 @@ def test_packed_rows_are_a_pure_function_of_their_numbers(tmp_path):
 def test_masked_rows_are_those_of_the_stream_and_say_where_documents_begin(tmp_path):
     lengths = np.random.default_rng(3).integers(1, 40, size=300).tolist()
     folder, meta = write(tmp_path, documents(lengths))
-    stream, masked = (open_loader(folder, 'train', 16, 60_000, meta, 5, kind) for kind in ('stream', 'mask'))
+    def opened(documents, split='train'):
+        return open_loader(Source(folder, meta), split, 60_000, dict(block_size=16, seed=5, documents=documents))
+
+    stream, masked = opened('stream'), opened('mask')
     (x, y), (x2, y2, starts) = (loader.train_batch(np.arange(50)) for loader in (stream, masked))
     assert (x == x2).all() and (y == y2).all()
     assert starts.tolist() == starts_of(torch.from_numpy(x), 0).tolist()
     assert sum(masked.document_lengths()) == 256 * 16
-    assert type(open_loader(folder, 'val', 16, 60_000, meta, 5, 'pack')) is DocumentLoader
+    assert type(opened('pack', 'val')) is DocumentLoader
 
 
 def test_separator_is_that_of_the_meta_or_of_its_tokenizer(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.datasets import fingerprint
+from data.datasets import find_sources, fingerprint
 from data.loader import SCAN_TOKENS
 from helpers import (FAULTS, ROOT, curve, first_iterations, newest_state, run_script, saved_iterations,
                      side_by_side)
@@ -322,7 +322,7 @@ def test_resumed_run_finds_that_its_dataset_was_replaced(train, dataset, tmp_pat
                      out_dir=first.out_dir)
     assert 'continues with other batches' in accepted.stdout and list(accepted.lines) == [1, 2]
     # The acceptance is for these data, not for the next change.
-    assert newest_state(first.out_dir)['shards'] == fingerprint(data)
+    assert newest_state(first.out_dir)['shards'] == fingerprint(find_sources(str(data)))
     assert json.loads((first.out_dir / 'config.json').read_text())['accept_new_data'] is False
 
 

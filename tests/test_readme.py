@@ -157,6 +157,15 @@ SLOW_SESSIONS = dict(
              '--eval_interval=300 --eval_iters=60 --device=cpu --dtype=float32 --compile=False --documents=pack '
              '--seed=1 --out_dir=out-pack', SMALL),
     ],
+    mixtures=[
+        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks",
+             '--num_proc=1'),
+        step('python data/text/prepare.py --input=documents --tokenizer=gpt2 --out=mydocuments', '--num_proc=1'),
+        step("python train.py config/quickstart.py --dataset='mybooks:0.7, mydocuments:0.3' "
+             '--out_dir=out-mixture', SMALL),
+        step("python train.py config/quickstart.py --dataset='mybooks:0.7, mydocuments:0.3' "
+             "--mixture_phases='1e5: mybooks:0.2, mydocuments:0.8; 2e5: mydocuments:1' --out_dir=out-phases", SMALL),
+    ],
     layouts=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --tp=2 --pp=2 '
              '--zero_stage=2', MANY, nproc=4),

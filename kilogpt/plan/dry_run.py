@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from data.datasets import dataset_folder, read_meta
+from data.mixtures import parse_mixture
 from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
@@ -157,7 +158,8 @@ def run_rank(config):
 def model_config(config):
     """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary is GPT-2's."""
     keys = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
-    vocab_size = read_meta(dataset_folder(config['dataset']))['vocab_size']
+    first, *_ = parse_mixture(config['dataset'])
+    vocab_size = read_meta(dataset_folder(first))['vocab_size']
     return GPTConfig(vocab_size=vocab_size, **{key: config[key] for key in keys})
 
 

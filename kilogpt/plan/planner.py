@@ -9,8 +9,9 @@ import itertools
 import torch
 from tqdm import tqdm
 
-from data.datasets import dataset_folder, find_shards, read_meta
-from data.documents import open_loader
+from data.datasets import dataset_folder, find_shards, find_sources, read_meta
+from data.mixtures import parse_mixture
+from data.splits import open_training_split
 from kilogpt.parallel.layout import SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.shape import Shape
@@ -36,13 +37,12 @@ class Planner:
 
     def __init__(self, config, machine, gpus, tokens_per_iter=0, load_imbalance=memory_model.LOAD_IMBALANCE):
         # Without the dataset, documents are as long as sequences, and the vocabulary is GPT-2's.
-        folder = dataset_folder(config['dataset'])
-        meta = read_meta(folder)
+        folders = [dataset_folder(name) for name in parse_mixture(config['dataset'])]
+        meta = read_meta(folders[0])
         lengths = [config['block_size']]
-        if config['documents'] != 'stream' and find_shards(folder, 'train'):
-            loader = open_loader(folder, 'train', config['block_size'], meta['vocab_size'], meta,
-                                 config['seed'], config['documents'])
-            lengths = loader.document_lengths()
+        if config['documents'] != 'stream' and all(find_shards(folder, 'train') for folder in folders):
+            sources = find_sources(config['dataset'])
+            lengths = open_training_split(sources, meta['vocab_size'], config).document_lengths()
         self.machine, self.gpus = machine, gpus
         fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
                   if field.name in config}

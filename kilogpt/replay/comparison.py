@@ -3,9 +3,9 @@ import os
 
 import torch
 
-from data.datasets import find_dataset, read_meta
-from data.documents import open_loader
+from data.datasets import find_sources
 from data.shares import Shares
+from data.splits import open_training_split
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.metrics import read_metrics
@@ -184,11 +184,10 @@ def write_batch(folder, run, iteration, config):
     tokens = run.states[begin]['tokens'] if begin else 0
     n_sequences = config['batch_size'] * config['gradient_accumulation_steps']
     sequences = Shares(n_sequences, config['block_size'], 1, begin, tokens).sequences(iteration - 1, 0)
-    data_dir = find_dataset(config['dataset'])
-    meta = read_meta(data_dir)
+    sources = find_sources(config['dataset'])
+    meta = next(iter(sources.values())).meta
     tokenizer = get_tokenizer(meta)
-    loader = open_loader(data_dir, 'train', config['block_size'], meta['vocab_size'], meta, config['seed'],
-                         config.get('documents', 'stream'))
+    loader = open_training_split(sources, meta['vocab_size'], config)
     starts = loader.train_starts(sequences)
     x, y, *_ = loader.train_batch(sequences)
     with open(os.path.join(folder, 'batch.txt'), 'w', encoding='utf-8') as file:
