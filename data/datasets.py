@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from data.fetch import write_atomically
 from data.mixtures import parse_mixture
-from data.tokenizer import CharTokenizer, get_tokenizer
+from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
@@ -20,7 +20,7 @@ DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 8, 4096
 
 
 def open_dataset(dataset, processes):
-    """The sources of a dataset, {name: Source}; prepares small ones that are missing. All processes call this.
+    """The sources of a dataset, {name: Source}; prepares missing small ones. All processes call this.
 
     dataset: a name or a path, or a mixture of several (data.mixtures.parse_mixture). Raises ValueError if one
     does not exist or cannot be used, or if their tokenizers differ.
@@ -48,18 +48,15 @@ def find_sources(dataset):
     for name in parse_mixture(dataset):
         folder = find_dataset(name)
         sources[name] = Source(folder, read_meta(folder))
-    (first, (_, meta)), *others = sources.items()
-    for name, (_, other) in others:
-        for key in ('vocab_size', 'tokenizer', 'chars', 'digest'):
-            if other.get(key) != meta.get(key):
-                raise ValueError(f'{first} and {name} are not from one tokenizer ({key} is '
-                                 f'{_shortened(meta.get(key))} and {_shortened(other.get(key))}): '
-                                 'prepare all sources of a mixture with the same')
+    first, *others = sources
+    for name in others:
+        (ours, size), (theirs, other_size) = ((describe_tokenizer(meta), meta['vocab_size'])
+                                              for meta in (sources[first].meta, sources[name].meta))
+        if (ours, size) != (theirs, other_size):
+            raise ValueError(f'the sources of a mixture need one tokenizer, but {first} has {ours} with '
+                             f'{size:,} tokens and {name} has {theirs} with {other_size:,}: prepare one of '
+                             'them again')
     return sources
-
-
-def _shortened(value):
-    return repr(value) if len(repr(value)) <= 40 else f'{repr(value)[:40]}...'
 
 
 def prepare_small_dataset(dataset):

@@ -61,11 +61,13 @@ def parse_phases(text, names):
         mixture = parse_mixture(mixture.strip())
         for name in mixture:
             if name not in names:
-                raise ValueError(f'mixture_phases names {name}, which is not in dataset ({", ".join(names)}): '
-                                 f'add it there, with a weight of 0 if no earlier phase has it ({name}:0)')
+                raise ValueError(
+                    f'mixture_phases names {name}, which is not in dataset ({", ".join(names)}): add it '
+                    f'there, with a weight of 0 if no earlier phase has it ({name}:0)')
         if phases and tokens <= phases[-1][0]:
-            raise ValueError(f'a phase of mixture_phases begins at {float(tokens):g} tokens, but the one before '
-                             f'it at {float(phases[-1][0]):g}: give phases in order')
+            raise ValueError(
+                f'a phase of mixture_phases begins at {float(tokens):g} tokens, but the one before it at '
+                f'{float(phases[-1][0]):g}: give phases in order')
         phases.append((int(tokens), mixture))
     return phases
 
@@ -85,17 +87,35 @@ def as_integers(weights):
 def count_out(n, weights):
     """How many of n sequences each source gives, for an integer array n: an array (sources, *n.shape).
 
-    Between two halves of the sources, the first half gets round(n * its share), and so on within each half.
-    So of n + 1 sequences one source gives one more than of n, and the others as many. weights: integers.
+    The sources are divided into two sets of about the same weight. The first gets round(n * its share), and so
+    on within each set. So of n + 1 sequences one source gives one more than of n, and the others as many. Sets
+    of about the same weight keep the roundings from adding up: a search for the worst weights found a source
+    1.37 sequences from its exact share, where halves of the list gave 1.97. weights: integers.
     """
-    if len(weights) == 1:
-        return n[None]
-    middle = len(weights) // 2
-    left, total = sum(weights[:middle]), sum(weights)
-    # n * left may exceed 64 bits; n has a part that the weights divide, and a rest.
-    wholes, rest = np.divmod(n, total or 1)
-    n_left = wholes * left + (2 * rest * left + total) // (2 * total or 1)
-    return np.concatenate([count_out(n_left, weights[:middle]), count_out(n - n_left, weights[middle:])])
+    counts = np.zeros((len(weights), *n.shape), dtype=np.int64)
+    pending = [(n, list(range(len(weights))))]
+    while pending:
+        n, sources = pending.pop()
+        if len(sources) == 1:
+            counts[sources[0]] = n
+            continue
+        first, second = _divide(sources, weights)
+        part, total = (sum(weights[source] for source in some) for some in (first, sources))
+        # n * part may exceed 64 bits; n has a multiple of total, and a rest.
+        wholes, rest = np.divmod(n, total or 1)
+        n_first = wholes * part + (2 * rest * part + total) // (2 * total or 1)
+        pending += [(n_first, first), (n - n_first, second)]
+    return counts
+
+
+def _divide(sources, weights):
+    """Two sets of sources of about the same weight: each source, the heaviest first, goes to the lighter set."""
+    sets, sums = ([], []), [0, 0]
+    for source in sorted(sources, key=lambda source: -weights[source]):
+        lighter = int(sums[1] < sums[0] or sums[1] == sums[0] and len(sets[1]) < len(sets[0]))
+        sets[lighter].append(source)
+        sums[lighter] += weights[source]
+    return sets
 
 
 class Schedule:

@@ -17,13 +17,12 @@ DOCUMENTS = 512  # documents in a sample of their lengths
 def open_splits(sources, vocab_size, config, processes):
     """The loaders of a dataset's training and validation splits. All processes of a run call this.
 
-    sources: of open_dataset. config: the keys of train.py. With eval_iters=0 the validation split is None, and
-    its files may be missing. ValueError on all processes if they do not have the same data, or if the sources
-    have no more epochs to give. The first process prints what is odd.
+    sources: of open_dataset. config: the keys of train.py. With eval_iters=0 the validation split is None,
+    and its files may be missing. ValueError on all processes if they do not have the same data, or if the
+    sources have no more epochs to give. The first process prints what is odd.
     """
     splits = ('train', 'val') if config['eval_iters'] > 0 else ('train',)
-    opened = {split: {name: open_loader(source, split, vocab_size, config) for name, source in sources.items()}
-              for split in splits}
+    opened = {split: open_sources(sources, split, vocab_size, config) for split in splits}
     sizes = [loader.n_tokens for loaders in opened.values() for loader in loaders.values()]
     if processes.any(sizes != processes.share(sizes)):
         folders = ', '.join(source.folder for source in sources.values())
@@ -39,8 +38,12 @@ def open_splits(sources, vocab_size, config, processes):
 
 def open_training_split(sources, vocab_size, config):
     """The loader of a dataset's training split, in one process. sources, config: as in open_splits."""
-    return mix({name: open_loader(source, 'train', vocab_size, config) for name, source in sources.items()},
-               config, 'train')
+    return mix(open_sources(sources, 'train', vocab_size, config), config, 'train')
+
+
+def open_sources(sources, split, vocab_size, config):
+    """{name: TokenLoader} of a split of each source."""
+    return {name: open_loader(source, split, vocab_size, config) for name, source in sources.items()}
 
 
 def open_loader(source, split, vocab_size, config):
@@ -62,12 +65,13 @@ def mix(loaders, config, split):
     if len(loaders) == 1 and not max_epochs and not phases:
         return next(iter(loaders.values()))
     if len({getattr(loader, 'separator', None) for loader in loaders.values()}) > 1:
-        raise ValueError('the sources of the mixture have different separators in their meta.json: prepare them '
-                         'with the same, or set documents to stream')
+        raise ValueError('the sources of the mixture have different separators in their meta.json: prepare '
+                         'them with the same, or set documents to stream')
     mixture = parse_mixture(config['dataset'])
     steps = [(0, mixture)]
     if split == 'train':
-        steps += [(-(-tokens // config['block_size']), phase) for tokens, phase in parse_phases(phases, mixture)]
+        steps += [(-(-tokens // config['block_size']), phase)
+                  for tokens, phase in parse_phases(phases, mixture)]
     limits = [max_epochs * loader.per_epoch for loader in loaders.values()]
     is_limited = split == 'train' and max_epochs
     schedule = Schedule([(begin, [fractions.Fraction(phase.get(name, 0)) for name in mixture])
@@ -75,8 +79,8 @@ def mix(loaders, config, split):
     needed = config['max_iters'] * config['batch_size'] * config['gradient_accumulation_steps']
     if split == 'train' and schedule.end < needed and not config['eval_only']:
         raise ValueError(
-            f'max_epochs={max_epochs} leaves {schedule.end:,} sequences to train on, but {config["max_iters"]:,} '
-            f'iterations take {needed:,}: raise max_epochs, or set max_iters to '
+            f'max_epochs={max_epochs} leaves {schedule.end:,} sequences to train on, but '
+            f'{config["max_iters"]:,} iterations take {needed:,}: raise max_epochs, or set max_iters to '
             f'{schedule.end * config["max_iters"] // needed:,} or less')
     return MixtureLoader(dict(zip(short_names(mixture), loaders.values())), schedule)
 

@@ -64,8 +64,8 @@ def room_of(path):
 
 
 def floor_of(path):
-    """The number of a file's floor, 0 for the ground floor. A dataset's prepare.py is a script."""
-    if path.startswith('data/') and path.count('/') == 2:
+    """The number of a file's floor, 0 for the ground floor. A dataset's prepare.py and data/look.py are scripts."""
+    if path.startswith('data/') and (path.count('/') == 2 or path == 'data/look.py'):
         return len(FLOORS) - 1
     numbers = [number for number, rooms in enumerate(FLOORS) if room_of(path) in rooms]
     assert len(numbers) == 1, f'{path} needs one place in FLOORS'

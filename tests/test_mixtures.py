@@ -14,7 +14,7 @@ from data.datasets import find_sources
 from data.mixtures import Schedule, as_integers, count_out, parse_mixture, parse_phases
 from data.splits import open_loader, open_training_split
 
-weights_of = st.lists(st.integers(0, 1000), min_size=1, max_size=24).filter(any)
+weights_of = st.lists(st.integers(0, 1000) | st.integers(0, 9), min_size=1, max_size=24).filter(any)
 
 
 def shares(weights):
@@ -26,12 +26,13 @@ def shares(weights):
 @settings(max_examples=200, deadline=None)
 @given(weights_of, st.integers(0, 10 ** 13))
 def test_each_source_gives_its_share_of_every_prefix(weights, start):
-    """Within 1 of the rounded share, and one sequence more at each step."""
+    """Within 1 of the rounded share, and each sequence is one source's."""
     n = start + np.arange(300)
     counts = count_out(n, as_integers(shares(weights)))
     assert (counts.sum(axis=0) == n).all()
     exact = [[fractions.Fraction(weight, sum(weights)) * int(i) for i in n] for weight in weights]
-    off = [abs(int(count) - round(share)) for row, shares_ in zip(counts, exact) for count, share in zip(row, shares_)]
+    off = [abs(int(count) - round(share)) for row, expected in zip(counts, exact)
+           for count, share in zip(row, expected)]
     assert max(off) <= 1
     steps = np.diff(counts, axis=1)
     assert (steps >= 0).all() and (steps.sum(axis=0) == 1).all()
@@ -39,7 +40,8 @@ def test_each_source_gives_its_share_of_every_prefix(weights, start):
 
 
 phases_of = st.integers(1, 6).flatmap(lambda sources: st.tuples(
-    st.lists(st.lists(st.integers(0, 9), min_size=sources, max_size=sources).filter(any), min_size=1, max_size=4),
+    st.lists(st.lists(st.integers(0, 9), min_size=sources, max_size=sources).filter(any),
+             min_size=1, max_size=4),
     st.lists(st.integers(1, 200), min_size=3, max_size=3)))
 
 
@@ -50,7 +52,8 @@ def test_each_sequence_has_a_place_of_its_own(case, limits):
     phase_weights, lengths = case
     begins = np.cumsum([0, *lengths])
     limits = limits and limits[:len(phase_weights[0])]
-    schedule = Schedule([(int(begin), shares(weights)) for begin, weights in zip(begins, phase_weights)], limits)
+    phases = [(int(begin), shares(weights)) for begin, weights in zip(begins, phase_weights)]
+    schedule = Schedule(phases, limits)
     n = int(min(schedule.end, 800))
     sources, within = schedule.locate(np.arange(n))
     for source in range(len(phase_weights[0])):
@@ -77,7 +80,17 @@ def test_weights_without_limits_have_no_end():
     assert Schedule([(0, shares([1, 2]))]).end == math.inf
 
 
-# --- what users write ----------------------------------------------------------------------------------------
+@pytest.mark.parametrize('weights', [
+    [149, 87, 113, 107, 60, 95, 246, 8, 14, 7, 7, 17, 1, 1, 1, 5],
+    [212, 46, 20, 3, 24, 1, 17, 21, 5, 9, 7, 1, 11, 1, 2], [0, 0, 0, 0, 1, 1, 1, 9, 0, 0, 1]])
+def test_the_worst_known_weights_are_near_their_shares_at_every_prefix(weights):
+    """After sum(weights) sequences the counts are exact, and the pattern begins again."""
+    n = np.arange(sum(weights) + 1)
+    off = count_out(n, weights) - np.outer(weights, n) / sum(weights)
+    assert np.abs(off).max() < 1.5 and not off[:, -1].any()
+
+
+# --- what users write ---------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize('text, mixture', [
     ('shakespeare_char', {'shakespeare_char': 1}),
@@ -122,7 +135,7 @@ def test_weights_with_too_many_digits_are_refused():
         as_integers([fractions.Fraction('0.1234567891234'), fractions.Fraction('0.5')])
 
 
-# --- loaders -------------------------------------------------------------------------------------------------
+# --- loaders ------------------------------------------------------------------------------------------------
 
 SIZES = dict(web=9000, code=3000, wiki=1500)
 META = dict(vocab_size=65, dtype='uint16', tokenizer='char', separator=0,
@@ -130,7 +143,7 @@ META = dict(vocab_size=65, dtype='uint16', tokenizer='char', separator=0,
 
 
 def write_source(folder, name, size, **meta):
-    """A source whose documents have 15 different tokens on average, from a part of the vocabulary of its own."""
+    """A source with documents of 15 tokens on average, from a part of the vocabulary of its own."""
     (folder / name).mkdir()
     first = 1 + 20 * list(SIZES).index(name)
     generator = np.random.default_rng(first)
@@ -155,8 +168,8 @@ def mixture_of(folder, **weights):
 
 @pytest.mark.parametrize('documents', ['stream', 'mask', 'pack'])
 def test_rows_are_those_that_each_source_would_give(folder, documents):
-    config = dict(dataset=mixture_of(folder, web=5, code=3, wiki=2), block_size=32, seed=1, documents=documents,
-                  max_iters=1, batch_size=1, gradient_accumulation_steps=1, eval_only=False)
+    config = dict(dataset=mixture_of(folder, web=5, code=3, wiki=2), block_size=32, seed=1, max_iters=1,
+                  batch_size=1, gradient_accumulation_steps=1, documents=documents, eval_only=False)
     sources = find_sources(config['dataset'])
     loader = open_training_split(sources, 65, config)
     alone = [open_loader(source, 'train', 65, config) for source in sources.values()]
@@ -182,7 +195,7 @@ def test_rows_are_those_that_each_source_would_give(folder, documents):
     assert [int((inputs > 1 + 20 * i).sum()) for i in range(3)] == np.cumsum(counts[::-1])[::-1].tolist()
 
 
-# --- runs ----------------------------------------------------------------------------------------------------
+# --- runs ---------------------------------------------------------------------------------------------------
 
 RUN = '--eval_interval=4 --eval_iters=3 --keep_checkpoints=9 --init_from=auto'.split()
 
@@ -226,21 +239,29 @@ def test_replay_says_from_which_source_a_sequence_is(train, keys):
     text = (run.out_dir / 'replay_00000007' / 'batch.txt').read_text()
     heads = [line for line in text.splitlines() if line.startswith('--- token ')]
     assert len(heads) == 12 and sum('code/train.bin' in head for head in heads) == 11
+    for head in heads:
+        found = re.fullmatch(r'--- token (\d+) of (.*), in its document (\d+)', head)
+        position, path, number = found.groups()
+        tokens = np.fromfile(path, '<u2')[:int(position) + 1]
+        assert (tokens == 0).sum() == int(number)
 
 
 def test_planner_reads_a_mixture(folder):
-    done = run_script('kilogpt.plan', f'--dataset={mixture_of(folder, web=1, code=1)}', '--documents=mask',
-                      '--block_size=32', '--n_layer=1', '--as_given', '--gpus=1')
+    mixture = mixture_of(folder, web=1, code=1)
+    done = run_script('kilogpt.plan', f'--dataset={mixture}', '--documents=mask', '--block_size=32',
+                      '--n_layer=1', '--as_given', '--gpus=1')
     assert 'GB' in done.stdout
 
 
 @pytest.mark.parametrize('keys, message', [
-    ('--dataset={web}:1,{other}:1', "web and .*other are not from one tokenizer .vocab_size is 65 and 66"),
+    ('--dataset={web}:1,{other}:1',
+     'need one tokenizer, but .*web has char .* with 65 tokens and .*other has char .* with 66'),
     ('--dataset={web}:1,{web}x:1', "dataset '.*webx' has no data"),
     ('--dataset={web}:1,{code}:1 --max_epochs=1 --max_iters=1000',
-     'max_epochs=1 leaves 374 sequences to train on, but 1,000 iterations take 12,000: raise max_epochs, or set '
-     'max_iters to 31 or less'),
-    ('--dataset={web}:1 --mixture_phases=100:{code}:1', 'mixture_phases names .*code, which is not in dataset'),
+     'max_epochs=1 leaves 374 sequences to train on, but 1,000 iterations take 12,000: raise max_epochs, or '
+     'set max_iters to 31 or less'),
+    ('--dataset={web}:1 --mixture_phases=100:{code}:1',
+     'mixture_phases names .*code, which is not in dataset'),
     ('--dataset={web}:0,{code}:0', 'sum to 0'),
     ('--max_epochs=-1', 'max_epochs is -1: it cannot be negative'),
 ])

@@ -146,6 +146,7 @@ SLOW_SESSIONS = dict(
         step('python data/text/prepare.py --input=documents --out=mydocuments',
              '--num_proc=1 --tokenizer=bytes'),
         step('python data/text/prepare.py --input=documents --tokenizer=gpt2 --out=mydocuments', '--num_proc=1'),
+        step('python -m data.look mydocuments'),
         step('python train.py config/quickstart.py --dataset=mydocuments --documents=pack --out_dir=out-documents',
              SMALL),
         step('python train.py config/quickstart.py --dataset=mydocuments --documents=mask --window=16 '

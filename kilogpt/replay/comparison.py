@@ -1,6 +1,7 @@
 """What a run has logged and saved, and whether recomputed iterations agree with it."""
 import os
 
+import numpy as np
 import torch
 
 from data.datasets import find_sources
@@ -190,7 +191,13 @@ def write_batch(folder, run, iteration, config):
     loader = open_training_split(sources, meta['vocab_size'], config)
     starts = loader.train_starts(sequences)
     x, y, *_ = loader.train_batch(sequences)
+    begins = {}  # {path of a shard: positions at which its documents begin}
     with open(os.path.join(folder, 'batch.txt'), 'w', encoding='utf-8') as file:
         for (path, position), inputs, targets in zip(loader.where(starts), x.tolist(), y.tolist()):
+            if path not in begins:
+                shard = loader.shards[loader.paths.index(path)]
+                begins[path] = np.flatnonzero(shard == meta['separator']) if 'separator' in meta else []
+            number = np.searchsorted(begins[path], position, side='right')
+            document = f', in its document {number}' if len(begins[path]) else ''
             text = tokenizer.decode([*inputs, targets[-1]])
-            file.write(f'--- token {position} of {path}\n{text}\n')
+            file.write(f'--- token {position} of {path}{document}\n{text}\n')
