@@ -188,6 +188,12 @@ def test_rows_are_those_that_each_source_would_give(folder, documents):
         if documents != 'pack':  # whose rows do not follow the stream
             assert (loader.batch(start)[0] == batch[0][row]).all()
     assert loader.train_starts(np.array([-1, 3]))[0] == -1
+    numbers = np.arange(500)  # more than an epoch: some rows cross the end of their source's stream
+    origins, within = loader.schedule.locate(numbers)
+    for source, part in enumerate(alone):
+        rows = numbers[origins == source]
+        for array, own in zip(loader.train_batch(rows), part.train_batch(within[origins == source])):
+            assert (array == own).all()
     counts = loader.schedule.counts(50)
     starts = loader.eval_starts(50)
     assert len(starts) == 50
