@@ -121,10 +121,9 @@ class MixtureLoader(TokenLoader):
         if not isinstance(self.parts[0], PackedLoader):
             return super().train_batch(sequences)
         sources, within = self._locate_all(sequences)
-        rows_of = [np.flatnonzero(sources == source) for source in range(-1, len(self.parts))]
-        batches = [self.parts[max(0, number - 1)].train_batch(within[rows])
-                   for number, rows in enumerate(rows_of)]
-        order = np.argsort(np.concatenate(rows_of))
+        rows_of = {source: np.flatnonzero(sources == source) for source in np.unique(sources).tolist()}
+        batches = [self.parts[max(0, source)].train_batch(within[rows]) for source, rows in rows_of.items()]
+        order = np.argsort(np.concatenate(list(rows_of.values())))
         return tuple(np.concatenate(arrays)[order] for arrays in zip(*batches))
 
     def train_starts(self, sequences):

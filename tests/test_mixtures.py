@@ -223,6 +223,12 @@ def test_run_continues_over_a_phase_on_any_number_of_processes(train, keys, tmp_
     assert_near(other, whole)
 
 
+@pytest.mark.parametrize('documents', ['mask', 'pack'])
+def test_documents_of_a_mixture_are_trained_on_any_number_of_processes(train, keys, documents):
+    keys = [*RUN, *keys, '--pos=rope', f'--documents={documents}']
+    assert_near(train(*keys, nproc=3), train(*keys))
+
+
 def test_evaluation_has_a_loss_of_each_source_and_what_it_has_given(train, keys):
     run = train(*RUN, *keys)
     line = run.evals[12]
