@@ -315,7 +315,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         if options.random_tokens:
             write_random_tokens(folder, options.random_tokens, document_length=options.document_length)
-            arguments.append(f'--dataset={folder}')
+            arguments += [f'--dataset={folder}', '--mixture_phases=', '--max_epochs=0']
         if options.scaling:
             # By default one process would have threads on all cores, and two processes half of them each.
             os.environ.setdefault('OMP_NUM_THREADS', '1')

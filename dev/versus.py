@@ -359,7 +359,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         if options.random_tokens:
             write_random_tokens(folder, options.random_tokens)
-            arguments.append(f'--dataset={folder}')
+            arguments += [f'--dataset={folder}', '--mixture_phases=', '--max_epochs=0']
         try:
             comparison = PARTS[options.part](nanogpt, arguments, options, folder)
             for _ in range(options.rounds):

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import run_script
+from helpers import run_forked
 
 META = dict(vocab_size=256, dtype='uint16', tokenizer='bytes', separator=0)
 
@@ -18,7 +18,7 @@ def write(folder, texts, **meta):
 
 
 def look(*arguments, **options):
-    return run_script('data.look', *arguments, **options).stdout
+    return run_forked('data.look', *arguments, **options).stdout
 
 
 @pytest.fixture(scope='module')
@@ -50,5 +50,5 @@ def test_large_splits_are_read_in_pieces_and_mixtures_have_shares(folder, tmp_pa
 
 
 def test_bad_options_are_one_sentence(folder):
-    done = run_script('data.look', folder, '--max_tokens=1', check=False)
+    done = run_forked('data.look', folder, '--max_tokens=1', check=False)
     assert done.returncode == 1 and done.stderr.startswith('error: max_tokens is 1 and')

@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import assert_near, curve, run_script
+from helpers import assert_near, curve, run_forked, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -260,7 +260,7 @@ def test_replay_says_from_which_source_a_sequence_is(train, keys):
 
 def test_planner_reads_a_mixture(folder):
     mixture = mixture_of(folder, web=1, code=1)
-    done = run_script('kilogpt.plan', f'--dataset={mixture}', '--documents=mask', '--block_size=32',
+    done = run_forked('kilogpt.plan', f'--dataset={mixture}', '--documents=mask', '--block_size=32',
                       '--n_layer=1', '--as_given', '--gpus=1')
     assert 'GB' in done.stdout
 

@@ -148,7 +148,7 @@ def shrink(config, layouts, keep):
         warmup_iters=1, max_iters=ITERATIONS, lr_decay_iters=max(10, config['lr_decay_iters']),
         eval_iters=MICRO_STEPS, eval_interval=ITERATIONS, log_interval=1, save_interval=0,
         save_minutes=0.0, keep_checkpoints=2, always_save_checkpoint=True, async_checkpoint=False,
-        comm_timeout=120, **LAYOUT_KEYS)
+        comm_timeout=120, mixture_phases='', max_epochs=0, **LAYOUT_KEYS)  # the tokens are random
     return config | plain | small
 
 
