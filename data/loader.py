@@ -80,6 +80,7 @@ class TokenLoader:
                                        offset=os.path.getsize(path) - shard.nbytes)
             self._check(first_tokens, path)
         self.per_epoch = self.n_tokens // block_size  # sequences
+        self.val_bytes = meta.get('val_bytes')  # of text in the validation split; None = not known
         self._starts = functools.lru_cache(2)(self._starts)
 
     def _check(self, tokens, source):

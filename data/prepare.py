@@ -218,10 +218,24 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
             raise ValueError(f'no text is left for {split}.bin: '
                              'use more text, or change the share of val')
         tokens |= state['files']
+    if 'val.bin' in tokens:
+        meta['val_bytes'] = count_bytes(partial / 'val.bin', meta['dtype'], tokenizer)
     _publish(partial, folder, meta | {'tokens': tokens}, tokenizer.files)
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
+
+
+def count_bytes(path, dtype, tokenizer):
+    """The bytes of text in a token file, without its end-of-text tokens, for losses in bits per byte."""
+    tokens = np.memmap(path, np.dtype(dtype).newbyteorder('<'), 'r')
+    count = 0
+    for begin in range(0, len(tokens), 2 ** 20):
+        part = tokens[begin:begin + 2 ** 20]
+        if tokenizer.eot is not None:
+            part = part[part != tokenizer.eot]
+        count += len(tokenizer.decode_bytes(part.tolist()))
+    return count
 
 
 def _load_progress(partial, recipe, splits):

@@ -1,6 +1,7 @@
 """The loaders of a run: of the training and validation split of one dataset, or of a mixture of several."""
 import fractions
 import functools
+import math
 import os
 
 import numpy as np
@@ -196,11 +197,15 @@ def evaluations(train_loader, val_loader, count):
 
 
 def add_figures(losses, train_loader, val_loader, n):
-    """An evaluation's losses, and for a mixture val_loss and what its sources have given to n sequences.
+    """An evaluation's losses, in bits per byte too, and what a mixture's sources have given to n sequences.
 
-    val_loss is the mean of the sources' by the weights in `dataset`, in every phase. tokens/NAME and
-    epochs/NAME are what the run has trained on.
+    val_bpb is there if prepare.py has counted the bytes of the validation split. A mixture's val_loss is the
+    mean of its sources' by the weights in `dataset`, in every phase. tokens/NAME and epochs/NAME are what the
+    run has trained on.
     """
+    losses = losses | {key.replace('loss', 'bpb'): losses[key] / math.log(2) * loader.n_tokens / loader.val_bytes
+                       for key, loader, _ in evaluations(train_loader, val_loader, 1)
+                       if key != 'train_loss' and loader.val_bytes}
     if not isinstance(val_loader, MixtureLoader):
         return losses
     weights = val_loader.schedule.phases[0][1]

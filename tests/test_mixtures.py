@@ -151,7 +151,7 @@ def write_source(folder, name, size, **meta):
         tokens = first + generator.integers(0, 3, count).cumsum() % 20
         tokens[generator.random(count) < 1 / 15] = 0
         tokens.astype('<u2').tofile(folder / name / f'{split}.bin')
-    (folder / name / 'meta.json').write_text(json.dumps(META | meta))
+    (folder / name / 'meta.json').write_text(json.dumps(META | dict(val_bytes=900) | meta))
 
 
 @pytest.fixture(scope='module')
@@ -233,6 +233,8 @@ def test_evaluation_has_a_loss_of_each_source_and_what_it_has_given(train, keys)
     run = train(*RUN, *keys)
     line = run.evals[12]
     losses = [line[f'val_loss/{name}'] for name in SIZES]
+    assert [line[f'val_bpb/{name}'] for name in SIZES] == pytest.approx(
+        [loss / math.log(2) * 1000 / 900 for loss in losses], rel=1e-12)
     assert line['val_loss'] == pytest.approx(np.dot(losses, [0.5, 0.3, 0.2]), rel=1e-6)
     tokens = [line[f'tokens/{name}'] for name in SIZES]
     # 54 sequences of the first phase, and 90 of the second, of which code can give 93 - 16 in its epoch.

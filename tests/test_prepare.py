@@ -225,14 +225,16 @@ def test_folder_of_all_kinds(run_prepare, tmp_path, gpt2):
     assert 'left out: in/latin.txt is not UTF-8 text: it has the byte 0xe9; convert it' in output
     assert f'wrote {tmp_path}/a/b\n' in output
     meta, train, val = load(tmp_path / 'a/b')
-    expected = {'train': [], 'val': []}
+    expected, val_texts = {'train': [], 'val': []}, []
     for texts in [WORDS], documents, documents, [WORDS[::-1]]:
         border = int(sum(map(len, texts)) * 0.75)
         for text in texts:
             for split, part in ('train', text[:max(0, border)]), ('val', text[max(0, border):]):
                 expected[split] += [*gpt2.encode(part), gpt2.eot] if part else []
+                val_texts += [part] if split == 'val' else []
             border -= len(text)
     assert same(train, expected['train']) and same(val, expected['val'])
+    assert meta['val_bytes'] == len(''.join(val_texts).encode())
 
 
 def test_all_text_can_be_for_training(run_prepare, tmp_path):
@@ -250,6 +252,7 @@ def test_shakespeare_char_uses_the_text_in_its_folder(run_prepare, tmp_path):
     assert meta['chars'] == ''.join(sorted(set(WORDS))) and meta['vocab_size'] == len(meta['chars'])
     assert same(tokenizer.decode(train), WORDS[:int(len(WORDS) * 0.9)])
     assert same(tokenizer.decode(train + val), WORDS)
+    assert meta['val_bytes'] == len(tokenizer.decode(val).encode())
 
 
 def test_shakespeare_has_gpt2_tokens(run_prepare, tmp_path, gpt2):
