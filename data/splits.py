@@ -69,16 +69,15 @@ def mix(loaders, config, split):
         raise ValueError('the sources of the mixture have different separators in their meta.json: prepare '
                          'them with the same, or set documents to stream')
     mixture = parse_mixture(config['dataset'])
-    steps = [(0, mixture)]
+    steps, limits = [(0, mixture)], None
     if split == 'train':
         steps += [(-(-tokens // config['block_size']), phase)
                   for tokens, phase in parse_phases(phases, mixture)]
-    limits = [max_epochs * loader.per_epoch for loader in loaders.values()]
-    is_limited = split == 'train' and max_epochs
+        limits = [max_epochs * loader.per_epoch for loader in loaders.values()] if max_epochs else None
     schedule = Schedule([(begin, [fractions.Fraction(phase.get(name, 0)) for name in mixture])
-                         for begin, phase in steps], limits if is_limited else None)
+                         for begin, phase in steps], limits)
     needed = config['max_iters'] * config['batch_size'] * config['gradient_accumulation_steps']
-    if split == 'train' and schedule.end < needed and not config['eval_only']:
+    if schedule.end < needed and not config['eval_only']:
         raise ValueError(
             f'max_epochs={max_epochs} leaves {schedule.end:,} sequences to train on, but '
             f'{config["max_iters"]:,} iterations take {needed:,}: raise max_epochs, or set max_iters to '
@@ -102,28 +101,24 @@ class MixtureLoader(TokenLoader):
     def __init__(self, loaders, schedule):
         self.loaders, self.schedule = loaders, schedule
         self.parts = parts = list(loaders.values())
-        self.block_size, self.seed = parts[0].block_size, parts[0].seed
+        self.block_size = parts[0].block_size
         self.vocab_size, self.data_vocab_size = parts[0].vocab_size, parts[0].data_vocab_size
         self.paths, self.shards = (sum((getattr(part, name) for part in parts), [])
                                    for name in ('paths', 'shards'))
         self.dtype = np.result_type(*(part.dtype for part in parts))
         self.sizes = np.concatenate([part.sizes for part in parts])
         self.ends = np.cumsum(self.sizes)
-        self.n_tokens, self.per_epoch = int(self.ends[-1]), sum(part.per_epoch for part in parts)
+        self.n_tokens = int(self.ends[-1])
         self.begins = np.cumsum([0, *(part.n_tokens for part in parts)])  # of the sources' streams
         self._starts_in = functools.lru_cache(4)(self._starts_in)
-
-    def _locate_all(self, sequences):
-        """(source, number within the source) of training sequences; -1 stays -1."""
-        sources, within = self.schedule.locate(np.maximum(sequences, 0))
-        return np.where(sequences < 0, -1, sources), np.where(sequences < 0, -1, within)
 
     def train_batch(self, sequences):
         if not isinstance(self.parts[0], PackedLoader):
             return super().train_batch(sequences)
-        sources, within = self._locate_all(sequences)
+        sources, within = self.schedule.locate(np.maximum(sequences, 0))
+        within[sequences < 0] = -1
         rows_of = {source: np.flatnonzero(sources == source) for source in np.unique(sources).tolist()}
-        batches = [self.parts[max(0, source)].train_batch(within[rows]) for source, rows in rows_of.items()]
+        batches = [self.parts[source].train_batch(within[rows]) for source, rows in rows_of.items()]
         order = np.argsort(np.concatenate(list(rows_of.values())))
         return tuple(np.concatenate(arrays)[order] for arrays in zip(*batches))
 
