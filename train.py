@@ -68,6 +68,7 @@ tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 dataset = 'openwebtext'  # a name in data/ (or here), a path, or a mixture, 'web:0.7, code:0.3'
 mixture_phases = ''  # other weights from a number of tokens on: '5e9: web:0.4, code:0.6; 9e9: code:1'
 max_epochs = 0  # epochs of each source, after which the others share its part of a mixture; 0 = any number
+data_cache_gb = 100.0  # of a dataset in object storage, keep up to so much on this machine; 0 = read from there
 accept_new_data = False  # resume although the files of the dataset have changed since the checkpoint
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
@@ -173,11 +174,11 @@ with exit_on_error():
     dtype = resolve_dtype(dtype, processes.device)
     all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))
     out_dir = all_islands.out_dir
-    watchdog = Watchdog(processes, os.path.join(out_dir, 'hang'), comm_timeout)
+    folder = RunFolder(out_dir, processes, is_written=not eval_only)
+    watchdog = Watchdog(processes, os.path.join(folder.path, 'hang'), comm_timeout)
     sources = open_dataset(dataset, processes)
     shards = processes.share(fingerprint(sources) if processes.is_main else None)
     watchdog.beat()
-    folder = RunFolder(out_dir, processes, is_written=not eval_only)
     # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
     source, tensors, saved, model_args, meta = find_start(
         init_from, config, next(iter(sources.values())).meta, all_islands.find_checkpoint, processes, out_dir)
@@ -209,7 +210,7 @@ with exit_on_error():
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
               max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
               always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
-    batches = parallel.batches(train_loader.train_batch, run.sequences)
+    batches = parallel.batches(train_loader.train_batch, run.sequences, train_loader.read_ahead)
     parallel.warm_up(lambda: batches(run.iteration, 0))
 
 # --- set-up: what the run will be, its folder and its log ---------------------------------------------------
@@ -228,11 +229,10 @@ saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
 with exit_on_error():
     folder.begin(config, meta, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
     wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    logs_to_wandb = wandb_log and all_islands.island == 0
-    log = metrics.Metrics(out_dir, processes.is_main, wandb if logs_to_wandb else None,
+    log = metrics.Metrics(folder.path, processes.is_main,
+                          wandb if wandb_log and all_islands.island == 0 else None,
                           tensorboard and not eval_only, run.iteration, prints=processes.is_first)
-    saver = checkpoint.Saver(out_dir, keep_checkpoints,
-                             partial(needed_checkpoint, out_dir, processes.between))
+    saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
 meter = metrics.Meter(log, run, processes, dtype, flops_per_token, layout.tp, _started)
 
 
@@ -249,7 +249,7 @@ def evaluate():
     parallel.train(False)
     for key, loader, count in evaluations(train_loader, val_loader, eval_iters * batch_size):
         starts = loader.eval_starts(count)
-        eval_batches = parallel.batches(loader.batch, lambda _: starts)
+        eval_batches = parallel.batches(loader.batch, lambda _: starts, loader.read_ahead)
         loss_sum = torch.zeros((), device=processes.device)
         for step in range(eval_batches.count(0)):
             if signals.poll():
@@ -283,7 +283,7 @@ hooks = [all_islands] if all_islands.is_on else []
 if on_spike == 'rollback':
     hooks.append(Rollback(guard, out_dir, saver, hooks, save))
 if profile and processes.is_main:
-    hooks.append(Profiler(out_dir, max_iters - run.iteration))
+    hooks.append(Profiler(folder.path, max_iters - run.iteration))
 with exit_on_error():
     if saved:
         guard.load_state(saved)

@@ -4,6 +4,8 @@ import os
 
 import numpy as np
 
+from data import storage
+
 # A split is judged by this many samples, spread evenly over it, of this many tokens each.
 SAMPLES, SAMPLE_TOKENS = 64, 4096
 # A split with fewer tokens is not judged.
@@ -36,7 +38,7 @@ def find_oddities(folder, meta, loaders):
         factor = _width_factor(tokens)
         if factor > 1:
             sentence = _describe_width(loader.paths[0], meta['dtype'], factor)
-            if not os.path.exists(os.path.join(folder, 'meta.json')):
+            if not storage.exists(os.path.join(folder, 'meta.json')):
                 raise ValueError(sentence)
             return [sentence]
     sentences = []
@@ -64,7 +66,7 @@ def _sample_starts(loader):
 def _read_samples(loader, starts):
     """Tokens (samples, tokens) of a split from each of the stream positions `starts` on."""
     length = min(loader.n_tokens, SAMPLE_TOKENS)
-    return np.stack([loader.read(int(start), length) for start in starts])
+    return np.stack(loader.read_many(starts, length))
 
 
 def _width_factor(tokens):

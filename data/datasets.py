@@ -1,6 +1,9 @@
-"""The folders of datasets, their shards, and what their meta.json says about the tokens."""
+"""The folders of datasets, their shards, and what their meta.json says about the tokens.
+
+A folder is a path on this machine, or a URL in object storage.
+"""
 import contextlib
-import glob
+import fnmatch
 import hashlib
 import json
 import os
@@ -9,7 +12,9 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from data import storage
 from data.fetch import write_atomically
+from data.json_tokenizer import FILES
 from data.mixtures import parse_mixture
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 
@@ -72,8 +77,10 @@ def places_of(dataset):
     """The folders that the name of a dataset can mean, the preferred one first.
 
     A plain name is a folder in data/, or else in the current directory. A path is relative to the current
-    directory, or else to data/.
+    directory, or else to data/. A URL is one place.
     """
+    if storage.is_url(dataset):
+        return [dataset.rstrip('/')]
     dataset = os.path.expanduser(dataset)
     places = [os.path.join(DATA, dataset), os.path.abspath(dataset)]
     return places[::-1] if os.path.dirname(dataset) else places
@@ -86,7 +93,16 @@ def dataset_folder(dataset):
 
 
 def _has_tokens(folder):
-    return bool(glob.glob(os.path.join(glob.escape(folder), '*.bin')))
+    return any(name.endswith('.bin') for name in _names_in(folder))
+
+
+def _names_in(folder):
+    """The names of the files in a dataset's folder, sorted."""
+    names = storage.names_in(folder)
+    if not names and str(folder).startswith('http'):  # a web server that does not list its folders
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            names = sorted(json.loads(storage.read(f'{folder}/meta.json')).get('tokens', {}))
+    return names
 
 
 def find_dataset(dataset):
@@ -94,6 +110,9 @@ def find_dataset(dataset):
     folder = dataset_folder(dataset)
     if _has_tokens(folder):
         return folder
+    if storage.is_url(dataset):
+        raise ValueError(f'dataset {dataset!r} has no token files (*.bin) there: is the name right? A web '
+                         'server must list its folder, or have a meta.json with "tokens" there')
     places = places_of(dataset)
     scripts = filter(os.path.exists, [os.path.join(place, 'prepare.py') for place in places])
     advice = f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'
@@ -109,21 +128,20 @@ def read_meta(folder):
     vocabulary, as in nanoGPT.
     """
     path = os.path.join(folder, 'meta.json')
-    if not os.path.exists(path):
+    if not storage.exists(path):
         if os.path.exists(os.path.join(folder, 'meta.pkl')):
             return _convert_pickle(folder, path)
         return dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2', separator=50256)
-    with open(path, encoding='utf-8') as file:
-        try:
-            meta = json.load(file)
-        except ValueError as error:
-            raise ValueError(f'{path} is not JSON ({error}): prepare the dataset again') from None
+    try:
+        meta = json.loads(storage.read(path))
+    except ValueError as error:
+        raise ValueError(f'{path} is not JSON ({error}): prepare the dataset again') from None
     if not isinstance(meta, dict):
         raise ValueError(f'{path} is not a JSON object: prepare the dataset again')
     if meta.get('dtype') not in ('uint16', 'uint32') or not isinstance(meta.get('vocab_size'), int):
         raise ValueError(f'{path} needs an integer vocab_size and a dtype of uint16 or uint32; it holds '
                          f'vocab_size={meta.get("vocab_size")!r}, dtype={meta.get("dtype")!r}')
-    return meta | {'folder': os.path.abspath(folder)} if 'digest' in meta else meta
+    return meta | {'folder': storage.local_copy(folder, FILES)} if 'digest' in meta else meta
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -168,10 +186,10 @@ def _convert_meta(theirs):
 
 def find_shards(folder, split):
     """The paths of a split's token files, in the order of their tokens: [] if there are none."""
-    paths = []
+    names, found = _names_in(folder), []
     for pattern in (f'{split}.bin', f'{split}_*.bin', f'*_{split}_*.bin'):
-        paths += sorted(glob.glob(os.path.join(glob.escape(folder), pattern)))
-    return paths
+        found += fnmatch.filter(names, pattern)
+    return [os.path.join(folder, name) for name in found]
 
 
 def fingerprint(sources):
@@ -183,11 +201,12 @@ def fingerprint(sources):
     shards = {}
     for name, path in [(name, path) for name, source in sources.items() for split in ('train', 'val')
                        for path in find_shards(source.folder, split)]:
-        digest, size = hashlib.blake2b(digest_size=8), os.path.getsize(path)
-        with open(path, 'rb', buffering=0) as shard:
-            for block in range(DIGEST_BLOCKS):
-                shard.seek(max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1))
-                digest.update(shard.read(DIGEST_BLOCK_BYTES))
+        digest, size = hashlib.blake2b(digest_size=8), storage.size_of(path)
+        begins = [max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1)
+                  for block in range(DIGEST_BLOCKS)]
+        for content in storage.read_ranges([(path, begin, min(size, begin + DIGEST_BLOCK_BYTES))
+                                            for begin in begins]):
+            digest.update(content)
         file = os.path.basename(path)
         shards[f'{name}/{file}' if len(sources) > 1 else file] = [size, digest.hexdigest()]
     return shards

@@ -4,21 +4,23 @@ No state is carried from one batch to the next. A run therefore resumes from one
 number of processes nor an evaluation changes what a step trains on.
 """
 import functools
+import itertools
 import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 
-from data.checks import refuse_other_formats
 from data.datasets import find_shards
+from data.shards import RemoteTokens, first_tokens, open_shards, read_pieces
+from data.storage import is_url
 
-# llm.c's shards have a header of 256 integers, which begins with magic, version and token count.
-HEADER_MAGIC, HEADER_VERSION, HEADER_INTS = 20240520, 1, 256
 # Each process searches this many tokens of a split for bad ids at the start. Later, each batch is checked.
 SCAN_TOKENS = 2 ** 26
 # This many sequences are shuffled in one call: a step asks for few, and each call of numpy has a cost.
 SHUFFLE_BLOCK = 4096
+# Micro-batches of remote files that are read at a time: at 26 ms each, the way there may take 400 ms.
+REMOTE_AHEAD = 16
 
 
 def shuffled(positions, n, key):
@@ -64,7 +66,7 @@ class TokenLoader:
         if not self.paths:
             raise ValueError(f'{folder} has neither {split}.bin nor {split}_*.bin: '
                              f'prepare the dataset again{way_out}')
-        self.shards = [_open_tokens(path, meta) for path in self.paths]
+        self.shards = open_shards(self.paths, meta)
         self.dtype = self.shards[0].dtype
         self.sizes = np.array([len(shard) for shard in self.shards])
         self.ends = np.cumsum(self.sizes)
@@ -75,10 +77,7 @@ class TokenLoader:
                 f'block_size={block_size} needs {block_size + 1}: set block_size to {self.n_tokens - 1} '
                 f'or less{way_out}')
         for path, shard in zip(self.paths, self.shards):
-            # Reading through the memory map would fetch megabytes ahead at each first access.
-            first_tokens = np.fromfile(path, shard.dtype, max(1, SCAN_TOKENS // len(self.shards)),
-                                       offset=os.path.getsize(path) - shard.nbytes)
-            self._check(first_tokens, path)
+            self._check(first_tokens(path, shard, max(1, SCAN_TOKENS // len(self.shards))), path)
         self.per_epoch = self.n_tokens // block_size  # sequences
         self.val_bytes = meta.get('val_bytes')  # of text in the validation split; None = not known
         self._starts = functools.lru_cache(2)(self._starts)
@@ -106,6 +105,17 @@ class TokenLoader:
             pieces.append(self.shards[i][local:local + length])
             start, length = start + len(pieces[-1]), length - len(pieces[-1])
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def read_many(self, starts, length):
+        """What `read` returns for each of `starts`, an integer array. Remote files are read side by side."""
+        pieces = read_pieces(self.shards, [(i, local, local + length) for i, local in self._locate(starts)])
+        return [piece if len(piece) == length else self.read(start, length)  # continued in the next shard
+                for piece, start in zip(pieces, starts.tolist())]
+
+    @property
+    def read_ahead(self):
+        """How many micro-batches to read ahead: those of remote files take as long as the way to the files."""
+        return REMOTE_AHEAD if any(isinstance(shard, RemoteTokens) for shard in self.shards) else 1
 
     def train_batch(self, sequences):
         """The `batch` of the training sequences with these numbers; -1 stands for padding."""
@@ -149,16 +159,13 @@ class TokenLoader:
         length = self.block_size + 1
         # The narrow type of the file takes less time to copy and to check than int64.
         tokens = np.zeros((len(starts), length), dtype=self.dtype)
-        for row, start, (i, local) in zip(tokens, starts.tolist(), self._locate(starts)):
-            if start >= 0:
-                piece = self.shards[i][local:local + length]
-                if len(piece) < length:  # the sequence continues in the next shard
-                    piece = self.read(start, length)
-                row[:] = piece
+        is_sequence = starts >= 0
+        for row, piece in zip(np.flatnonzero(is_sequence), self.read_many(starts[is_sequence], length)):
+            tokens[row] = piece
         self._check(tokens, os.path.dirname(self.paths[0]))
         # numpy casts: torch would cast in parallel, and wait for the threads that compute the model.
         x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-        y[starts < 0] = -1
+        y[~is_sequence] = -1
         return x, y
 
     def document_lengths(self):
@@ -172,32 +179,14 @@ class TokenLoader:
     @property
     def place(self):
         """The folder of the dataset, relative to the current one."""
-        return os.path.relpath(os.path.dirname(self.paths[0]))
-
-
-def _open_tokens(path, meta):
-    """Map the token ids of a .bin file into memory. ValueError if the file is truncated or damaged."""
-    size = os.path.getsize(path)
-    dtype = np.dtype(meta['dtype']).newbyteorder('<')
-    header = np.fromfile(path, dtype='<i4', count=HEADER_INTS)
-    refuse_other_formats(path, header.tobytes())
-    offset = header.nbytes if len(header) == HEADER_INTS and header[0] == HEADER_MAGIC else 0
-    if offset and header[1] != HEADER_VERSION:
-        raise ValueError(f'{path} has a shard header of version {header[1]}, '
-                         f'but only version {HEADER_VERSION} can be read')
-    count, rest = divmod(size - offset, dtype.itemsize)
-    expected = max(1, int(header[2]) if offset else meta.get('tokens', {}).get(os.path.basename(path), count))
-    if rest or count != expected:
-        raise ValueError(f'{path} should hold {expected} tokens of {dtype.itemsize} bytes, but is {size} '
-                         'bytes long: it is truncated or damaged, prepare the dataset again')
-    tokens = np.memmap(path, dtype=dtype, mode='r', offset=offset, shape=(count,))
-    return np.asarray(tokens)  # a plain array, which is faster to slice than a memmap
+        folder = os.path.dirname(self.paths[0])
+        return folder if is_url(folder) else os.path.relpath(folder)
 
 
 class Batches:
     """The micro-batches that this process takes of one split, on its device.
 
-    A thread reads each micro-batch while the previous one is in use.
+    Threads read the next `ahead` micro-batches while one is in use.
     read(numbers): inputs, targets, and whatever else a model takes, of the sequences with these numbers, an
         integer array in which -1 is padding: arrays (B, block_size).
     sequences(batch): the numbers of the sequences in a global batch.
@@ -206,10 +195,10 @@ class Batches:
     positions: the slice of each sequence's inputs and targets that this process takes.
     """
 
-    def __init__(self, read, sequences, steps, rows, positions, device):
+    def __init__(self, read, sequences, steps, rows, positions, device, ahead=1):
         self.read, self.sequences, self.steps, self.rows = read, sequences, steps, rows
         self.positions, self.device = positions, device
-        self._read_ahead = Prefetcher(self._read)
+        self._read_ahead = Prefetcher(self._read, ahead)
 
     def count(self, batch):
         """The number of micro-batches of a global batch on each process."""
@@ -220,13 +209,20 @@ class Batches:
 
         ValueError if a token id is too large.
         """
-        sequences = self.sequences(batch)
-        numbers = sequences.tobytes()  # a batch whose sequences have changed since is read again
-        following = numbers, step + 1
-        if step + 1 == self.steps(len(sequences)):
-            following = self.sequences(batch + 1).tobytes(), 0
-        return tuple(tensor.to(self.device, non_blocking=True)
-                     for tensor in self._read_ahead((numbers, step), following))
+        tensors = self._read_ahead(self._requests_from(batch, step))
+        return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
+
+    def _requests_from(self, batch, step):
+        """Yield what `_read` takes for each micro-batch, from one on.
+
+        It has the numbers of the sequences, so that a batch whose sequences have changed is read again.
+        """
+        while True:
+            sequences = self.sequences(batch)
+            numbers = sequences.tobytes()
+            for later in range(step, self.steps(len(sequences))):
+                yield numbers, later
+            batch, step = batch + 1, 0
 
     def _read(self, request):
         numbers, step = np.frombuffer(request[0], np.int64), request[1]
@@ -241,13 +237,18 @@ class Batches:
 
 
 class Prefetcher:
-    """Calls prepare(request) in a background thread, one request ahead of the caller."""
+    """Calls prepare(request) in background threads, for up to `ahead` requests before they are needed."""
 
-    def __init__(self, prepare):
-        self.prepare, self.pool, self.pending = prepare, ThreadPoolExecutor(1), {}
+    def __init__(self, prepare, ahead=1):
+        self.prepare, self.ahead = prepare, ahead
+        self.pool, self.pending = ThreadPoolExecutor(ahead), {}
 
-    def __call__(self, request, following):
-        """Return prepare(request), and start on `following`, the request that will probably come next."""
-        future = self.pending.pop(request, None) or self.pool.submit(self.prepare, request)
-        self.pending = {following: self.pool.submit(self.prepare, following)}
-        return future.result()
+    def __call__(self, requests):
+        """Return prepare(first of requests), and start on those that follow, which will probably come next.
+
+        requests: an iterator.
+        """
+        coming = list(itertools.islice(requests, 1 + self.ahead))
+        self.pending = {request: self.pending.get(request) or self.pool.submit(self.prepare, request)
+                        for request in coming}
+        return self.pending.pop(coming[0]).result()

@@ -89,7 +89,7 @@ def read_pieces(loader, max_tokens):
     if loader.n_tokens <= max_tokens:
         return [loader.read(0, loader.n_tokens)]
     length = max(1, max_tokens // PIECES)
-    return [loader.read(piece * loader.n_tokens // PIECES, length) for piece in range(PIECES)]
+    return loader.read_many(np.arange(PIECES) * loader.n_tokens // PIECES, length)
 
 
 def split_documents(tokens, separator):

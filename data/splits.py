@@ -6,6 +6,7 @@ import os
 
 import numpy as np
 
+from data.cache import start_copying
 from data.checks import find_oddities
 from data.documents import DocumentLoader, PackedLoader, document_starts, separator_of
 from data.loader import TokenLoader
@@ -34,6 +35,9 @@ def open_splits(sources, vocab_size, config, processes):
             for sentence in find_oddities(*source, [opened[split][name] for split in splits]):
                 print(f'warning: {sentence}', flush=True)
     loaders = [mix(opened[split], config, split) for split in splits]
+    if processes.local_rank == 0:
+        # The copying ends with this process, or when nobody refers to it.
+        loaders[0].copying = start_copying(loaders[::-1], config['data_cache_gb'])
     return loaders if 'val' in opened else (*loaders, None)
 
 

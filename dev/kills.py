@@ -22,9 +22,14 @@ import torch.distributed.checkpoint
 import torch.distributed.checkpoint.staging
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path[0] = ROOT
+from data import storage
+
 # (module, function, largest n of the n-th call at which a kill is planted). A save syncs four files and a
 # folder, renames the folder and syncs again; old checkpoints are renamed and removed.
 PLACES = [(os, 'fsync', 18), (os, 'rename', 5), (shutil, 'rmtree', 3)]
+# The same for a run whose out_dir is a URL: a save writes one file of tensors, four others and two logs.
+REMOTE_PLACES = [(storage, 'write_with', 9), (storage, 'write', 12), (storage, 'delete', 3)]
 
 
 def count_lines(path):
@@ -78,15 +83,17 @@ def main(seed, count, log, *arguments):
     """Kill and restart the run; returns the exit code of the last run, which ends by itself."""
     random.seed(int(seed))
     out_dir = next(a for a in arguments if a.startswith('--out_dir=')).partition('=')[2]
+    metrics = os.path.join(storage.local_folder(out_dir), 'metrics.jsonl')
+    places = REMOTE_PLACES if storage.is_url(out_dir) else PLACES
     kills = collections.Counter()
     while True:
         wants_kill, planted = sum(kills.values()) < int(count), None
         if wants_kill and random.random() < 0.5:
-            module, name, last = random.choice(PLACES)
+            module, name, last = random.choice(places)
             planted = module, name, random.randint(1, last), random.random() < 0.5
         pid = fork_run(arguments, log, planted)
         if wants_kill and not planted:
-            kill_at_random_moment(pid, os.path.join(out_dir, 'metrics.jsonl'))
+            kill_at_random_moment(pid, metrics)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         if code != -signal.SIGKILL:
             print(json.dumps(kills))
@@ -98,5 +105,4 @@ def main(seed, count, log, *arguments):
 
 
 torch.set_num_threads(1)  # a pool of threads would not survive the fork
-sys.path[0] = ROOT
 sys.exit(main(*sys.argv[1:]))

@@ -4,10 +4,9 @@ out_dir/ckpt/iter_00000250/ is a folder of torch.distributed.checkpoint (DCP) th
 as `model.<name>`, optimizer moments as `optimizer.<name>.<kind>`. In the same folder, state.json holds
 everything else that a run needs to continue, and checksums.json the size and CRC-32 of each file. A
 checkpoint is written to iter_00000250.tmp, which is renamed last, so that a checkpoint with its final name is
-complete.
+complete. If out_dir is a URL, where nothing can be renamed, .metadata is written last, and makes it complete.
 """
 import glob
-import inspect
 import json
 import math
 import os
@@ -18,26 +17,31 @@ import socket
 import sys
 import uuid
 import warnings
+import zlib
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime
 
 import torch
 import torch.distributed as dist
-from filelock import FileLock, SoftFileLock, Timeout
 
+from data import storage
 from data.json_tokenizer import tokenizer_folder
 from kilogpt.checkpoint_files import (
-    ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, sync_folder, write_json)
+    ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, sync_folder, write_file, write_json)
 from kilogpt.configurator import announced
+from kilogpt.remote_run import RemoteRun, delete_remote
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 
 
 def find(out_dir):
     """The paths of a run's complete checkpoints, the newest first."""
-    paths = [path for path in glob.glob(os.path.join(glob.escape(out_dir), 'ckpt', 'iter_*'))
-             if re.fullmatch(r'iter_\d+', os.path.basename(path))
-             and os.path.exists(os.path.join(path, '.metadata'))]
+    folder = os.path.join(out_dir, 'ckpt')
+    if storage.is_url(out_dir):
+        names = [name.partition('/')[0] for name in storage.files_below(folder) if name.endswith('/.metadata')]
+    else:
+        names = [name for name in storage.names_in(folder)
+                 if os.path.exists(os.path.join(folder, name, '.metadata'))]
+    paths = [os.path.join(folder, name) for name in names if re.fullmatch(r'iter_\d+', name)]
     return sorted(paths, key=iteration_of, reverse=True)
 
 
@@ -56,7 +60,7 @@ def choose(source, which='best'):
 
     source: a checkpoint (out_dir/ckpt/iter_*) or a run's folder. which: the 'best' or 'latest' of a run.
     """
-    if os.path.exists(os.path.join(source, '.metadata')):
+    if storage.exists(os.path.join(source, '.metadata')):
         return source
     return find_best(source) if which == 'best' else next(iter(find(source)), None)
 
@@ -71,10 +75,10 @@ def _val_loss(path):
 
 def read_state(path):
     """The content of a checkpoint's state.json: everything that is not a tensor."""
-    with open(os.path.join(path, 'state.json'), encoding='utf-8') as file:
-        state = json.load(file)
+    state = json.loads(storage.read(os.path.join(path, 'state.json')))
     if 'folder' in (state.get('tokenizer') or {}):  # the run may have been moved
-        state['tokenizer']['folder'] = tokenizer_folder(os.path.dirname(os.path.dirname(path.rstrip('/'))))
+        out_dir = os.path.dirname(os.path.dirname(path.rstrip('/')))
+        state['tokenizer']['folder'] = storage.local_copy(tokenizer_folder(out_dir))
     return state
 
 
@@ -105,6 +109,7 @@ class Saver:
             # The saver's thread communicates while training does, and so needs a group of its own.
             group = dist.new_group(backend='gloo', group_desc='checkpoint')
         self.shards = ShardWriter(group)
+        self.remote = RemoteRun(out_dir) if storage.is_url(out_dir) else None
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = ThreadPoolExecutor(1, initializer=_set_up_thread, initargs=(gpu,))
         self.pending = None
@@ -180,32 +185,39 @@ class Saver:
 
         parts: {key: this process's part of the tensor}.
         """
-        unfinished = path + '.tmp'
-        self.problem = self.shards.write(unfinished, parts, self._delete_leftovers,
-                                         lambda checksums: self._commit(unfinished, path, state, checksums))
+        unfinished = path if self.remote else path + '.tmp'
+        self.problem = self.shards.write(
+            unfinished, parts, lambda: self._begin(path),
+            lambda metadata, checksums: self._commit(unfinished, path, state, metadata, checksums))
         if self.problem and self.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             last = next(iter(find(self.out_dir)), 'none')
             print(f'warning: {path} could not be saved ({self.problem}); the last good checkpoint is {last}. '
                   'Make room or repair the folder before the next save', file=sys.stderr, flush=True)
 
-    def _delete_leftovers(self):
-        """Delete unfinished folders of a killed run. The next save tries again if that fails."""
+    def _begin(self, path):
+        """Delete unfinished checkpoints of a killed run. The next save tries again if that fails."""
+        if self.remote:
+            self.remote.begin(path)
         for leftover in glob.glob(os.path.join(glob.escape(self.folder), '*.tmp')):
             shutil.rmtree(leftover, ignore_errors=True)
 
-    def _commit(self, unfinished, path, state, checksums):
+    def _commit(self, unfinished, path, state, metadata, checksums):
         """Complete a checkpoint whose tensors are written, and prune. The first process calls this.
 
-        checksums: {file name: checksum} of the files with tensors.
+        metadata: the content of .metadata. checksums: {file name: checksum} of the files with tensors.
         """
-        write_json(os.path.join(unfinished, 'state.json'), state)
-        checksums['state.json'] = checksum(os.path.join(unfinished, 'state.json'))
+        checksums['.metadata'] = [len(metadata), zlib.crc32(metadata)]
+        checksums['state.json'] = write_json(os.path.join(unfinished, 'state.json'), state)
         write_json(os.path.join(unfinished, 'checksums.json'), checksums)
-        sync_folder(unfinished)
-        shutil.rmtree(path, ignore_errors=True)  # an older checkpoint of this name, which must be damaged
-        os.rename(unfinished, path)
-        sync_folder(self.folder)
+        if self.remote:
+            self.remote.before_commit()
+        write_file(os.path.join(unfinished, '.metadata'), metadata)
+        if not self.remote:
+            sync_folder(unfinished)
+            shutil.rmtree(path, ignore_errors=True)  # an older checkpoint of this name, which must be damaged
+            os.rename(unfinished, path)
+            sync_folder(self.folder)
         self._prune()
 
     def _prune(self):
@@ -224,6 +236,9 @@ def delete_after(out_dir, iteration, processes):
 
 
 def _delete(path):
+    if storage.is_url(path):
+        delete_remote(path)
+        return
     os.rename(path, path + '.tmp')  # first, so that a checkpoint with its final name is always complete
     shutil.rmtree(path + '.tmp', ignore_errors=True)  # the next save tries again if that fails
 
@@ -245,8 +260,7 @@ def damage(path, rank=0, world_size=1):
     With several processes, each verifies its share of the files.
     """
     try:
-        with open(os.path.join(path, 'checksums.json'), encoding='utf-8') as file:
-            expected = sorted(json.load(file).items())
+        expected = sorted(json.loads(storage.read(os.path.join(path, 'checksums.json'))).items())
     except (OSError, ValueError):
         return 'checksums.json cannot be read'
     mine = expected[rank::world_size]
@@ -255,7 +269,7 @@ def damage(path, rank=0, world_size=1):
             try:
                 found = checksum(os.path.join(path, name))
             except OSError as error:
-                return f'{name} cannot be read: {error.strerror}'
+                return f'{name} cannot be read: {error.strerror or error}'
             if found != written:
                 return f'{name} is not as it was written'
     return None
@@ -291,15 +305,14 @@ def check_shared(out_dir, processes):
     """Raise ValueError on all processes unless all see in out_dir what the main process writes there."""
     name = f'.shared-{uuid.uuid4().hex}'
     if processes.is_main:
-        os.makedirs(out_dir, exist_ok=True)
-        pathlib.Path(out_dir, name).touch()
+        write_file(os.path.join(out_dir, name), b'')
     # No process may look for the file before it exists: NFS would remember its absence for a while.
     path = os.path.join(out_dir, processes.share(name))
     try:
         _require_visible(path)
     finally:
         if processes.is_main:
-            os.remove(path)
+            storage.delete([path])
 
 
 def _require_visible(path):
@@ -308,7 +321,7 @@ def _require_visible(path):
     hosts = sorted({host for host, is_visible in found if not is_visible})
     if hosts:
         names = ', '.join(hosts[:3]) + (f' and {len(hosts) - 3} more' if len(hosts) > 3 else '')
-        raise ValueError(f'{os.path.abspath(path)} of host {found[0][0]} is not visible on {names}: '
+        raise ValueError(f'{path if storage.is_url(path) else os.path.abspath(path)} of host {found[0][0]} is not visible on {names}: '
                          'this folder must be on storage that all nodes share')
 
 
@@ -375,47 +388,6 @@ def _allocate_state(optimizer, stored):
 def stored_tensors(path):
     """{key: DCP's metadata (`size`, `properties.dtype`)} of a checkpoint's tensors."""
     return safe_reader(path).read_metadata().state_dict_metadata
-
-
-def lock_folder(out_dir, patience=30):
-    """Lock out_dir against other runs: two runs in one folder would delete each other's checkpoints.
-
-    Returns the lock, which holds while it is referenced. The operating system releases it when the process
-    ends, for whatever reason. A run that is about to end (an elastic run on a node that was left out) is
-    waited for, up to `patience` seconds. ValueError if the folder is still locked after that.
-    """
-    path = pathlib.Path(out_dir, '.lock')
-    path.touch()  # OSError if out_dir is not writable; any later OSError is about locks
-    # A soft lock, the fallback of newer versions of filelock, would outlast a killed run.
-    has_option = 'fallback_to_soft' in inspect.signature(FileLock.__init__).parameters
-    lock = FileLock(path, fallback_to_soft=False) if has_option else FileLock(path)
-    for is_last_attempt in (False, True):
-        try:
-            lock.acquire(timeout=patience if is_last_attempt else 0)
-            return lock
-        except Timeout:
-            if isinstance(lock, SoftFileLock):  # not the system's: a killed run leaves its file
-                return lock
-            if not is_last_attempt:
-                print(f'waiting for the run that is still at work in {out_dir}', flush=True)
-        except (OSError, NotImplementedError):  # storage without locks, which must not stop a run
-            return lock
-    raise ValueError(f'another run is at work in {out_dir}: set another --out_dir, or end the other run')
-
-
-def set_aside(out_dir):
-    """Move what an earlier run left in out_dir into a new folder in out_dir; returns that folder, or None."""
-    if not find(out_dir) and not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
-        return None
-    # Two short runs can begin within the same second, so the name has microseconds.
-    folder = os.path.join(out_dir, f'{datetime.now():earlier-%Y%m%d-%H%M%S-%f}')
-    os.makedirs(folder)
-    for name in ('ckpt', 'metrics.jsonl', 'config.json', 'tensorboard'):
-        if os.path.exists(os.path.join(out_dir, name)):
-            os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
-    if os.path.exists(tokenizer_folder(out_dir)):  # the new run may have the same tokenizer
-        shutil.copytree(tokenizer_folder(out_dir), tokenizer_folder(folder))
-    return folder
 
 
 def _named_parameters(optimizer):

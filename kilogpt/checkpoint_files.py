@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint on disk, in the format of torch.distributed.checkpoint (DCP).
+"""The tensors of a checkpoint, in the format of torch.distributed.checkpoint (DCP), on disk or at a URL.
 
 Each process writes one file, __<rank>_0.distcp. The first process writes .metadata, which says where each
 part of each tensor is. This file decides which process writes what, lets the processes write together, and
@@ -6,6 +6,7 @@ reads .metadata without running code.
 """
 import contextlib
 import gc
+import io
 import json
 import os
 import pathlib
@@ -13,10 +14,12 @@ import pickle
 import socket
 import time
 import zlib
+from functools import partial
 
 import torch
 import torch.distributed as dist
 
+from data import storage
 from kilogpt.optim import local_part
 
 PATIENCE = 60  # seconds until NFS must show what another node has written
@@ -100,7 +103,8 @@ class ShardWriter:
         """Write the files of a checkpoint; returns the problem in words, or None, the same on all processes.
 
         parts: what `prepare` returned, or copies of it. The first process calls begin() before any process
-        writes, and commit({file name: checksum}) when it sees all files. An error in either is a problem too.
+        writes, and commit(content of .metadata, {file name: checksum}) when it sees all files. An error in
+        either is a problem too.
         """
         from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.utils import _DistWrapper
@@ -115,7 +119,7 @@ class ShardWriter:
 
         def write_and_commit():
             processes.all_reduce('write', lambda: self._write_part(folder, parts),
-                                 lambda written: commit(self._write_metadata(folder, written)))
+                                 lambda written: commit(*self._gather(folder, written)))
 
         try:
             if processes.all_reduce('start', start, all):
@@ -137,19 +141,16 @@ class ShardWriter:
 
     def _write_part(self, folder, parts):
         """Write this process's file; returns (host, file name, checksum, DCP's results if they are new)."""
-        os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, f'__{self.rank}_0.distcp')
-        results = _write_items(path, self.items, parts)
+        results, written = write_with(path, partial(_write_items, os.path.basename(path), self.items, parts))
         new_results = results if self.results is None else None
         if self.results is not None and results != self.results:
             raise ValueError(f'{path} is not laid out as in the previous save')
         self.results = results
-        return socket.gethostname(), os.path.basename(path), checksum(path), new_results
+        return socket.gethostname(), os.path.basename(path), written, new_results
 
-    def _write_metadata(self, folder, written):
-        """Write .metadata once all files are visible. The first process calls this.
-
-        Returns {file name: checksum} of all files.
+    def _gather(self, folder, written):
+        """(content of .metadata, {file name: checksum}) once all files are visible. The first process calls this.
 
         written: what `_write_part` returned on each process.
         """
@@ -160,40 +161,35 @@ class ShardWriter:
                 raise ValueError(f'host {socket.gethostname()} does not see {path} as host {host} wrote it: '
                                  'out_dir must be on storage that all nodes share')
             checksums[name] = expected
-        path = os.path.join(folder, '.metadata')
-        if isinstance(self.metadata, bytes):
-            write_file(path, self.metadata)
-        else:
-            from torch.distributed.checkpoint import FileSystemWriter
-            FileSystemWriter(folder).finish(self.metadata, [results for *_, results in written])
-            self.metadata = pathlib.Path(path).read_bytes()
-        checksums['.metadata'] = checksum(path)
-        return checksums
+        if not isinstance(self.metadata, bytes):
+            from torch.distributed.checkpoint.metadata import StorageMeta
+            self.metadata.storage_data = {result.index: result.storage_data
+                                          for *_, results in written for result in results}
+            self.metadata.storage_meta = StorageMeta()
+            self.metadata = pickle.dumps(self.metadata)
+        return self.metadata, checksums
 
 
-def _write_items(path, items, parts):
+def _write_items(name, items, parts, file):
     """Write the parts that a plan's items name into a file; returns DCP's results, which say where each is.
 
-    parts: {key: tensor, or a function that returns it}, so that one of them at a time is in memory.
+    name: that of the file. parts: {key: tensor, or a function that returns it}, so that one of them at a time
+    is in memory.
     DCP's FileSystemWriter writes the same file, but keeps copies of all GPU tensors until it is complete.
     """
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.storage import WriteResult
-    name = os.path.basename(path)
     results = []
-    with open(path, 'wb') as file:
-        for item in items:
-            part = parts[item.index.fqn]
-            part = part() if callable(part) else part.cpu()
-            if part.untyped_storage().nbytes() != part.nbytes:
-                part = part.clone()  # torch.save would write the whole storage
-            offset = file.tell()
-            torch.save(part, file)
-            length = file.tell() - offset
-            results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
-            del part  # before the next one is read
-        file.flush()
-        os.fsync(file.fileno())
+    for item in items:
+        part = parts[item.index.fqn]
+        part = part() if callable(part) else part.cpu()
+        if part.untyped_storage().nbytes() != part.nbytes:
+            part = part.clone()  # torch.save would write the whole storage
+        offset = file.size
+        torch.save(part, file)
+        length = file.size - offset
+        results.append(WriteResult(item.index, length, _StorageInfo(name, offset, length)))
+        del part  # before the next one is read
     return results
 
 
@@ -249,10 +245,21 @@ def safe_reader(path):
             raise ValueError(f'{path}/.metadata names {module}.{name}, which no checkpoint of kiloGPT does: '
                              'it was not loaded')
 
+    class RemoteFiles(filesystem.FileSystem):
+        def create_stream(self, path, mode):
+            return storage.open_to_read(path)
+
+        def concat_path(self, path, suffix):
+            return os.path.join(path, suffix)
+
     class Reader(FileSystemReader):
+        def __init__(self, path):
+            super().__init__(path)
+            if storage.is_url(path):  # DCP's FsspecReader would fetch 50 MB for each tensor, however small
+                self.fs, self.path = RemoteFiles(), path
+
         def read_metadata(self, *args, **kwargs):
-            with open(os.path.join(path, '.metadata'), 'rb') as file:
-                found = Unpickler(file).load()
+            found = Unpickler(io.BytesIO(storage.read(os.path.join(path, '.metadata')))).load()
             found.storage_meta.load_id = self.load_id
             return found
 
@@ -287,17 +294,50 @@ def count_nonfinite(tensor):
 
 # --- files --------------------------------------------------------------------------------------------------
 
-def write_file(path, content):
-    """Write bytes to a file, and wait until the file is on disk."""
+class CountedFile:
+    """A file that is being written, with the number and the CRC-32 of its bytes so far."""
+
+    def __init__(self, file):
+        self.file, self.size, self.crc = file, 0, 0
+
+    def write(self, content):
+        self.file.write(content)
+        self.size += len(content)
+        self.crc = zlib.crc32(content, self.crc)
+        return len(content)
+
+    def flush(self):
+        self.file.flush()
+
+
+def write_with(path, fill):
+    """Write a file with fill(file), and wait until it is on disk; returns (what fill returned, checksum).
+
+    For a URL, fill is called again if the storage fails.
+    """
+    def fill_counted(file):
+        counted = CountedFile(file)
+        result = fill(counted)
+        return result, [counted.size, counted.crc]
+
+    if storage.is_url(path):
+        return storage.write_with(path, fill_counted)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
     with open(path, 'wb') as file:
-        file.write(content)
+        result = fill_counted(file)
         file.flush()
         os.fsync(file.fileno())
+    return result
+
+
+def write_file(path, content):
+    """Write bytes to a file, and wait until the file is on disk; returns its checksum."""
+    return write_with(path, lambda file: file.write(content))[1]
 
 
 def write_json(path, content):
-    """Write a JSON file, and wait until the file is on disk."""
-    write_file(path, json.dumps(content, indent=1).encode())
+    """Write a JSON file, and wait until the file is on disk; returns its checksum."""
+    return write_file(path, json.dumps(content, indent=1).encode())
 
 
 def sync_folder(folder):
@@ -314,15 +354,25 @@ def checksum(path):
     """[bytes, CRC-32] of a file."""
     size = 0
     crc = 0
+    for chunk in _read_chunks(path):
+        size += len(chunk)
+        crc = zlib.crc32(chunk, crc)
+    return [size, crc]
+
+
+def _read_chunks(path):
+    if storage.is_url(path):
+        yield from storage.read_parts(path, 0, storage.size_of(path))
+        return
     with open(path, 'rb') as file:
         while chunk := file.read(2 ** 24):
-            size += len(chunk)
-            crc = zlib.crc32(chunk, crc)
-    return [size, crc]
+            yield chunk
 
 
 def size_of(path):
     """The size of a file in bytes. Opening the file makes NFS ask its server, which os.stat may not do."""
+    if storage.is_url(path):
+        return storage.size_of(path)
     with open(path, 'rb') as file:
         return os.fstat(file.fileno()).st_size
 

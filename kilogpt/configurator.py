@@ -21,6 +21,8 @@ import tokenize
 import types
 import typing
 
+from data.storage import StorageError
+
 # Keys of earlier versions, which the config.json of an old run may still name.
 _FORMER_KEYS = {'replay'}
 _CONFIG_TYPES = (bool, int, float, str, type(None))
@@ -28,11 +30,11 @@ _CONFIG_TYPES = (bool, int, float, str, type(None))
 
 @contextlib.contextmanager
 def exit_on_error():
-    """A context in which ValueError, OSError and ImportError end the script: one sentence, exit code 1."""
+    """A context in which an error that is not a bug ends the script: one sentence, exit code 1."""
     expect_closed_pipe()
     try:
         yield
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, StorageError) as error:
         if isinstance(sys.stderr, io.TextIOWrapper):
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.

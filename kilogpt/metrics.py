@@ -8,6 +8,7 @@ import time
 
 import torch
 
+from data import storage
 from kilogpt.machines import GPUS, read_text
 
 # Matrix products (rows, inner, columns) to time on a CPU. Caches and vector units decide which shape is
@@ -299,7 +300,6 @@ def synchronize(device):
 
 def read_metrics(out_dir):
     """(training lines, evaluation lines) of a run, each {iter: line}. Of several, the last counts."""
-    with open(os.path.join(out_dir, 'metrics.jsonl'), encoding='utf-8') as file:
-        lines = [json.loads(line) for line in file]
+    lines = [json.loads(line) for line in storage.read(os.path.join(out_dir, 'metrics.jsonl')).splitlines()]
     return ({line['iter']: line for line in lines if 'loss' in line},
             {line['iter']: line for line in lines if 'val_loss' in line})

@@ -4,15 +4,22 @@ A hook acts between the iterations of a run. To add one, write a subclass of Hoo
 `hooks` of train.py.
 """
 import contextlib
+import inspect
 import json
 import os
+import pathlib
+import shutil
 import signal
 import sys
 import time
+from datetime import datetime
 from typing import NamedTuple
 
+from filelock import FileLock, SoftFileLock, Timeout
+
 from data.json_tokenizer import copy_tokenizer, tokenizer_folder
-from kilogpt import checkpoint
+from data.storage import local_folder
+from kilogpt import checkpoint, remote_run
 
 
 class Ending(NamedTuple):
@@ -303,16 +310,18 @@ def weights_for_evaluation(hooks):
 # --- the folder ---------------------------------------------------------------------------------------------
 
 class RunFolder:
-    """out_dir, locked for this run until its process ends. All processes make the same calls.
+    """The folder of a run, locked for it until its process ends. All processes make the same calls.
 
+    It is out_dir, or stands for it on this machine if that is a URL (kilogpt.remote_run).
     is_written: whether the run writes there; a run that only evaluates does not.
     """
 
     def __init__(self, out_dir, processes, is_written):
         self.out_dir, self.processes, self.is_written = out_dir, processes, is_written
+        self.path = local_folder(out_dir)
         self.lock = None
-        if processes.is_main and is_written and os.path.isdir(out_dir):
-            self.lock = checkpoint.lock_folder(out_dir)
+        if processes.is_main and is_written and os.path.isdir(self.path):
+            self.lock = lock_folder(self.path)
         processes.barrier()
 
     def begin(self, config, meta, resumed, saves_checkpoints):
@@ -323,17 +332,63 @@ class RunFolder:
         folder, the files of an earlier run are moved to a subfolder.
         """
         if self.processes.is_main:
-            os.makedirs(self.out_dir, exist_ok=True)
+            os.makedirs(self.path, exist_ok=True)
         if saves_checkpoints:
             checkpoint.check_shared(self.out_dir, self.processes)
         if not (self.processes.is_main and self.is_written):
             return
-        self.lock = self.lock or checkpoint.lock_folder(self.out_dir)
+        self.lock = self.lock or lock_folder(self.path)
         continues = resumed and resumed.startswith(os.path.join(self.out_dir, 'ckpt'))
-        earlier = None if continues else checkpoint.set_aside(self.out_dir)
+        if self.path != self.out_dir:
+            remote_run.begin(self.out_dir, continues)
+            self.processes.say(f'the log of {self.out_dir} is in {self.path}, and there after each checkpoint')
+        earlier = None if continues else set_aside(self.path)
         if earlier:
-            self.processes.say(f'{self.out_dir} held an earlier run: moved to {earlier}')
-        with open(os.path.join(self.out_dir, 'config.json'), 'w', encoding='utf-8') as file:
+            self.processes.say(f'{self.path} held an earlier run: moved to {earlier}')
+        with open(os.path.join(self.path, 'config.json'), 'w', encoding='utf-8') as file:
             # A run that repeats this run is not profiled, and looks at its data.
             json.dump(config | dict(profile=False, accept_new_data=False), file, indent=1)
-        copy_tokenizer(meta, tokenizer_folder(self.out_dir))
+        copy_tokenizer(meta, tokenizer_folder(self.path))
+        if self.path != self.out_dir:
+            remote_run.copy_logs(self.out_dir)
+
+
+def lock_folder(out_dir, patience=30):
+    """Lock out_dir against other runs: two runs in one folder would delete each other's checkpoints.
+
+    Returns the lock, which holds while it is referenced. The operating system releases it when the process
+    ends, for whatever reason. A run that is about to end (an elastic run on a node that was left out) is
+    waited for, up to `patience` seconds. ValueError if the folder is still locked after that.
+    """
+    path = pathlib.Path(out_dir, '.lock')
+    path.touch()  # OSError if out_dir is not writable; any later OSError is about locks
+    # A soft lock, the fallback of newer versions of filelock, would outlast a killed run.
+    has_option = 'fallback_to_soft' in inspect.signature(FileLock.__init__).parameters
+    lock = FileLock(path, fallback_to_soft=False) if has_option else FileLock(path)
+    for is_last_attempt in (False, True):
+        try:
+            lock.acquire(timeout=patience if is_last_attempt else 0)
+            return lock
+        except Timeout:
+            if isinstance(lock, SoftFileLock):  # not the system's: a killed run leaves its file
+                return lock
+            if not is_last_attempt:
+                print(f'waiting for the run that is still at work in {out_dir}', flush=True)
+        except (OSError, NotImplementedError):  # storage without locks, which must not stop a run
+            return lock
+    raise ValueError(f'another run is at work in {out_dir}: set another --out_dir, or end the other run')
+
+
+def set_aside(out_dir):
+    """Move what an earlier run left in out_dir into a new folder in out_dir; returns that folder, or None."""
+    if not checkpoint.find(out_dir) and not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
+        return None
+    # Two short runs can begin within the same second, so the name has microseconds.
+    folder = os.path.join(out_dir, f'{datetime.now():earlier-%Y%m%d-%H%M%S-%f}')
+    os.makedirs(folder)
+    for name in ('ckpt', 'metrics.jsonl', 'config.json', 'tensorboard'):
+        if os.path.exists(os.path.join(out_dir, name)):
+            os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
+    if os.path.exists(tokenizer_folder(out_dir)):  # the new run may have the same tokenizer
+        shutil.copytree(tokenizer_folder(out_dir), tokenizer_folder(folder))
+    return folder

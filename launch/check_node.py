@@ -24,6 +24,7 @@ os.environ.setdefault('TORCH_CPP_LOG_LEVEL', 'FATAL')  # hides stack traces of f
 import torch
 import torch.distributed as dist
 
+from data.storage import is_url, local_folder
 from kilogpt.configurator import config_of, exit_on_error
 
 PATIENCE = 300  # seconds until all nodes must have started and answered
@@ -87,7 +88,7 @@ def read(store, key, sender):
 @contextlib.contextmanager
 def token_in(out_dir):
     """A context with the name of a temporary file in out_dir, which the other nodes must see."""
-    path = pathlib.Path(out_dir, f'.shared-{uuid.uuid4().hex}')
+    path = pathlib.Path(local_folder(out_dir), f'.shared-{uuid.uuid4().hex}')
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     try:
@@ -117,8 +118,8 @@ def problem_of(arguments, config, first):
                              f'{first["torch"]}: install the same version on all nodes')
         if config:
             check_gpus(arguments.name, arguments.processes, config['device'])
-            out_dir = os.path.abspath(config['out_dir'])
-            if not is_visible(os.path.join(out_dir, first['token'])):
+            out_dir = os.path.abspath(local_folder(config['out_dir']))
+            if not is_url(config['out_dir']) and not is_visible(os.path.join(out_dir, first['token'])):
                 raise ValueError(f'{arguments.name} does not see in {out_dir} what {first["name"]} writes '
                                  'there: set --out_dir to a folder on storage that all nodes share')
     except ValueError as error:

@@ -31,6 +31,7 @@ except ImportError as error:
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from data.storage import is_url, local_folder
 from kilogpt.configurator import config_of
 
 
@@ -40,7 +41,9 @@ def run_worker(run):
     run: a dict with `root` (this repository), `out_dir` and the `arguments` of train.py.
     """
     rank = ray.train.get_context().get_world_rank()
-    log = LogReader(pathlib.Path(run['out_dir'], 'metrics.jsonl'))
+    sys.path.insert(0, run['root'])  # for `data` and `kilogpt`
+    from data.storage import local_folder
+    log = LogReader(pathlib.Path(run['root'], local_folder(run['out_dir']), 'metrics.jsonl'))
     train = start_training(run, rank)
     gauges = {}
     is_over = False
@@ -69,9 +72,9 @@ def start_training(run, rank):
     """Start train.py as torchrun does; returns its Popen."""
     start = None
     if rank == 0:
-        checkpoints = pathlib.Path(run['out_dir']).glob('ckpt/iter_*/.metadata')
+        from kilogpt import checkpoint
         with socket.create_server(('', 0)) as server:
-            start = dict(port=server.getsockname()[1], resumes=any(checkpoints))
+            start = dict(port=server.getsockname()[1], resumes=bool(checkpoint.find(run['out_dir'])))
     start = broadcast_from_rank_zero(start)
     command = [sys.executable, 'train.py', *run['arguments']]
     if start['resumes']:
@@ -128,7 +131,8 @@ def main():
     parser.add_argument('--max_failures', type=int, default=3, help='number of restarts; -1 = no limit')
     parser.add_argument('arguments', nargs='*', help=argparse.SUPPRESS)
     options = parser.parse_args()
-    out_dir = os.path.abspath(config_of(str(ROOT / 'train.py'), options.arguments)['out_dir'])
+    out_dir = config_of(str(ROOT / 'train.py'), options.arguments)['out_dir']
+    out_dir = out_dir if is_url(out_dir) else os.path.abspath(out_dir)
 
     ray.init()
     trainer = TorchTrainer(
@@ -139,7 +143,7 @@ def main():
         # Ray's own process group, which needs no GPUs. train.py creates another one.
         torch_config=TorchConfig(backend='gloo'),
         run_config=ray.train.RunConfig(
-            name='ray', storage_path=out_dir,
+            name='ray', storage_path=os.path.abspath(local_folder(out_dir)),
             failure_config=ray.train.FailureConfig(max_failures=options.max_failures)))
     try:
         trainer.fit()

@@ -15,6 +15,7 @@ from test_weights import make_run
 
 from kilogpt import checkpoint, checkpoint_files
 from kilogpt.optim import build_adamw
+from kilogpt.run import lock_folder, set_aside
 
 pytestmark = pytest.mark.quick
 
@@ -30,7 +31,7 @@ def test_runs_that_begin_within_a_second_are_set_aside_in_separate_folders(tmp_p
     folders = set()
     for count in range(1, 6):
         (tmp_path / 'metrics.jsonl').write_text(str(count))
-        folders.add(checkpoint.set_aside(tmp_path))
+        folders.add(set_aside(tmp_path))
         assert len(folders) == count and not (tmp_path / 'metrics.jsonl').exists()
     assert sorted(path.read_text() for path in tmp_path.glob('earlier-*/metrics.jsonl')) == list('12345')
 
@@ -112,10 +113,10 @@ def save(saver, iteration, parameters, optimizer=None, background=False):
 @pytest.fixture
 def writes(monkeypatch):
     """A list that gets (thread, {key: address}, interval of thread switches) at each write of a file."""
-    def recorded(path, items, parts):
+    def recorded(name, items, parts, file):
         addresses = {key: part.data_ptr() for key, part in parts.items()}
         found.append((threading.current_thread(), addresses, sys.getswitchinterval()))
-        return write_items(path, items, parts)
+        return write_items(name, items, parts, file)
     found, write_items = [], checkpoint_files._write_items
     monkeypatch.setattr(checkpoint_files, '_write_items', recorded)
     return found
@@ -212,20 +213,20 @@ def test_save_plans_again_when_the_optimizer_has_state(tmp_path):
 
 HOLDER = """
 import sys, time
-from kilogpt import checkpoint
-lock = checkpoint.lock_folder(sys.argv[1])
+from kilogpt.run import lock_folder
+lock = lock_folder(sys.argv[1])
 print('locked', flush=True)
 time.sleep(100)
 """
 
 
 def test_two_runs_do_not_share_a_folder(tmp_path, capsys):
-    lock = checkpoint.lock_folder(str(tmp_path))
+    lock = lock_folder(str(tmp_path))
     with pytest.raises(ValueError, match='another run is at work in'):
-        checkpoint.lock_folder(str(tmp_path), patience=0)
+        lock_folder(str(tmp_path), patience=0)
     assert capsys.readouterr().out == f'waiting for the run that is still at work in {tmp_path}\n'
     lock.release()
-    checkpoint.lock_folder(str(tmp_path), patience=0).release()
+    lock_folder(str(tmp_path), patience=0).release()
 
 
 def test_killed_run_releases_its_folder(tmp_path, capsys):
@@ -235,10 +236,10 @@ def test_killed_run_releases_its_folder(tmp_path, capsys):
     try:
         assert holder.stdout.readline() == 'locked\n'
         with pytest.raises(ValueError, match='another run is at work in'):
-            checkpoint.lock_folder(str(tmp_path), patience=0)
+            lock_folder(str(tmp_path), patience=0)
     finally:
         holder.kill()
-    checkpoint.lock_folder(str(tmp_path)).release()
+    lock_folder(str(tmp_path)).release()
     holder.communicate()
 
 
@@ -251,14 +252,14 @@ def test_storage_without_locks_does_not_stop_a_run(number, tmp_path, monkeypatch
         raise OSError(getattr(errno, number), 'no locks here')
     monkeypatch.setattr(fcntl, 'flock', flock)
     with warnings.catch_warnings(action='ignore'):
-        first = checkpoint.lock_folder(str(tmp_path), patience=0)
-        second = checkpoint.lock_folder(str(tmp_path), patience=0)
+        first = lock_folder(str(tmp_path), patience=0)
+        second = lock_folder(str(tmp_path), patience=0)
     assert first is not second
 
 
 def test_folder_that_cannot_be_written_to_is_an_error(tmp_path):
     with pytest.raises(OSError):
-        checkpoint.lock_folder(str(tmp_path / 'nowhere'), patience=0)
+        lock_folder(str(tmp_path / 'nowhere'), patience=0)
 
 
 # --- any operating system -------------------------------------------------------------------------------
@@ -267,10 +268,10 @@ WITHOUT_UNIX = """
 import sys
 sys.modules['fcntl'] = sys.modules['resource'] = None
 import kilogpt.convert.__main__
-from kilogpt import checkpoint
 from kilogpt.convert import weights
-checkpoint.lock_folder(sys.argv[1], patience=0)
-checkpoint.lock_folder(sys.argv[1], patience=0)
+from kilogpt.run import lock_folder
+lock_folder(sys.argv[1], patience=0)
+lock_folder(sys.argv[1], patience=0)
 print('imported')
 """
 

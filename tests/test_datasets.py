@@ -209,13 +209,13 @@ def test_looks_read_little_of_a_large_file(tmp_path, monkeypatch):
     with open(tmp_path / 'train.bin', 'wb') as file:
         file.truncate(2 ** 40)  # a terabyte that takes no room on the disk
     monkeypatch.setattr('data.loader.SCAN_TOKENS', 2 ** 12)
-    n_read, read = [], TokenLoader.read
+    n_read, read_many = [], TokenLoader.read_many
 
-    def counting_read(loader, start, length):
-        n_read.append(length)
-        return read(loader, start, length)
+    def counting_read(loader, starts, length):
+        n_read.append(len(starts) * length)
+        return read_many(loader, starts, length)
 
-    monkeypatch.setattr(TokenLoader, 'read', counting_read)
+    monkeypatch.setattr(TokenLoader, 'read_many', counting_read)
     assert 'nothing but the token 0 in 64 of 64' in oddities(tmp_path, CHARS)[0]
     assert sum(n_read) == 64 * 4096
 

@@ -241,15 +241,15 @@ def test_prefetcher_returns_what_direct_calls_would():
             ahead.set()
         return step * step
     fetch = Prefetcher(prepare)
-    assert [fetch(step, step + 1) for step in range(4)] == [0, 1, 4, 9]
+    assert [fetch(iter([step, step + 1])) for step in range(4)] == [0, 1, 4, 9]
     # The next step is ready before it is asked for, and no step is prepared twice.
     assert ahead.wait(10) and prepared == [0, 1, 2, 3, 4]
-    assert [fetch(step, step + 1) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
+    assert [fetch(iter([step, step + 1])) for step in (4, 9, 9, 0, 10, 11)] == [16, 81, 81, 0, 100, 121]
 
 
 def test_prefetcher_raises_the_error_of_its_thread():
     fetch = Prefetcher(lambda step: 1 // (step - 2))
-    assert fetch(1, 2) == -1  # the failure of step 2 waits until it is asked for
+    assert fetch(iter([1, 2])) == -1  # the failure of step 2 waits until it is asked for
     with pytest.raises(ZeroDivisionError):
-        fetch(2, 3)
-    assert fetch(3, 4) == 1
+        fetch(iter([2, 3]))
+    assert fetch(iter([3, 4])) == 1

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from helpers import ROOT
-from kilogpt import checkpoint, metrics
+from kilogpt import metrics
+from kilogpt.run import set_aside
 
 pytestmark = pytest.mark.quick
 
@@ -101,7 +102,7 @@ def test_tensorboard_has_the_scalars_of_the_log_each_once_after_a_resume(train):
         set(resumed.lines[1]) | set(resumed.evals[0])) - {'iter'}
     assert len(resumed.lines) == 12 and list(resumed.evals) == [0, 6, 12]
     assert len(os.listdir(run.out_dir / 'tensorboard')) == 2
-    earlier = checkpoint.set_aside(run.out_dir)
+    earlier = set_aside(run.out_dir)
     assert len(os.listdir(os.path.join(earlier, 'tensorboard'))) == 2
 
 

@@ -13,6 +13,7 @@ import re
 
 import torch
 
+from data.storage import is_url
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
 from kilogpt.checkpoint_files import check_finite
@@ -144,8 +145,9 @@ def main(argv=None):
     options = vars(build_parser().parse_args(argv))
     command = {'export': export_weights, 'import': import_weights, 'inspect': inspect}[options.pop('command')]
     with exit_on_error():
-        if not os.path.exists(options['source']) and options['source'] not in GPT2_NAMES:
-            raise ValueError(f'{options["source"]!r} does not exist')
+        source = options['source']
+        if not (is_url(source) or os.path.exists(source) or source in GPT2_NAMES):
+            raise ValueError(f'{source!r} does not exist')
         command(**options)
 
 

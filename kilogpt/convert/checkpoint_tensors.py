@@ -3,6 +3,7 @@ import os
 
 import torch
 
+from data import storage
 from kilogpt.checkpoint_files import safe_reader
 from kilogpt.convert.tensors import Stored, checked, have_same_values, narrowed
 from model import GPT, GPTConfig
@@ -54,7 +55,7 @@ def open_checkpoint(path):
             for other in [other for other in loaded if other.fqn != key]:
                 del loaded[other]
             place = metadata.storage_data[index]
-            with open(os.path.join(path, place.relative_path), 'rb') as file:
+            with storage.open_to_read(os.path.join(path, place.relative_path)) as file:
                 view = _create_file_view(file, place.offset, place.length)
                 loaded[index] = torch.load(view, map_location='cpu', weights_only=True)
         return loaded[index]

@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from data import storage
 from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer, portable, tokenizer_folder
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
@@ -49,6 +50,9 @@ def read_weights(source):
     OSError if the weights are not available, ValueError if our model cannot represent them. NaN and infinity
     are a ValueError when the tensor that has them is read.
     """
+    if storage.is_url(source):
+        with contextlib.suppress(FileNotFoundError):
+            source = storage.local_copy(source)
     if not os.path.exists(source) and source not in GPT2_NAMES:
         raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
                          f"a Hugging Face folder, nanoGPT's ckpt.pt, or {', '.join(GPT2_NAMES)} "

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from data import storage
 from data.shares import ranges
 from kilogpt import checkpoint
 from kilogpt.islands.client import ExchangeResult
@@ -394,7 +395,7 @@ def find_together(processes, out_dir, keys):
     again.
     keys: the FIXED_KEYS that the state must have.
     """
-    has_begun = os.path.exists(os.path.join(out_dir, 'config.json'))
+    has_begun = storage.exists(os.path.join(out_dir, 'config.json'))
     is_unsaved = has_begun and not checkpoint.find(out_dir)
     options = []  # (path, state) of this island's checkpoints, the newest first
     for path in checkpoint.find(out_dir) if processes.is_main else ():

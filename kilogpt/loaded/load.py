@@ -4,6 +4,7 @@ import sys
 
 import torch
 
+from data import storage
 from data.documents import separator_of
 from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
@@ -29,7 +30,7 @@ class LoadedRun:
 
     def __init__(self, source, which, tokenizer, device):
         device = find_device(device)
-        self.model, self.tokenizer, self.path, state = load_model(os.path.normpath(source), which, tokenizer)
+        self.model, self.tokenizer, self.path, state = load_model(source.rstrip('/'), which, tokenizer)
         self.model.to(device).eval()
         self.separator = separator_in(state)
         self.config = state.get('config', {}) | state['model']
@@ -138,7 +139,7 @@ def find_checkpoint(source, which):
 
 def _metrics(out_dir):
     """A dict for each iteration with a line in out_dir/metrics.jsonl, which may not exist."""
-    if not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
+    if not storage.exists(os.path.join(out_dir, 'metrics.jsonl')):
         return []
     lines, evals = read_metrics(out_dir)
     return [evals.get(i, {}) | lines.get(i, {}) for i in sorted(lines | evals)]

@@ -153,12 +153,12 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def batches(self, read, sequences):
-        """The data.loader.Batches of this process. read, sequences: as in Batches."""
+    def batches(self, read, sequences, ahead=1):
+        """The data.loader.Batches of this process. read, sequences, ahead: as in Batches."""
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
         return Batches(read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
-                       positions=layout.positions(rank, self.block_size), device=self.device)
+                       positions=layout.positions(rank, self.block_size), device=self.device, ahead=ahead)
 
     def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.

@@ -10,6 +10,8 @@ import uuid
 
 import torch.distributed as dist
 
+from data.storage import is_url
+
 SIOCGIFADDR = 0x8915  # Linux: the request for an interface's IPv4 address (linux/sockios.h)
 
 
@@ -42,7 +44,9 @@ def describe_nodes(out_dir, data_dir):
     """Lines about the folders of a run on several nodes: which the nodes share, and which each has."""
     if not spans_nodes():
         return []
-    return [f'nodes       all share {os.path.abspath(out_dir)}; each has the whole dataset in {data_dir}']
+    shared = out_dir if is_url(out_dir) else os.path.abspath(out_dir)
+    data = 'all read the dataset in' if is_url(data_dir) else 'each has the whole dataset in'
+    return [f'nodes       all share {shared}; {data} {data_dir}']
 
 
 def choose_gloo_interface():

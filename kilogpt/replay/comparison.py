@@ -4,6 +4,7 @@ import os
 import numpy as np
 import torch
 
+from data import storage
 from data.datasets import find_sources
 from data.shares import Shares
 from data.splits import open_training_split
@@ -32,6 +33,8 @@ class RecordedRun:
     """
 
     def __init__(self, out_dir):
+        if storage.is_url(out_dir):
+            raise ValueError(f'{out_dir} is a URL: copy that folder to this machine, and replay the copy')
         self.out_dir = out_dir
         self.lines, self.paths, self.states = {}, {}, {}
         if os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):

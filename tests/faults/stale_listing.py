@@ -13,12 +13,12 @@ checkpoint_files.PATIENCE = 3
 failures_left = int(os.environ['FAULT_OPENS'])
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 newest = max(glob.glob(os.path.join(out_dir, 'ckpt', 'iter_*')))
-real_open, real_glob = builtins.open, glob.glob
+real_open, real_listdir = builtins.open, os.listdir
 
 
-def outdated_glob(pattern, *args, **options):
-    paths = real_glob(pattern, *args, **options)
-    return [path for path in paths if path != newest] if failures_left else paths
+def outdated_listdir(*args):
+    names = real_listdir(*args)
+    return [name for name in names if name != os.path.basename(newest)] if failures_left else names
 
 
 def outdated_open(file, *args, **options):
@@ -30,4 +30,4 @@ def outdated_open(file, *args, **options):
 
 
 if os.environ['RANK'] == '1':
-    builtins.open, glob.glob = outdated_open, outdated_glob
+    builtins.open, os.listdir = outdated_open, outdated_listdir
