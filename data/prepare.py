@@ -141,7 +141,8 @@ def row_split(rows):
     return read
 
 
-def _start_worker():
+def start_worker():
+    """Set up a process of a pool: Ctrl-C is for its parent, with which it ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     parent = multiprocessing.parent_process()
 
@@ -180,7 +181,7 @@ def encode_all(tokenizer, texts, num_proc):
         return
     pending = deque()
     # The datasets library has started threads, and the fork of a process with threads can hang.
-    with ProcessPoolExecutor(num_proc, multiprocessing.get_context('spawn'), _start_worker) as pool:
+    with ProcessPoolExecutor(num_proc, multiprocessing.get_context('spawn'), start_worker) as pool:
         try:
             for batch in _batches(texts):
                 pending.append(pool.submit(_encode_batch, tokenizer, batch))
@@ -220,7 +221,7 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
         tokens |= state['files']
     if 'val.bin' in tokens:
         meta['val_bytes'] = count_bytes(partial / 'val.bin', meta['dtype'], tokenizer)
-    _publish(partial, folder, meta | {'tokens': tokens}, tokenizer.files)
+    publish(partial, folder, meta | {'tokens': tokens}, tokenizer.files)
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
@@ -311,22 +312,23 @@ def _write_split(partial, split, encoded, shard_tokens, progress):
                     file.write(json.dumps(progress).encode())
 
 
-def _publish(partial, folder, meta, tokenizer_files):
+def publish(partial, folder, meta, more_files, names=None):
     """Replace an older dataset in the folder with meta.json and the finished files of `partial`.
 
-    tokenizer_files: {name: text} of further files.
+    more_files: {name: text} of further files, such as the tokenizer's. names: {name of a token file: its name
+    in `partial`}, if these differ.
 
     val.bin comes last, so that a dataset with val.bin has its meta.json and all train shards.
     """
-    for old in [folder / 'meta.json', *folder.glob('train*.bin'), folder / 'val.bin']:
+    for old in [folder / 'meta.json', folder / 'manifest.json', *folder.glob('train*.bin'), folder / 'val.bin']:
         old.unlink(missing_ok=True)
-    for name, text in tokenizer_files.items():
+    for name, text in more_files.items():
         with write_atomically(folder / name) as file:
             file.write(text.encode())
     with write_atomically(folder / 'meta.json') as file:
         file.write(json.dumps(meta, indent=1).encode())
     for name in sorted(meta['tokens']):
-        os.replace(partial / name, folder / name)
+        os.replace(partial / (names[name] if names else name), folder / name)
     shutil.rmtree(partial)
 
 

@@ -7,6 +7,8 @@ import io
 import json
 import os
 
+from data.storage import find_files as storage_files, is_url, version_of
+
 DOCUMENTS = ('.jsonl', '.json', '.parquet')  # files of many documents; others are one text each
 TEXTS = ('.txt', '.md')
 COMPRESSED = ('.gz', '.zst', '.bz2', '.lz4')
@@ -28,6 +30,9 @@ def find_files(patterns):
     """
     paths = []
     for pattern in patterns.split(','):
+        if is_url(pattern):
+            paths += [url for url in storage_files(pattern) if form_of(url) in TEXTS + DOCUMENTS]
+            continue
         pattern = os.path.expanduser(pattern)
         is_folder = os.path.isdir(pattern)
         matches = os.path.join(glob.escape(pattern), '**') if is_folder else pattern
@@ -50,7 +55,8 @@ def find_files(patterns):
 
 def file_versions(paths):
     """Return [path, size in bytes, modification time] of each file, to detect changed files."""
-    return [[os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
+    return [[path, *version_of(path)] if is_url(path) else
+            [os.path.abspath(path), os.path.getsize(path), os.path.getmtime(path)] for path in paths]
 
 
 def measure(paths, field='text'):

@@ -280,13 +280,27 @@ def _download(url, path):
         if pathlib.Path(note).read_text() == version and os.path.exists(path):
             return
     print(f'downloading {url}', file=sys.stderr, flush=True)
-    with open(f'{path}.tmp', 'wb') as file:
+    download(url, f'{path}.tmp')
+    os.replace(f'{path}.tmp', path)
+    pathlib.Path(note).write_text(version)
+
+
+def download(url, path):
+    """Copy a file to this machine; returns the path."""
+    with open(path, 'wb') as file:
         for part in read_parts(url, 0, size_of(url)):
             file.write(part)
         file.flush()
         os.fsync(file.fileno())
-    os.replace(f'{path}.tmp', path)
-    pathlib.Path(note).write_text(version)
+    return path
+
+
+def find_files(pattern):
+    """The URLs of files that a URL with a glob, or of a folder with all below it, means; sorted."""
+    if '*' not in pattern:
+        below = files_below(pattern)
+        return [f'{pattern.rstrip("/")}/{name}' for name in below] if below and below != [''] else [pattern]
+    return sorted(_call(pattern, lambda fs: [fs.unstrip_protocol(path) for path in fs.glob(pattern)]))
 
 
 # --- writing ------------------------------------------------------------------------------------------------

@@ -272,6 +272,10 @@ NEEDS = {
     'python bench.py --random_tokens=50257 --batch_size=48': 'a GPU',
     'python bench.py --random_tokens=50257 --document_length=256 --documents=mask --batch_size=48': 'a GPU',
     'python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --random_tokens=50257': 'a GPU',
+    'python train.py config/quickstart.py --dataset=s3://': 'a bucket: test_storage.py has one',
+    'python sample.py --out_dir=s3://': 'a bucket: test_storage.py has one',
+    'python -m kilogpt.convert export s3://': 'a bucket: test_storage.py has one',
+    'python train.py config/finetune_shakespeare.py --init_from=s3://': 'a bucket: test_storage.py has one',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
