@@ -243,10 +243,19 @@ def _check(key, value, config, key_types, where):
             hint += ' (a helper variable in a config file must start with _)'
         raise ValueError(f'unknown key {key!r} in {where}{hint}')
     value = _as_number(value, key_types[key])
+    if isinstance(value, dict) and str in key_types[key]:
+        value = _table_as_text(value)
     if type(value) not in key_types[key]:
         expected = ' or '.join(key_type.__name__ for key_type in key_types[key])
         raise ValueError(f'{key} takes {expected}, but {where} gives {value!r}')
     return value
+
+
+def _table_as_text(table):
+    """{'web': 0.7, 'code': 0.3} as 'web:0.7, code:0.3', and {5e9: {'code': 1}} as '5000000000.0: code:1'."""
+    if any(isinstance(value, dict) for value in table.values()):
+        return '; '.join(f'{begin}: {_table_as_text(value)}' for begin, value in table.items())
+    return ', '.join(f'{name}:{value}' for name, value in table.items())
 
 
 def _help(path, more, config, key_types):

@@ -2,17 +2,19 @@
 import fractions
 import json
 import math
+import os
 import re
 
 import numpy as np
 import pytest
-from helpers import assert_near, curve, run_forked, run_script
+from helpers import ROOT, assert_near, curve, run_forked, run_script
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data.datasets import find_sources
 from data.mixtures import Schedule, as_integers, count_out, parse_mixture, parse_phases
 from data.splits import open_loader, open_training_split
+from kilogpt.configurator import config_of
 
 weights_of = st.lists(st.integers(0, 1000) | st.integers(0, 9), min_size=1, max_size=24).filter(any)
 
@@ -128,6 +130,17 @@ def test_bad_phases_are_refused(text, message):
 def test_phases_are_read():
     assert parse_phases('5e9: web:1, code:3; 9e9: code:1', ['web', 'code']) == [
         (5 * 10 ** 9, dict(web=1, code=3)), (9 * 10 ** 9, dict(code=1))]
+
+
+def test_config_file_may_have_tables(tmp_path):
+    config = tmp_path / 'config.py'
+    config.write_text("dataset = {'web': 0.7, 's3://bucket/code': 0.3}\n"
+                      "mixture_phases = {5e9: dict(web=0.4), 6e9: {'s3://bucket/code': 1}}\n")
+    keys = config_of(os.path.join(ROOT, 'train.py'), [str(config)])
+    mixture = parse_mixture(keys['dataset'])
+    assert mixture == {'web': fractions.Fraction(7, 10), 's3://bucket/code': fractions.Fraction(3, 10)}
+    assert parse_phases(keys['mixture_phases'], mixture) == [
+        (5 * 10 ** 9, {'web': fractions.Fraction(2, 5)}), (6 * 10 ** 9, {'s3://bucket/code': 1})]
 
 
 def test_weights_with_too_many_digits_are_refused():

@@ -147,6 +147,7 @@ SLOW_SESSIONS = dict(
              '--num_proc=1 --tokenizer=bytes'),
         step('python data/text/prepare.py --input=documents --tokenizer=gpt2 --out=mydocuments', '--num_proc=1'),
         step('python -m data.look mydocuments'),
+        step('python data/corpus/prepare.py --input=documents --out=mycorpus', '--num_proc=1'),
         step('python train.py config/quickstart.py --dataset=mydocuments --documents=pack --out_dir=out-documents',
              SMALL),
         step('python train.py config/quickstart.py --dataset=mydocuments --documents=mask --window=16 '
@@ -276,6 +277,7 @@ NEEDS = {
     'python sample.py --out_dir=s3://': 'a bucket: test_storage.py has one',
     'python -m kilogpt.convert export s3://': 'a bucket: test_storage.py has one',
     'python train.py config/finetune_shakespeare.py --init_from=s3://': 'a bucket: test_storage.py has one',
+    "python data/corpus/prepare.py --input='s3://": 'a bucket and Ray: test_corpus.py has Ray',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
@@ -335,7 +337,8 @@ def checkout(tmp_path):
     for name in ('books', 'documents', 'nanoGPT/out'):
         (folder / name).mkdir(parents=True)
     (folder / 'books' / 'book.txt').write_text((folder / 'LICENSE').read_text() * 4)
-    (folder / 'documents' / 'some.jsonl').write_text('{"text": "a document"}\n' * 4000)
+    (folder / 'documents' / 'some.jsonl').write_text(
+        ''.join(f'{{"text": "document {i % 3000}"}}\n' for i in range(4000)))
     (folder / 'nanogpt.log').write_text(
         'step 0: train loss 4.2, val loss 4.2\niter 0: loss 4.2, time 50.00ms, mfu 1.00%\n'
         'step 1: train loss 2.4, val loss 2.4\niter 1: loss 2.4, time 50.00ms, mfu 1.00%\n')
