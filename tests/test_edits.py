@@ -86,8 +86,8 @@ def test_edited_run_resumes_to_the_bit(edit, tmp_path, title):
 
 # Of seven edits and four layouts, every third pair meets each edit and each layout.
 @pytest.mark.parametrize('title, layout', [
-    *sampled([(title, layout) for title in EDITS if title != ALIBI for layout in LAYOUTS], 3),
-    *sampled([(ALIBI, layout) for layout in ('tp2', 'tp2 cp2', 'cp2', 'pp2')], 2)])
+    *sampled([(title, layout) for title in EDITS if title != ALIBI for layout in LAYOUTS], 6),
+    *sampled([(ALIBI, layout) for layout in ('tp2', 'tp2 cp2', 'cp2', 'pp2')], 4)])
 def test_edited_run_follows_one_process_in_every_layout(edit, tmp_path, title, layout):
     train, arguments = edit(title), (LAYOUTS | OF_HEADS)[layout].split()
     nproc = 2 ** len(layout.split())

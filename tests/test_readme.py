@@ -99,7 +99,6 @@ SESSIONS = dict(
     ],
     help=[
         step('python train.py --help'),
-        step('python data/text/prepare.py --help'),
         step('python -m pydoc kilogpt.parallel'),
     ],
     many_processes=[
@@ -266,6 +265,7 @@ NEEDS = {
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
+    'python dev/far_data.py': 'an idle machine: LOG.md has its figures',
     'python dev/loss_and_bytes.py': 'an hour: LOG.md has its figures',
     'python dev/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',
     'bash tests/gpu': 'a GPU',

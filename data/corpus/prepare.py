@@ -1,7 +1,7 @@
 """Make a dataset of many documents: filtered, without copies, shuffled, by many processes or machines.
 
     python data/corpus/prepare.py --input=documents --out=mycorpus
-    python data/corpus/prepare.py --input='s3://bucket/crawl/*.jsonl.zst' --filter=keep.py --ray=auto --out=mycorpus
+    python data/corpus/prepare.py --input='s3://bucket/crawl/*.jsonl.zst' --filter=data/corpus/keep.py --ray=auto --out=mycorpus
 
 The same input gives the same files, whatever the number of processes, and after any interruption.
 """

@@ -157,7 +157,7 @@ LAYOUTS = {'ddp': '', 'zero1': '--zero_stage=1', 'zero3': '--zero_stage=3', 'tp2
            'zero2': '--zero_stage=2'}
 
 
-@pytest.mark.parametrize('layout', sampled(LAYOUTS, 2))
+@pytest.mark.parametrize('layout', sampled(LAYOUTS, 4))
 def test_islands_of_a_layout_equal_islands_of_one_process(train, layout):
     """With int8 where all processes hold whole tensors. Tied weights have copies on two stages."""
     options = ['--islands=2', '--outer_interval=4', '--outer_fragments=2', '--outer_delay=1',

@@ -48,7 +48,6 @@ LAYOUTS = {
 }
 CAPPED = {(2, 'cp2'), (2, 'pp2 zbv full'), (2, 'zero2'), (4, 'tp2 cp2')}
 DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope')}
-WITH_COMPILER = (1, 'compiled')
 
 
 def cases():
@@ -60,10 +59,7 @@ def cases():
         for i, j in itertools.product(range(len(KINDS)), range(len(models))):
             case = nproc, layout, list(KINDS)[i], models[j]
             # Of neighbours in the table, each kind and each model comes about as often.
-            kinds = [number % 2, 2 + number // 2 % 2]
-            if nproc > 3 or (nproc, layout) == WITH_COMPILER:  # these take longest
-                kinds = [number % 4]
-            is_slow = i in kinds and j == (number // 4 + i // 2) % min(2, len(models))
+            is_slow = i == number % 4 and j == (number // 4 + i // 2) % min(2, len(models))
             if j == 2:
                 is_slow = (nproc, layout) in CAPPED and list(KINDS)[i] == 'both'
             mark = pytest.mark.slow if is_slow else pytest.mark.matrix

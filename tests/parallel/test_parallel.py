@@ -182,8 +182,9 @@ def arguments_of(nproc, layout):
 def layout_params():
     """Parameters (nproc, layout) of the tests of all layouts, marked by where they belong."""
     params = [pytest.param(*key, marks=pytest.mark.quick if key in QUICK else ()) for key in by_name(LAYOUTS)]
-    params += [pytest.param(*key, marks=pytest.mark.matrix if key in BY_HAND else pytest.mark.slow)
-               for key in by_name(SLOW_LAYOUTS)]
+    # Every second one is slow: all of them would take CI beyond its limit.
+    params += [pytest.param(*key, marks=pytest.mark.matrix if key in BY_HAND or i % 2 else pytest.mark.slow)
+               for i, key in enumerate(by_name(SLOW_LAYOUTS))]
     params += [pytest.param(*key, marks=pytest.mark.matrix) for key in MATRIX]
     return params
 

@@ -123,7 +123,7 @@ def check_layout(train, dataset, nproc, arguments):
         assert predicted['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, predicted)
 
 
-@pytest.mark.parametrize('layout', sampled(LAYOUTS, 2))
+@pytest.mark.parametrize('layout', sampled(LAYOUTS, 4))
 def test_dry_run_predicts_memory_and_collectives(layout, train, dataset):
     nproc, arguments = LAYOUTS[layout]
     check_layout(train, dataset, nproc, arguments.split())

@@ -154,7 +154,7 @@ def prove(*arguments, folder=ROOT, **options):
 
 
 @pytest.mark.parametrize('name', [
-    'a loss that is a mean', *sampled([name for name in MISTAKES if name != 'a loss that is a mean'], 2)])
+    'a loss that is a mean', *sampled([name for name in MISTAKES if name != 'a loss that is a mean'], 4)])
 def test_mistake_in_the_model_is_found_and_named(edited, name):
     edits, layouts, sentences = MISTAKES[name]
     done = prove(*SMALL, f'--layouts={layouts}', folder=edited(edits))
@@ -178,7 +178,7 @@ def test_error_on_one_process_names_the_line_of_code_and_no_layout(edited, edit,
     assert done.returncode == 1 and 'split_plan' not in done.stdout
 
 
-@pytest.mark.parametrize('name', sampled(HARMLESS, 3))
+@pytest.mark.parametrize('name', sampled(HARMLESS, 6))
 def test_harmless_edit_raises_no_alarm(edited, name):
     done = prove(*SMALL, '--layouts=dp2 zero3 full; tp2; cp2; pp2 zbv', folder=edited(HARMLESS[name]))
     assert done.returncode == 0 and done.stdout.count('same: ') == 4, done.stdout
@@ -210,7 +210,7 @@ CONFIGS = sorted(path.stem for path in pathlib.Path(ROOT, 'config').glob('*.py')
                  or not path.stem.startswith('eval'))
 
 
-@pytest.mark.parametrize('config', sampled(CONFIGS, 3))
+@pytest.mark.parametrize('config', sampled(CONFIGS, 6))
 def test_shipped_config_passes(config):
     done = prove(f'config/{config}.py', '--quick', '--nproc=4')
     assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
@@ -356,7 +356,7 @@ def prove_fault(file, fault, options):
     return done
 
 
-@pytest.mark.parametrize('fault', sampled(FAULTY_LAYOUTS | FAULTS_OF_OTHERS, 2))
+@pytest.mark.parametrize('fault', sampled(FAULTY_LAYOUTS | FAULTS_OF_OTHERS, 4))
 def test_mistake_in_a_layout_is_found_and_named(fault):
     options, sentences = (FAULTY_LAYOUTS | FAULTS_OF_OTHERS)[fault]
     done = prove_fault('wrong_layouts.py', fault, options)
