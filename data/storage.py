@@ -22,7 +22,7 @@ RANGE_BYTES, RANGES_AT_ONCE = 2 ** 22, 8  # a large file is read in ranges of th
 PACKAGES = {'s3': 's3fs', 's3a': 's3fs', 'gs': 'gcsfs', 'gcs': 'gcsfs', 'az': 'adlfs', 'abfs': 'adlfs',
             'http': 'aiohttp', 'https': 'aiohttp', 'hf': 'huggingface_hub'}
 # botocore allows 10 connections unless told otherwise, and would wait longer between its own attempts than _call.
-OPTIONS = {'s3': dict(config_kwargs=dict(max_pool_connections=64, retries=dict(total_max_attempts=1))),
+OPTIONS = {'s3': dict(config_kwargs=dict(max_pool_connections=256, retries=dict(total_max_attempts=1))),
            'file': dict(auto_mkdir=True)}
 # Libraries whose errors are about the network or the storage
 LIBRARIES = 'aiohttp', 'botocore', 'aiobotocore', 'google', 'gcsfs', 'azure', 'adlfs', 'requests', 'urllib3', 'httpx'

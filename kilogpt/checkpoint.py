@@ -10,7 +10,6 @@ import glob
 import json
 import math
 import os
-import pathlib
 import re
 import shutil
 import socket

@@ -1,21 +1,17 @@
 """Datasets, weights and checkpoints in object storage: a server of S3 on loopback, with faults."""
-import contextlib
 import json
 import os
 import pathlib
 import shutil
-import sys
-import time
 
 import numpy as np
 import pytest
-import torch
+import test_corpus
 
 from data import cache, shards, storage
-from data.datasets import Source, find_shards, find_sources, fingerprint, read_meta
-from data.loader import TokenLoader
+from data.datasets import find_sources, fingerprint
 from data.splits import open_training_split
-from helpers import ROOT, TINY, assert_same_tensors, newest_tensors, read_run, run_forked, run_script
+from helpers import TINY, assert_same_tensors, newest_tensors, read_run, read_tensors, run_forked, run_script
 from kilogpt import checkpoint
 from kilogpt.remote_run import RemoteRun
 from object_store import FaultyProxy, start_moto
@@ -233,6 +229,18 @@ def test_dataset_that_is_not_there_or_cut_gets_a_sentence(server, dataset, tmp_p
         batches_of(url)
 
 
+@pytest.mark.parametrize('pattern', ['', '/*.jsonl.gz'], ids=['folder', 'glob'])
+def test_corpus_is_prepared_from_the_bucket(server, faults, tmp_path, monkeypatch, vocabulary, pattern):
+    monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
+    folder, _ = test_corpus.make_corpus(tmp_path / 'in')
+    url = upload(folder, f'{BUCKET}/{tmp_path.name}')
+    faults(busy=0.1, cut=0.1)
+    here = test_corpus.prepare(folder, tmp_path / 'here', monkeypatch)
+    there = test_corpus.prepare(url + pattern, tmp_path / 'there', monkeypatch)
+    assert [name for name in here if name.endswith('.bin') and here[name] != there[name]] == []
+    assert here['meta.json'] == there['meta.json']
+
+
 # --- runs ---------------------------------------------------------------------------------------------------
 
 def run_there(*arguments, cwd, check=True, runner=run_forked, **options):
@@ -374,12 +382,19 @@ def test_weights_in_the_bucket_start_a_run(saved, train, dataset, tmp_path):
 # --- kills --------------------------------------------------------------------------------------------------
 
 @pytest.mark.slow
-def test_ten_kills_change_no_bit(train, server, faults, dataset, tmp_path):
-    """Killed at ten moments, half of them within a save, with slow, busy, cutting and lagging storage."""
+def test_ten_kills_change_no_bit(saved, train, server, faults, dataset, tmp_path):
+    """Data, first weights and checkpoints in the bucket; killed at ten moments, half of them within a save.
+
+    The storage is slow, busy and cuts connections, and its lists of files are a second old.
+    """
     data, home = upload(dataset, f'{BUCKET}/{tmp_path.name}/data'), f'{BUCKET}/{tmp_path.name}/run'
+    run_script('kilogpt.convert', 'export', saved, tmp_path / 'hf')
+    weights = upload(tmp_path / 'hf', f'{BUCKET}/{tmp_path.name}/weights')
     keys = ['--save_interval=2', '--max_iters=40', '--lr_decay_iters=40', '--eval_interval=20']
-    here = train(*keys)
+    here = train(*keys, f'--init_from={tmp_path / "hf"}')
     faults(latency=0.02, busy=0.05, cut=0.05, lag=1.0)
+    run_there(*keys, '--max_iters=2', f'--dataset={data}', f'--out_dir={home}', f'--init_from={weights}',
+              cwd=tmp_path)
     log = tmp_path / 'log'
     done = run_script('dev/kills.py', 3, 10, log, *TINY, *keys, f'--dataset={data}', f'--out_dir={home}',
                       '--init_from=auto', cwd=tmp_path, timeout=900)
@@ -394,5 +409,4 @@ def test_ten_kills_change_no_bit(train, server, faults, dataset, tmp_path):
     folder.mkdir()
     for name in names_below(newest):
         (folder / name).write_bytes(storage.read(f'{newest}/{name}'))
-    from helpers import read_tensors
     assert_same_tensors(read_tensors(folder), newest_tensors(here.out_dir))
