@@ -18,6 +18,15 @@ def pytest_xdist_auto_num_workers(config):
     return 2 if config.args_source == pytest.Config.ArgsSource.TESTPATHS else 0
 
 
+# These take longest, so they come first: the last file leaves one of two processes without work.
+LONG_FILES = ('test_slurm.py', 'test_prove.py', 'test_parallel.py', 'test_faults.py', 'test_readme.py', 'test_ray.py',
+              'test_storage.py', 'test_replay.py', 'test_dry_run.py', 'test_jobs.py', 'test_document_layouts.py')
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: (*LONG_FILES, item.path.name).index(item.path.name))
+
+
 def pytest_sessionfinish():
     end_servers()
 

@@ -154,7 +154,7 @@ def test_closed_pipe_ends_two_processes_without_a_traceback(dataset, tmp_path):
 @pytest.mark.parametrize('layout', [
     pytest.param('', marks=pytest.mark.matrix),
     pytest.param('--ep=2 --zero_stage=2 --mlp=moe --n_experts=4 --expert_hidden=16 '
-                 '--router_balance_rate=0.01', marks=pytest.mark.slow)])
+                 '--router_balance_rate=0.01', marks=pytest.mark.matrix)])
 def test_torchrun_restarts_a_run_that_is_killed_three_times(train, dataset, tmp_path, layout):
     out_dir = tmp_path / 'out'
     options = [*OPTIONS, *layout.split(), '--max_iters=120', '--save_interval=4']

@@ -222,20 +222,11 @@ SLOW_SESSIONS = dict(
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --document_length=256 --documents=mask',
              BENCH),
         step('python bench.py config/quickstart.py --profile', BENCH),
-        step('python bench.py --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 --batch_size=12 '
-             '--gradient_accumulation_steps=1 --dropout=0.0 --device=cpu --dataset=shakespeare_char '
-             '--iters=100 --profile', BENCH),
-        step('python bench.py --n_layer=6 --n_head=6 --n_embd=384 --block_size=256 --batch_size=64 '
-             '--gradient_accumulation_steps=1 --dropout=0.0 --device=cpu --dataset=shakespeare_char '
-             '--iters=1 --profile', BENCH),
-        step('python bench.py --random_tokens=50257 --batch_size=4 --gradient_accumulation_steps=1 '
-             '--dropout=0.0 --device=cpu --iters=1 --profile', BENCH),
         step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 '
              '--n_embd=256 --block_size=256 --random_tokens=256 --batch_size=4 '
              '--gradient_accumulation_steps=2 --iters=10 --warmup=3 --scaling=1,2 --zero_stage=0',
              BENCH + ' --scaling=1'),
         step('python dev/versus.py --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
-        step('python dev/versus.py --part=start config/quickstart.py --rounds=5', f'{SHAPE} --rounds=1'),
         step('OMP_NUM_THREADS=1 python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 '
              '--n_head=4 --n_embd=256 --block_size=256 --random_tokens=256 --batch_size=2 '
              '--gradient_accumulation_steps=4 --nproc_per_node=2 --iters=4 '
@@ -261,6 +252,7 @@ NEEDS = {
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
+    'python dev/versus.py --part=start config/quickstart.py --rounds=5': 'no more than the command without --rounds',
     'python dev/versus.py ../smollm2': 'weights of a real model, and ten minutes: LOG.md has its figures',
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
@@ -271,6 +263,8 @@ NEEDS = {
     'bash tests/gpu': 'a GPU',
     'python tests/gpu_checks.py': 'a GPU',
     'python bench.py --random_tokens=50257 --batch_size=48': 'a GPU',
+    **dict.fromkeys(('python bench.py --n_layer=4', 'python bench.py --n_layer=6',
+                     'python bench.py --random_tokens=50257 --batch_size=4'), 'no more than bench.py --profile above'),
     'python bench.py --random_tokens=50257 --document_length=256 --documents=mask --batch_size=48': 'a GPU',
     'python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --random_tokens=50257': 'a GPU',
     'python train.py config/quickstart.py --dataset=s3://': 'a bucket: test_storage.py has one',

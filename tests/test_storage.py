@@ -366,6 +366,7 @@ def test_listing_that_lags_deletes_no_complete_checkpoint(server, tmp_path, monk
 
 # --- weights ------------------------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_weights_in_the_bucket_start_a_run(saved, train, dataset, tmp_path):
     run_script('kilogpt.convert', 'export', saved, tmp_path / 'hf')
     url = upload(tmp_path / 'hf', f'{BUCKET}/{tmp_path.name}')

@@ -229,7 +229,7 @@ def test_parts_of_other_models_pass(model):
     assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.matrix
 def test_all_layouts_pass_with_modern_parts_and_resume_from_each_other():
     done = prove('config/train_gpt2_modern.py')
     assert done.returncode == 0 and done.stdout.count('same: ') == 14, done.stdout
