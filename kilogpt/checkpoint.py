@@ -6,6 +6,7 @@ everything else that a run needs to continue, and checksums.json the size and CR
 checkpoint is written to iter_00000250.tmp, which is renamed last, so that a checkpoint with its final name is
 complete. If out_dir is a URL, where nothing can be renamed, .metadata is written last, and makes it complete.
 """
+import contextlib
 import glob
 import json
 import math
@@ -221,8 +222,9 @@ class Saver:
 
     def _prune(self):
         """Delete all checkpoints but the newest `keep`, the best and the needed one."""
-        for path in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir), self.needed()}:
-            _delete(path)
+        with contextlib.suppress(storage.StorageError):  # the next save tries again
+            for path in set(find(self.out_dir)[self.keep:]) - {find_best(self.out_dir), self.needed()}:
+                _delete(path)
 
 
 def delete_after(out_dir, iteration, processes):
@@ -320,7 +322,8 @@ def _require_visible(path):
     hosts = sorted({host for host, is_visible in found if not is_visible})
     if hosts:
         names = ', '.join(hosts[:3]) + (f' and {len(hosts) - 3} more' if len(hosts) > 3 else '')
-        raise ValueError(f'{path if storage.is_url(path) else os.path.abspath(path)} of host {found[0][0]} is not visible on {names}: '
+        place = path if storage.is_url(path) else os.path.abspath(path)
+        raise ValueError(f'{place} of host {found[0][0]} is not visible on {names}: '
                          'this folder must be on storage that all nodes share')
 
 

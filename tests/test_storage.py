@@ -1,4 +1,5 @@
 """Datasets, weights and checkpoints in object storage: a server of S3 on loopback, with faults."""
+import importlib.util
 import json
 import os
 import pathlib
@@ -17,6 +18,9 @@ from kilogpt.remote_run import RemoteRun
 from object_store import FaultyProxy, start_moto
 
 BUCKET = 's3://bucket'
+MISSING = [name for name in ('s3fs', 'moto', 'flask', 'flask_cors') if not importlib.util.find_spec(name)]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(
+    bool(MISSING), reason=f'{", ".join(MISSING)} missing: pip install s3fs "moto[s3]" flask flask-cors')]
 
 
 @pytest.fixture(scope='module')
@@ -366,7 +370,6 @@ def test_listing_that_lags_deletes_no_complete_checkpoint(server, tmp_path, monk
 
 # --- weights ------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_weights_in_the_bucket_start_a_run(saved, train, dataset, tmp_path):
     run_script('kilogpt.convert', 'export', saved, tmp_path / 'hf')
     url = upload(tmp_path / 'hf', f'{BUCKET}/{tmp_path.name}')
@@ -382,7 +385,6 @@ def test_weights_in_the_bucket_start_a_run(saved, train, dataset, tmp_path):
 
 # --- kills --------------------------------------------------------------------------------------------------
 
-@pytest.mark.slow
 def test_ten_kills_change_no_bit(saved, train, server, faults, dataset, tmp_path):
     """Data, first weights and checkpoints in the bucket; killed at ten moments, half of them within a save.
 
