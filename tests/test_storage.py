@@ -1,9 +1,12 @@
 """Datasets, weights and checkpoints in object storage: a server of S3 on loopback, with faults."""
+import functools
+import http.server
 import importlib.util
 import json
 import os
 import pathlib
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -132,6 +135,27 @@ def test_denied_access_is_not_a_missing_file(server, monkeypatch):
 
     with pytest.raises(storage.StorageError, match='s3://bucket/x: access is denied: check the credentials'):
         storage._call('s3://bucket/x', denied)
+
+
+def test_file_that_cannot_be_asked_for_is_not_a_missing_file(server, faults, monkeypatch):
+    monkeypatch.setattr(storage, 'PATIENCE', 1)
+    faults(busy=1.0)
+    with pytest.raises(storage.StorageError, match='could not be reached for 1 s'):
+        storage.exists(f'{BUCKET}/anything')
+
+
+def test_web_server_without_ranges_is_no_source_of_wrong_bytes(tmp_path, monkeypatch):
+    """Python's own server sends the whole file, whatever range was asked for."""
+    monkeypatch.setattr(storage, 'PATIENCE', 1)
+    (tmp_path / 'file').write_bytes(bytes(5000))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as web:
+        threading.Thread(target=web.serve_forever, daemon=True).start()
+        url = f'http://127.0.0.1:{web.server_port}/file'
+        assert storage.read(url) == bytes(5000) and storage.names_in(url.removesuffix('file')) == ['file']
+        with pytest.raises(storage.StorageError, match='5,000 bytes came of 10'):
+            storage.read_ranges([(url, 0, 10)])
+        web.shutdown()
 
 
 # --- datasets -----------------------------------------------------------------------------------------------
