@@ -137,11 +137,12 @@ def test_denied_access_is_not_a_missing_file(server, monkeypatch):
         storage._call('s3://bucket/x', denied)
 
 
-def test_file_that_cannot_be_asked_for_is_not_a_missing_file(server, faults, monkeypatch):
+@pytest.mark.parametrize('url', [f'{BUCKET}/anything', 'http://127.0.0.1:9/anything'])
+def test_file_that_cannot_be_asked_for_is_not_a_missing_file(server, faults, monkeypatch, url):
     monkeypatch.setattr(storage, 'PATIENCE', 1)
     faults(busy=1.0)
     with pytest.raises(storage.StorageError, match='could not be reached for 1 s'):
-        storage.exists(f'{BUCKET}/anything')
+        storage.exists(url)
 
 
 def test_web_server_without_ranges_is_no_source_of_wrong_bytes(tmp_path, monkeypatch):
