@@ -60,9 +60,10 @@ def _call(path, function):
     while True:
         try:
             return function(file_system)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
+        except Exception as found:
+            error = _behind(found)
+            if isinstance(error, FileNotFoundError):
+                raise
             if reason := _lasting_reason(error):
                 raise StorageError(f'{path}: {reason} ({_first_line(error)})') from None
             if not isinstance(error, OSError) and type(error).__module__.partition('.')[0] not in LIBRARIES:
@@ -88,6 +89,13 @@ def _file_system(protocol, process_id):
         raise ImportError(f'{protocol}:// needs {package}: pip install {package}') from None
     except ValueError:
         raise ValueError(f'{protocol}:// is not known to fsspec: use s3://, gs://, az:// or https://') from None
+
+
+def _behind(error):
+    """The error itself, or what it hides: fsspec says of a web server that is away that a file is not found."""
+    cause = error.__cause__
+    is_of_http = isinstance(error, FileNotFoundError) and type(cause).__module__.partition('.')[0] == 'aiohttp'
+    return cause if is_of_http and getattr(cause, 'status', None) != 404 else error
 
 
 def _lasting_reason(error):
