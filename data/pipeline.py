@@ -274,8 +274,7 @@ def ray_engine(address, num_proc):
     except ImportError:
         raise ImportError('ray needs the package: pip install "ray[default]"') from None
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    ray.init(None if address == 'local' else address, log_to_driver=False,
-             runtime_env=dict(env_vars=dict(PYTHONPATH=root)))
+    ray.init(address, log_to_driver=False, runtime_env=dict(env_vars=dict(PYTHONPATH=root)))
 
     def run(function, numbers):
         task = ray.remote(num_cpus=1, max_retries=TRIES)(function.func)
