@@ -17,8 +17,7 @@ def check_settings(config):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
     for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters',
-                'lr_decay_iters', 'seed', 'outer_interval', 'outer_delay', 'max_epochs',
-                'data_cache_gb'):
+                'lr_decay_iters', 'seed', 'outer_interval', 'outer_delay', 'max_epochs', 'data_cache_gb'):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
