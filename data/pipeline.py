@@ -77,7 +77,7 @@ def tokenize(job, file):
                 if n_tokens >= SEGMENT_TOKENS:
                     flush()
                     n_tokens = 0
-        except ValueError as error:  # it cannot be read: none of its documents is used
+        except UnreadableFile as error:  # none of its documents is used
             counts |= dict(documents=0, filtered=0, problem=str(error))
             index, digests, segment = [], [], []
         flush()
@@ -127,7 +127,7 @@ def write_shard(job, shard):
         begin, end = np.searchsorted(index['shard'], [shard, shard + 1])
         mine = np.array(index[begin:end])
         if job['deduplicate']:
-            mine = mine[np.load(f'{base}.kept.npy')[mine['number']]]
+            mine = mine[np.load(f'{base}.kept.npy', mmap_mode='r')[mine['number']]]
         entries.append(mine)
         files.append(np.full(len(mine), file))
     entries, files = np.concatenate(entries), np.concatenate(files)
@@ -151,6 +151,10 @@ def write_shard(job, shard):
 
 # --- documents ----------------------------------------------------------------------------------------------
 
+class UnreadableFile(Exception):
+    """An input file that cannot be read. A ValueError of the filter is something else, and ends the command."""
+
+
 def _documents(path, field):
     """Yield the documents of a file: its rows, or its whole text. A remote file is downloaded first."""
     with contextlib.ExitStack() as stack:
@@ -158,10 +162,13 @@ def _documents(path, field):
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             path = storage.download(path, os.path.join(folder, os.path.basename(path)))
         pieces = (text for text, _ in read_pieces(path, field))
-        if form_of(path) in DOCUMENTS:
-            yield from pieces
-        else:
-            yield ''.join(pieces)
+        try:
+            if form_of(path) in DOCUMENTS:
+                yield from pieces
+            else:
+                yield ''.join(pieces)
+        except ValueError as error:
+            raise UnreadableFile(str(error)) from None
 
 
 def _encode(tokenizer, text, dtype):
@@ -198,7 +205,7 @@ def _filtered(keep, text, path):
         return text if result else None
     if isinstance(result, str):
         return result
-    raise TypeError(f'keep of {path} returned {result!r:.40}: it must return True or False, or the text to keep')
+    raise ValueError(f'keep of {path} returned {result!r:.40}: it must return True or False, or the text to keep')
 
 
 @functools.lru_cache(1)
@@ -208,7 +215,7 @@ def _filter_of(path):
         return None
     keep = runpy.run_path(path).get('keep')
     if not callable(keep):
-        raise TypeError(f'{path} has no function keep(text)')
+        raise ValueError(f'{path} has no function keep(text)')
     return keep
 
 

@@ -1,4 +1,5 @@
 """Token files, on this machine or in object storage: opened once, then read in pieces."""
+import functools
 import hashlib
 import os
 import pathlib
@@ -69,15 +70,12 @@ def read_pieces(shards, places):
 
     Pieces of files in object storage are read side by side.
     """
-    if not any(isinstance(shard, RemoteTokens) for shard in shards):
-        return [shards[i][begin:end] for i, begin, end in places]
-    pieces = [None if isinstance(shards[i], RemoteTokens) else shards[i][begin:end] for i, begin, end in places]
-    ranges = {}
+    pieces, ranges = [], {}
     for number, (i, begin, end) in enumerate(places):
+        shard = shards[i]
+        pieces.append(shard.cached(begin, end) if isinstance(shard, RemoteTokens) else shard[begin:end])
         if pieces[number] is None:
-            pieces[number] = shards[i].cached(begin, end)
-        if pieces[number] is None:
-            ranges[number] = shards[i].range_of(begin, end)
+            ranges[number] = shard.range_of(begin, end)
     for number, content in zip(ranges, storage.read_ranges(list(ranges.values()))):
         pieces[number] = np.frombuffer(content, shards[places[number][0]].dtype)
     return pieces
@@ -156,6 +154,7 @@ class CacheEntry:
         return None
 
 
+@functools.cache
 def _boot():
     """A name for the time since this machine started."""
     path = pathlib.Path('/proc/sys/kernel/random/boot_id')

@@ -354,19 +354,11 @@ def checksum(path):
     """[bytes, CRC-32] of a file."""
     size = 0
     crc = 0
-    for chunk in _read_chunks(path):
-        size += len(chunk)
-        crc = zlib.crc32(chunk, crc)
-    return [size, crc]
-
-
-def _read_chunks(path):
-    if storage.is_url(path):
-        yield from storage.read_parts(path, 0, storage.size_of(path))
-        return
-    with open(path, 'rb') as file:
+    with storage.open_to_read(path) as file:
         while chunk := file.read(2 ** 24):
-            yield chunk
+            size += len(chunk)
+            crc = zlib.crc32(chunk, crc)
+    return [size, crc]
 
 
 def size_of(path):

@@ -230,16 +230,19 @@ def test_files_of_all_kinds_and_a_bad_one(tmp_path, monkeypatch, capsys):
     (dict(n_shards=-1), 'n_shards is -1'),
     (dict(val_fraction=1e-9), 'no document is left for the val split'),
     (dict(filter='{keep}'), 'keep of .*keep.py returned 3: it must return True or False, or the text to keep'),
+    (dict(filter='{raises}'), 'invalid literal for int'),
     (dict(filter='{other}'), r'other.py has no function keep\(text\)'),
     (dict(text_field='content'), "has no 'content' field, only text"),
 ])
 def test_wrong_keys_get_a_sentence(tmp_path, monkeypatch, keys, sentence):
     folder, _ = make_corpus(tmp_path / 'in', files=1)
     (tmp_path / 'keep.py').write_text('def keep(text):\n    return 3\n')
+    (tmp_path / 'raises.py').write_text('def keep(text):\n    return int("x")\n')
     (tmp_path / 'other.py').write_text('')
-    keys = {key: value.format(keep=tmp_path / 'keep.py', other=tmp_path / 'other.py') if key == 'filter' else value
+    files = {name: tmp_path / f'{name}.py' for name in ('keep', 'raises', 'other')}
+    keys = {key: value.format(**files) if key == 'filter' else value
             for key, value in keys.items()}
-    with pytest.raises((ValueError, TypeError), match=sentence):
+    with pytest.raises(ValueError, match=sentence):
         monkeypatch.setattr('data.corpus_job.processes_engine', lambda num_proc: serially)
         prepare_corpus(**dict(input=str(folder), out=str(tmp_path / 'out')) | KEYS | keys)
 

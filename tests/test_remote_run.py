@@ -11,6 +11,15 @@ from kilogpt import checkpoint
 KEYS = '--keep_checkpoints=2', '--save_interval=5'
 
 
+def test_without_data_cache_gb_nothing_is_kept_on_this_machine(train, dataset, tmp_path, monkeypatch):
+    monkeypatch.setenv('KILOGPT_CACHE', str(tmp_path / 'cache'))
+    run = train(f'--dataset=file://{dataset}', '--data_cache_gb=0')
+    assert_near(run, train())
+    assert not (tmp_path / 'cache' / 'tokens').exists()
+    wrong = train('--data_cache_gb=-1', check=False)
+    assert wrong.returncode == 1 and 'data_cache_gb is -1.0: it cannot be negative' in wrong.stderr
+
+
 @pytest.mark.parametrize('damage', ['', 'without .metadata', 'flipped'])
 def test_run_at_a_url_continues_on_another_machine(train, dataset, tmp_path, monkeypatch, damage):
     """10 iterations of two processes and the rest by one with nothing but the URL follow 12 of one process here."""
