@@ -192,7 +192,8 @@ with exit_on_error():
         model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
     config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
     train_loader, val_loader = open_splits(sources, model_args['vocab_size'], config, processes)
-    size, flops_per_token = model.describe_size(), model.flops_per_token(train_loader.document_lengths())
+    size, n_params = model.describe_size(), model.num_params()
+    flops_per_token = model.flops_per_token(train_loader.document_lengths())
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
@@ -233,7 +234,7 @@ with exit_on_error():
                           wandb if wandb_log and all_islands.island == 0 else None,
                           tensorboard and not eval_only, run.iteration, prints=processes.is_first)
     saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
-meter = metrics.Meter(log, run, processes, dtype, flops_per_token, layout.tp, _started)
+meter = metrics.Meter(log, run, processes, dtype, n_params, flops_per_token, layout.tp, _started)
 
 
 # --- what the loop calls ------------------------------------------------------------------------------------

@@ -217,21 +217,27 @@ def _is_not_finite(value):
 class Meter:
     """Builds the training lines of the log, and writes each once its sums over all processes have arrived.
 
-    log: a Metrics. run: the Run. flops_per_token: those of forward and backward together.
+    log: a Metrics. run: the Run. n_params: the parameters of the model. flops_per_token: those of forward and
+    backward together.
     loss_copies: how many processes compute the same loss (tensor parallelism), which counts once.
     started: the time.perf_counter() at which the process started.
     """
 
-    def __init__(self, log, run, processes, dtype, flops_per_token, loss_copies, started):
+    def __init__(self, log, run, processes, dtype, n_params, flops_per_token, loss_copies, started):
         self.log, self.run, self.device = log, run, processes.device
-        self.flops_per_token, self.loss_copies, self.started = flops_per_token, loss_copies, started
+        self.n_params, self.flops_per_token = n_params, flops_per_token
+        self.loss_copies, self.started = loss_copies, started
         peak = peak_flops(processes.device, dtype)
         self.peak_flops = peak and peak * processes.world_size
 
     def stamp(self):
-        """{'iter', 'tokens', 'seconds'} of the run at this moment: seconds since the process started."""
+        """The first keys of an evaluation line: where the run is, and what it has cost so far.
+
+        seconds: since the process started. flops: by the formula of GPT.flops_per_token.
+        """
         return dict(iter=self.run.iteration, tokens=self.run.tokens,
-                    seconds=time.perf_counter() - self.started)
+                    seconds=time.perf_counter() - self.started,
+                    params=self.n_params, flops=self.flops_per_token * self.run.tokens)
 
     def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update. Its times are means over the iterations since the previous line.
