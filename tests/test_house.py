@@ -23,6 +23,7 @@ FLOORS = [
      'kilogpt/remote_run.py', 'kilogpt/run.py', 'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
     {'kilogpt/convert'},
     {'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/plot', 'kilogpt/prove', 'kilogpt/replay'},
+    {'kilogpt/evaluate'},
     {'bench.py', 'kilogpt/meet.py', 'sample.py', 'train.py'},
 ]
 # What one person reads in an evening, and how long it may be.
