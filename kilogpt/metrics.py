@@ -121,8 +121,9 @@ class Metrics:
         parts = [f'{key[len("val_loss/"):]} {loss:.4f}' for key, loss in line.items()
                  if key.startswith('val_loss/')]
         sources = f' ({", ".join(parts)})' if parts else ''
+        bits = f', val bpb {line["val_bpb"]:.4f}' if 'val_bpb' in line else ''
         self._write(line, (f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, '
-                           f'val loss {line["val_loss"]:.4f}{sources}'))
+                           f'val loss {line["val_loss"]:.4f}{sources}{bits}'))
 
     def tasks(self, line, text):
         """Write the line of scores on tasks: iter tokens seconds params flops task/NAME/FIGURE. text: in words."""

@@ -21,7 +21,7 @@ from data.storage import is_url
 from kilogpt.configurator import exit_on_error
 from kilogpt.evaluate.opening import open_model
 from kilogpt.evaluate.scorer import Scorer
-from kilogpt.evaluate.suite import Suite, as_line
+from kilogpt.evaluate.suite import Suite, as_line, details
 
 
 def build_parser():
@@ -34,6 +34,7 @@ def build_parser():
     parser.add_argument('--shots', type=int, help='examples before each question (default: all that a file has)')
     parser.add_argument('--limit', type=int, help='score the first so many questions of each task (default: all)')
     parser.add_argument('--out', default='', help='a JSON file for the scores')
+    parser.add_argument('--details', default='', help='a file for the log-likelihoods of each question, with --tasks')
     parser.add_argument('--which', choices=('best', 'latest'), default='best', help="the run's checkpoint (best)")
     parser.add_argument('--tokenizer', default='', help='for weights that do not name theirs: as in sample.py')
     parser.add_argument('--device', default='auto', help='as in train.py (auto)')
@@ -92,6 +93,10 @@ def score_tasks(scorer, opened, options):
     scores = suite.score(scorer)
     seconds = time.perf_counter() - began
     print_table(scores, suite, opened.parallel.processes.say)
+    if options.details and opened.parallel.processes.is_main:
+        with open(options.details, 'w', encoding='utf-8') as file:
+            file.writelines(json.dumps(line) + '\n' for line in details(suite.tasks))
+        print(f'wrote {options.details}')
     n_texts = sum(len(requests) for task in suite.tasks for requests in task.requests)
     opened.parallel.processes.say(f'{n_texts} texts in {seconds:.1f}s')
     return as_line(scores)

@@ -51,6 +51,15 @@ class Suite:
         return scores
 
 
+def details(tasks):
+    """Yield a dict for each question of tasks that are scored: log-likelihoods in nats, and the right answer."""
+    for task in tasks:
+        for number, (question, scores) in enumerate(zip(task.questions, task.scores)):
+            yield dict(task=task.name, question=number, kind=question.kind, answer=question.answer,
+                       nats=[likelihood for likelihood, _ in scores],
+                       is_likeliest=[bool(is_likeliest) for _, is_likeliest in scores])
+
+
 def fetch_on_each_node(processes):
     """The folder of fetch_core, which one process of each node calls first."""
     if processes.local_rank == 0:

@@ -40,6 +40,7 @@ class Task:
     questions: list
     per_token: bool = False
     requests: list = field(default_factory=list)  # of each question, once encode_task has set them
+    scores: list = field(default_factory=list)  # (log-likelihood, is likeliest) of each request, by question
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -248,8 +249,8 @@ def score_task(task, scorer):
     if scored is None:
         return None
     scored = iter(scored)
-    scores = [[next(scored) for _ in requests] for requests in task.requests]
-    return FIGURES[task.questions[0].kind](list(zip(task.questions, task.requests, scores)), task.per_token)
+    task.scores = [[next(scored) for _ in requests] for requests in task.requests]
+    return FIGURES[task.questions[0].kind](list(zip(task.questions, task.requests, task.scores)), task.per_token)
 
 
 def choice_figures(answered, per_token):
