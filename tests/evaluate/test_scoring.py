@@ -49,6 +49,9 @@ QUESTIONS = [
     dict(question='A', choices=['B', 'CDE'], answer=0),
     dict(question=LONG, choices=['LAND', 'C', 'SEA'], answer=1),
     dict(question=LONG + ' OFF', choices=['9', '10'], answer='9'),
+    # These two are read together, the shorter one with padding before it.
+    dict(question='THE QUICK BROWN FOX', choices=['A', 'OF'], answer=1),
+    dict(question='A LAZY DOG SLEEPS OVER', choices=['X', 'IT'], answer=1),
     dict(question='WHO\nCOMES\nTHERE IN THE NIGHT', choices=['A\nB', 'NOBODY'], answer=1),
     dict(question='THE CAT SAT ON THE MAT AND THE DOG SAT ON THE CAT', choices=['X', 'YY', 'ZZZ', '!'], answer=2)]
 
@@ -128,7 +131,7 @@ def test_layout_scores_as_one_row_at_a_time(runs, expected, tasks, tmp_path, mod
     found = []
     for line in map(json.loads, (tmp_path / 'details.jsonl').read_text().splitlines()):
         found += zip(line['nats'], line['is_likeliest'])
-    assert len(found) == len(expected(model)) == 13 + 3 + 5
+    assert len(found) == len(expected(model)) == 17 + 3 + 5
     for (nats, is_likeliest), (slow_nats, slow_is_likeliest) in zip(found, expected(model)):
         assert nats == pytest.approx(slow_nats, abs=TOLERANCE)
         assert is_likeliest == slow_is_likeliest
