@@ -6,8 +6,6 @@ import hashlib
 import json
 import os
 
-import numpy as np
-
 from data import storage
 from data.bpe import BPETokenizer, GigatokenTokenizer, Tokenizer, bytes_to_unicode
 from data.fetch import has_gpt2_vocabulary
@@ -112,6 +110,7 @@ def bytes_of_tokens(folder, meta):
 
     prepare.py writes them beside meta.json, since a machine that trains may not have the vocabulary.
     """
+    import numpy as np
     try:
         return np.array(json.loads(storage.read(os.path.join(folder, TOKEN_BYTES))))
     except FileNotFoundError:

@@ -360,10 +360,10 @@ def run_step(step, checkout, **env):
         name, _, env[name] = words.pop(0).partition('=')
     env.pop('OMP_NUM_THREADS', None)  # run_forked sets it
     program = words.pop(0)
+    while program == 'torchrun' and words[0].startswith('--'):
+        words.pop(0)  # test_faults.py tests its options; here processes are forked as it starts them
     if words[0] == '-m':
         words[0] = 'run_module.py'
-    if program == 'torchrun':  # test_faults.py tests its options; here processes are forked as it starts them
-        words = words[words.index('train.py'):]
     script, *arguments = words
     return run_forked(checkout / script, *arguments, nproc=step.nproc, stdin=step.stdin, cwd=checkout,
                       env=env)

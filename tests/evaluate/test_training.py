@@ -8,6 +8,7 @@ import torch
 
 import kilogpt
 from helpers import assert_same_tensors, curve, newest_tensors
+from kilogpt.evaluate.generation import seeded_draw
 from kilogpt.layers.attention import starts_of
 
 LAYOUTS = dict(one=(1, ''), compiled=(1, '--compile=True'), dp2=(2, ''), zero3=(2, '--zero_stage=3'), tp2=(2, '--tp=2'),
@@ -65,9 +66,9 @@ def test_layout_has_the_scores_and_samples_of_one_process(train, questions, of_o
 
 
 def test_samples_are_those_that_the_model_draws_without_a_cache(of_one_process):
-    from kilogpt.evaluate.generation import seeded_draw
     loaded = kilogpt.load(str(of_one_process.out_dir), which='latest')
     draw = seeded_draw(1337)
+    assert len({draw(torch.zeros(65), row, step) for row in range(3) for step in range(3)}) > 5  # each draws anew
     last = [json.loads(line) for line in (of_one_process.out_dir / 'samples.jsonl').read_text().splitlines()[-2:]]
     for row, sample in enumerate(last):
         tokens = loaded.tokenizer.encode(sample['prompt'])
