@@ -12,7 +12,7 @@ import uuid
 from data import storage
 from data.json_tokenizer import tokenizer_folder
 
-LOGS = 'config.json', 'metrics.jsonl'
+LOGS = 'config.json', 'metrics.jsonl', 'samples.jsonl'
 
 
 class RemoteRun:
@@ -77,7 +77,8 @@ def begin(url, continues):
     if not continues and any(name.endswith('/.metadata') for name in storage.files_below(f'{url}/ckpt')):
         raise ValueError(f'{url} has checkpoints of another run: set another out_dir, or --init_from=resume to '
                          'continue that run')
-    log = os.path.join(storage.local_folder(url), 'metrics.jsonl')
-    if continues and not os.path.exists(log):
-        with contextlib.suppress(FileNotFoundError):
-            pathlib.Path(log).write_bytes(storage.read(f'{url}/metrics.jsonl'))
+    for name in ('metrics.jsonl', 'samples.jsonl'):
+        log = os.path.join(storage.local_folder(url), name)
+        if continues and not os.path.exists(log):
+            with contextlib.suppress(FileNotFoundError):
+                pathlib.Path(log).write_bytes(storage.read(f'{url}/{name}'))

@@ -253,8 +253,8 @@ def test_shakespeare_char_uses_the_text_in_its_folder(run_prepare, tmp_path):
     assert meta['chars'] == ''.join(sorted(set(WORDS))) and meta['vocab_size'] == len(meta['chars'])
     assert same(tokenizer.decode(train), WORDS[:int(len(WORDS) * 0.9)])
     assert same(tokenizer.decode(train + val), WORDS)
-    assert bytes_of_tokens(tmp_path / 'out', meta).tolist() == [1] * len(meta['chars'])
-    assert json.loads((tmp_path / 'out/token_bytes.json').read_text()) == [1] * len(meta['chars'])
+    assert bytes_of_tokens(tmp_path / 'out', meta).tolist() == [len(char.encode()) for char in meta['chars']]
+    assert json.loads((tmp_path / 'out/token_bytes.json').read_text()) == [len(char.encode()) for char in meta['chars']]
 
 
 def test_shakespeare_has_gpt2_tokens(run_prepare, tmp_path, gpt2):

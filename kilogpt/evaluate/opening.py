@@ -4,6 +4,7 @@ from typing import NamedTuple
 import torch
 
 from data.tokenizer import get_tokenizer
+from kilogpt.devices import host
 from kilogpt.loaded.load import fill_model, open_source, separator_in
 from kilogpt.parallel.apply import Parallel
 from kilogpt.parallel.layout import Layout
@@ -31,6 +32,7 @@ def open_model(source, which, tokenizer, device, dtype, **degrees):
     processes = Processes(device)
     layout = Layout(processes.world_size, **degrees)
     processes.join(layout)
+    host.prepare(processes.say)
     path, state, meta, tensors = open_source(source, which, tokenizer)
     if not meta.get('tokenizer'):
         raise ValueError(f'{source} does not name its tokenizer, without which texts cannot be scored: set '
