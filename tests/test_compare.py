@@ -142,7 +142,7 @@ def test_costs_to_a_loss_are_linear_between_evaluations(write_run, report):
     text = report('a', 'b', '--loss=2.25')
     assert row(text, 'tokens to val_loss 2.2500') == ['1,750', '875']  # b rises above the loss again
     assert row(text, 'seconds to val_loss 2.2500') == ['35', '18']
-    assert row(text, 'flops to val_loss 2.2500') == ['5.25e+05', '2.62e+05']
+    assert row(text, 'FLOPs to val_loss 2.2500') == ['5.25e+05', '2.62e+05']
     assert row(report('a', 'b'), 'tokens to val_loss 2.0000') == ['2,000', '1,000']  # what all reach
     assert row(report('a', 'b', '--loss=1.5'), 'tokens to val_loss 1.5000') == ['not reached', '2,667']
 

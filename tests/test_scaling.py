@@ -80,7 +80,7 @@ def test_intervals_of_noisy_losses_hold_the_planted_coefficients():
 
 
 def test_one_bad_run_hardly_moves_the_fit():
-    """Huber's loss; by least squares, the prediction would be 0.03 away."""
+    """By least squares instead of Huber's loss, the prediction would be 0.09 away."""
     points = simulate()
     points[7] = points[7]._replace(loss=1.3 * points[7].loss)
     predicted, _ = law.Law(points).loss_at([law.Point('', 2e8, 4e9, 5e18)])
@@ -119,6 +119,14 @@ def test_law_has_the_terms_that_the_runs_can_tell_apart(points, variables):
     fitted = law.Law(points)
     assert fitted.variables == variables
     assert fitted.loss_at(points)[0] == pytest.approx([point.loss for point in points], rel=0.01)
+
+
+def test_held_out_run_is_predicted_from_the_others_alone():
+    points = simulate()
+    points[-1] = points[-1]._replace(loss=9.9)
+    last, predicted = law.held_out(points)
+    assert last is points[-1] and predicted == pytest.approx(loss_of(last.n, last.d), rel=1e-4)
+    assert law.held_out(simulate(sizes=SIZES[:3], ratios=(5, 20))) is None  # five are too few for five coefficients
 
 
 def test_bootstrap_samples_determine_the_coefficients():

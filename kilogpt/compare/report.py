@@ -9,6 +9,7 @@ from kilogpt.plot.sources import Y, describe_datasets, describe_schedule
 # Keys of config.json that do not change what a run learns.
 IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'init_from')
 MISSING = '—'
+COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLOPs', '.3g'))  # {cost: label, format}
 
 
 def describe(candidates, y, target):
@@ -59,17 +60,16 @@ def results_table(candidates, y, target):
         if any(columns):
             rows.append([label, *(mean_text(column, form) for column in columns)])
 
-    forms = dict(tokens=',.0f', seconds=',.0f', flops='.3g')
     add('parameters', ',.0f', lambda run: run.evals[-1].get('params'))
-    for cost, form in forms.items():
-        add(cost, form, lambda run: run.evals[-1].get(cost))
+    for cost, (label, form) in COSTS.items():
+        add(label, form, lambda run: run.evals[-1].get(cost))
     add('last val_loss', '.4f', lambda run: values.last_value(run, 'loss'))
     add('best val_loss', '.4f', lambda run: values.best_value(run, 'loss') if run.evaluations('loss') else None)
     add('last val_bpb', '.4f', lambda run: values.last_value(run, 'bpb'))
-    for cost, form in forms.items():
+    for cost, (label, form) in COSTS.items():
         row = [costs_text(candidate, y, target, cost, form) for candidate in candidates]
         if set(row) != {MISSING}:
-            rows.append([f'{cost} to val_{y} {target:.4f}', *row])
+            rows.append([f'{label} to val_{y} {target:.4f}', *row])
     for key in task_keys(candidates):
         rows.append([key, *(score_text(candidate, key) for candidate in candidates)])
     return table(rows)
@@ -192,7 +192,7 @@ def compare_last(base, other, y):
     is_paired = seeds[0].keys() == seeds[1].keys() and None not in seeds[0] and all(
         len(by_seed) == len(sample) for by_seed, sample in zip(seeds, samples))
     if is_paired:
-        difference = paired(*([by_seed[seed] for seed in sorted(seeds[0])] for by_seed in seeds))
+        difference = paired(*([by_seed[seed] for seed in seeds[0]] for by_seed in seeds))
     else:
         difference = welch(*samples)
     counts = [len(sample) for sample in samples]
