@@ -182,7 +182,8 @@ def test_bits_per_byte_are_points_alone(folder, tmp_path, monkeypatch, capsys):
     assert not len(line.get_xdata()) and list(points.get_ydata()) == [1.5]
     assert panel.get_ylabel() == 'loss in bits per byte. Points: validation'
     without = folder(evaluation(0, 4.0), name='without')
-    monkeypatch.setattr(sys, 'argv', ['plot.py', with_bytes, without, '--y=bpb', f'--out={tmp_path}/both.png'])
+    monkeypatch.setattr(
+        sys, 'argv', ['plot.py', with_bytes, without, '--y=bpb', f'--out={tmp_path}/both.png'])
     plot.main()
     assert 'without has no val_bpb: left out (prepare the dataset again' in capsys.readouterr().out
 
@@ -190,7 +191,7 @@ def test_bits_per_byte_are_points_alone(folder, tmp_path, monkeypatch, capsys):
 def test_flops_of_training_lines_follow_from_those_of_evaluations(folder, tmp_path):
     run = sources.read_run(folder(evaluation(0, 4.0) | dict(flops=0, tokens=0), training(1), training(2),
                                   evaluation(2, 3.0) | dict(flops=1000, tokens=200)))
-    assert [line['flops'] for line in run.train] == [500, 1000] and [line['flops'] for line in run.evals] == [0, 1000]
+    assert [line['flops'] for line in run.train + run.evals] == [500, 1000, 0, 1000]
     assert axes_of([run], 'flops', tmp_path)[0].get_xlabel() == 'flops'
 
 

@@ -208,8 +208,12 @@ SLOW_SESSIONS = dict(
              '--x=seconds'),
     ],
     compare=[
-        *(step(f'python train.py config/quickstart.py --eval_interval=20 --seed={seed}{change} --out_dir=out-{name}-s{seed}',
-               SMALL) for name, change in (('base', ''), ('relu2', ' --mlp=relu2')) for seed in (1, 2)),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=1 --out_dir=out-base-s1', SMALL),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=2 --out_dir=out-base-s2', SMALL),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=1 --mlp=relu2 '
+             '--out_dir=out-relu2-s1', SMALL),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=2 --mlp=relu2 '
+             '--out_dir=out-relu2-s2', SMALL),
         step("python -m kilogpt.compare 'base=out-base-s*' 'relu2=out-relu2-s*' --table=compare.md"),
     ],
     bench=[

@@ -7,8 +7,8 @@ A source is the folder of a run, or a text with the console output of nanoGPT. A
 candidate with several seeds, one for each match. NAME=SOURCE names a candidate. The first candidate is the
 baseline, with which the others are compared.
 
-The report is printed, and is Markdown. The picture has the losses against tokens, seconds and FLOPs: points are
-means over the seeds, and bars their standard deviation. docs/compare.md says what each number means.
+The report is Markdown. The picture has the losses against tokens, seconds and FLOPs: points are means over
+the seeds, and bars are their standard deviation. docs/compare.md says what each number means.
 """
 import argparse
 import sys
@@ -33,7 +33,8 @@ def main():
     candidates = read_candidates(options.sources, options.y)
     reachable = min(best_value(run, options.y) for candidate in candidates for run in candidate.runs)
     if options.loss is not None and options.loss < reachable:
-        sys.exit(f'error: no run reaches --loss={options.loss:g}: the lowest is {reachable:.4f}, choose that or more')
+        sys.exit(f'error: no run reaches --loss={options.loss:g}: '
+                 f'the lowest is {reachable:.4f}, choose that or more')
     target = easiest_value(candidates, options.y) if options.loss is None else options.loss
     report = describe(candidates, options.y, target)
     print(report)
@@ -48,7 +49,7 @@ def main():
 
 
 def draw_candidates(candidates, y, path):
-    """Draw the candidates whose seeds have evaluations at the same iterations, against all that every log says."""
+    """Draw the candidates against tokens, seconds and FLOPs, as far as every log says these."""
     drawn = []
     for run in [mean_run(candidate, y) for candidate in candidates]:
         if run.has_losses(y):

@@ -35,10 +35,11 @@ def read_candidates(sources, y):
                 sys.exit(f'error: {run.path} is given twice: a run can be part of one candidate only')
             paths.add(path)
             if not run.evals:
-                sys.exit(f'error: {run.path} has no evaluation: leave it out, or train for longer with eval_iters')
+                sys.exit(f'error: {run.path} has no evaluation: '
+                         'leave it out, or train for longer with eval_iters')
             if not run.evaluations(y):
-                sys.exit(f'error: {run.path} has no finite val_{y}: leave it out' + (
-                    ', or prepare the dataset again, which counts its bytes' if y == 'bpb' else ''))
+                remedy = ', or prepare the dataset again, which counts its bytes' if y == 'bpb' else ''
+                sys.exit(f'error: {run.path} has no finite val_{y}: leave it out{remedy}')
     return candidates
 
 
@@ -51,8 +52,7 @@ def read_candidate(source):
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
     if not paths:
         sys.exit(f'error: {pattern} is no folder, file or pattern that matches one: check the path')
-    # The name in front of the path keeps `=` in a path from being read as that of NAME=PATH.
-    runs = [read_run(f'{os.path.basename(os.path.normpath(path))}={path}') for path in paths]
+    runs = [read_run(path) for path in paths]  # a path that exists is not split at `=`
     return Candidate(name, runs, [read_scores(path) for path in paths])
 
 
@@ -83,7 +83,8 @@ def last_value(run, y):
 
 
 def best_value(run, y):
-    return min(line[f'val_{y}'] for line in run.evaluations(y))
+    """The lowest value of all evaluations, or None."""
+    return min((line[f'val_{y}'] for line in run.evaluations(y)), default=None)
 
 
 def easiest_value(candidates, y):
@@ -94,7 +95,7 @@ def easiest_value(candidates, y):
 
 
 def cost_of_reaching(run, y, value):
-    """{cost: its amount} when a run first reached a value, linear between evaluations; None if it never did."""
+    """{cost: amount} when a run first reached a value, linear between evaluations; None if it never did."""
     key, before = f'val_{y}', None
     for line in run.evaluations(y):
         if line[key] > value:
@@ -112,9 +113,9 @@ def value_at(run, y, tokens):
     """The value after a number of tokens, linear between the evaluations before and after."""
     lines = run.evaluations(y)
     after = next(line for line in lines if line['tokens'] >= tokens)
-    before = max((line for line in lines if line['tokens'] < tokens), key=lambda line: line['tokens'], default=after)
-    if after is before:
+    if after['tokens'] == tokens:
         return after[f'val_{y}']
+    before = [line for line in lines if line['tokens'] < tokens][-1]
     share = (tokens - before['tokens']) / (after['tokens'] - before['tokens'])
     return before[f'val_{y}'] + share * (after[f'val_{y}'] - before[f'val_{y}'])
 
@@ -131,9 +132,10 @@ def mean_run(candidate, y):
 
 
 def mean_lines(logs, key):
-    """Lines with the means of `key` and of the costs over several logs, at iterations where all have a finite `key`.
+    """Lines with the means of `key` and of the costs over several logs.
 
-    The lines also have the standard deviation of `key`, as `{key}_spread`.
+    There is a line for each iteration at which all logs have a finite `key`. The lines also have the standard
+    deviation of `key`, as `{key}_spread`.
     """
     logs = [{line['iter']: line for line in log if is_finite(line.get(key))} for log in logs]
     means = []

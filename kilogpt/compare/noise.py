@@ -49,7 +49,7 @@ def z_test(a, a_error, b, b_error):
 
 
 def p_of_t(t, freedom):
-    """The probability that a t-distributed value is further from 0 than t (DLMF 8.17, Abramowitz and Stegun 26.7)."""
+    """The probability that a t-distributed value is further from 0 than t (Abramowitz and Stegun 26.7.1)."""
     return incomplete_beta(freedom / (freedom + t ** 2), freedom / 2, 0.5)
 
 

@@ -9,7 +9,7 @@ from kilogpt.plot.sources import Y, describe_datasets, describe_schedule
 # Keys of config.json that do not change what a run learns.
 IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'init_from')
 MISSING = '—'
-COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLOPs', '.3g'))  # {cost: label, format}
+COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLOPs', '.3g'))  # label, format
 
 
 def describe(candidates, y, target):
@@ -64,7 +64,7 @@ def results_table(candidates, y, target):
     for cost, (label, form) in COSTS.items():
         add(label, form, lambda run: run.evals[-1].get(cost))
     add('last val_loss', '.4f', lambda run: values.last_value(run, 'loss'))
-    add('best val_loss', '.4f', lambda run: values.best_value(run, 'loss') if run.evaluations('loss') else None)
+    add('best val_loss', '.4f', lambda run: values.best_value(run, 'loss'))
     add('last val_bpb', '.4f', lambda run: values.last_value(run, 'bpb'))
     for cost, (label, form) in COSTS.items():
         row = [costs_text(candidate, y, target, cost, form) for candidate in candidates]
@@ -153,18 +153,19 @@ def warn(candidates, y):
         if not run.config:
             sentences.append(f'{run.path} has no config.json: its settings are not known')
         if values.last_value(run, y) is None:
-            sentences.append(f'{run.name} has diverged: its last evaluation has no finite val_{y}. It is left out of '
-                             'the means and tests, which therefore flatter its candidate')
+            sentences.append(f'{run.name} has diverged: its last evaluation has no finite val_{y}. '
+                             'Means and tests are without it, and therefore flatter its candidate')
     for candidate in candidates:
         seeds = [run.config.get('seed') for run in candidate.runs]
         if None not in seeds and len(set(seeds)) < len(seeds):
-            sentences.append(f'Runs of {candidate.name} have the same seed: they say less about the noise than '
-                             'runs with different seeds')
+            sentences.append(f'Runs of {candidate.name} have the same seed: they say less about the noise '
+                             'than runs with different seeds')
         keys = {key for run in candidate.runs for key in run.config}
-        differing = [key for key in sorted(keys - {*IGNORED, 'seed'}) if len(config_values(candidate, key)) > 1]
+        keys = sorted(keys - {*IGNORED, 'seed'})
+        differing = ', '.join(key for key in keys if len(config_values(candidate, key)) > 1)
         if differing:
-            sentences.append(f'Runs of {candidate.name} differ in {", ".join(differing)}: seeds of one candidate '
-                             'should differ in seed alone')
+            sentences.append(f'Runs of {candidate.name} differ in {differing}: '
+                             'seeds of one candidate should differ in seed alone')
     return [sentence.rstrip('.') + '.' for sentence in sentences if sentence]
 
 
@@ -179,8 +180,9 @@ def compare_last(base, other, y):
               for candidate in (base, other)]
     what = f'val_{y} of {other.name}'
     if min(map(len, groups)) < 2:
-        return (f'Whether {what} differs from {base.name} by more than the noise is not known: each needs two '
-                f"seeds or more, given as a pattern such as '{other.name}=out-{other.name}-s*'.")
+        return (f'Whether {what} differs from that of {base.name} by more than the noise is not known: '
+                'one seed says nothing about noise. Give two seeds or more of each, as a pattern such as '
+                f"'{other.name}=out-{other.name}-s*'.")
     runs = groups[0] + groups[1]
     if not all(run.has('tokens') for run in runs):
         return f'{what} is not compared: a log does not say how many tokens its run has trained on.'
@@ -200,8 +202,8 @@ def compare_last(base, other, y):
     test = 'paired t-test' if is_paired else "Welch's t-test"
     sentence = difference_text(what, base.name, difference, f'{seeds_text}, {test}')
     if max(ends) > tokens:
-        sentence += (f' The runs have {tokens:,} to {max(ends):,} tokens, and are compared at {tokens:,}, where the '
-                     'schedules of the longer ones had not ended.')
+        sentence += (f' The runs have {tokens:,} to {max(ends):,} tokens, and are compared at {tokens:,}, '
+                     'where the schedules of the longer ones had not ended.')
     return sentence
 
 
@@ -212,9 +214,11 @@ def compare_tasks(candidates):
         for key in task_keys([base, other]):
             samples = [scores_of(candidate, key) for candidate in (base, other)]
             if all(scores_of(candidate, f'{key}_stderr') for candidate in (base, other)):
-                difference, test = z_test(*score_and_error(base, key), *score_and_error(other, key)), 'z-test'
+                difference = z_test(*score_and_error(base, key), *score_and_error(other, key))
+                test = 'z-test'
             elif min(map(len, samples)) > 1:
-                difference, test = welch(*samples), "Welch's t-test"
+                difference = welch(*samples)
+                test = "Welch's t-test"
             else:
                 continue
             sentences.append(difference_text(f'{key} of {other.name}', base.name, difference, test))
@@ -222,7 +226,7 @@ def compare_tasks(candidates):
 
 
 def difference_text(what, base, difference, test):
-    """A sentence: by how much `what` differs from that of `base`, and whether this is larger than the noise."""
+    """A sentence: by how much `what` differs from that of `base`, and whether that is more than the noise."""
     p = 'p < 0.0001' if difference.p < 1e-4 else f'p = {difference.p:.2g}'
     way = 'lower' if difference.mean < 0 else 'higher'
     ends = sorted([difference.low, difference.high], key=abs)
@@ -231,5 +235,5 @@ def difference_text(what, base, difference, test):
         return (f'{what} is {abs(difference.mean):.4f} {way} than that of {base} '
                 f'(95% interval {interval}, {p}, {test}).')
     interval = f'{difference.low:+.4f} to {difference.high:+.4f}'
-    return (f'{what} differs from that of {base} by {difference.mean:+.4f}, which is not larger than the noise '
-            f'(95% interval {interval}, {p}, {test}).')
+    return (f'{what} differs from that of {base} by {difference.mean:+.4f}, '
+            f'which is not larger than the noise (95% interval {interval}, {p}, {test}).')

@@ -7,8 +7,9 @@
 A source is the folder of a run, or a text with the console output of nanoGPT. NAME=SOURCE names a curve.
 Points are evaluations, and a curve's label has the last of them. Nothing is drawn between points, since
 nobody knows the validation loss there. The faint line is the training loss, in means over a hundredth of the
-run. --y=bpb draws bits per byte of text, which only evaluations have. --x=iterations has throughput beside the losses. The x axis is logarithmic if runs have very different
-lengths. The title names the data and the machine, as far as the runs' folders say.
+run. --y=bpb draws bits per byte of text, which only evaluations have. --x=iterations has throughput beside
+the losses. The x axis is logarithmic if runs have very different lengths. The title names the data and the
+machine, as far as the runs' folders say.
 
 Seconds are wall-clock time. For a folder they include start-up, evaluations and saves, and add up over
 resumed runs. For a text they are the sum of the logged times (kilogpt/plot/sources.py).

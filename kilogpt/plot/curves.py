@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kilogpt.plot.sources import Y, is_finite
 
-KEYS = dict(iterations='iter', tokens='tokens', seconds='seconds', flops='flops')  # {value of --x: key in a run's lines}
+KEYS = dict(iterations='iter', tokens='tokens', seconds='seconds', flops='flops')  # {--x: key of a line}
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000')  # Okabe and Ito
 MOST_MEANS = 100  # a line of more values is drawn as this many means
 
@@ -54,7 +54,7 @@ def import_pyplot():
 def draw(runs, axes, path, y='loss'):
     """Write a picture of the runs' losses, with a panel for each of `axes`, which are names in KEYS.
 
-    Iterations alone have a panel of the throughput too. y='bpb' draws bits per byte, which only evaluations have.
+    Iterations alone have a panel of the throughput too. y: 'loss', or 'bpb' for bits per byte.
     """
     pyplot = import_pyplot()
     colored = list(zip(runs, itertools.cycle(COLORS)))

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 
 Y = dict(loss='nats per token', bpb='bits per byte')  # {value of --y: its unit}
-X = dict(tokens='how many tokens it has trained on', flops='how many FLOPs it has cost')  # not all logs say these
+X = dict(tokens='how many tokens it has trained on', flops='how many FLOPs it has cost')  # in most logs
 
 
 class Run(NamedTuple):
@@ -153,7 +153,7 @@ def dataset_name(config):
 
 
 def describe_schedule(run):
-    """Why the last evaluation of a run is not the end of its learning-rate schedule; '' if it is or may be."""
+    """Why the last evaluation of a run is not at the end of its learning-rate schedule; '' if it may be."""
     last = run.evals[-1]['iter']
     max_iters = run.config.get('max_iters', last)
     end = run.config.get('lr_decay_iters') or max_iters
@@ -169,9 +169,10 @@ def describe_datasets(runs, y):
     names = sorted({dataset_name(run.config) for run in runs if 'dataset' in run.config})
     if len(names) < 2:
         return ''
-    needed = 'text is the same' if y == 'bpb' else (
-        'text and the tokenizer are the same. With different tokenizers on the same text, choose --y=bpb')
-    return f'The datasets differ ({", ".join(names)}). {Y[y].capitalize()} are comparable if the validation {needed}.'
+    needed = 'text is the same.' if y == 'bpb' else (
+        'text and the tokenizer are the same. With different tokenizers on the same text, choose --y=bpb.')
+    return (f'The datasets differ ({", ".join(names)}). '
+            f'{Y[y].capitalize()} are comparable if the validation {needed}')
 
 
 def read_text(path):

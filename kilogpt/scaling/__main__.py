@@ -3,10 +3,10 @@
     python -m kilogpt.scaling out-scaling-*
     python -m kilogpt.scaling out-scaling-* --params=1e9 --tokens=2e10 --out=scaling.png
 
-The law is L(N, D) = E + A / N^alpha + B / D^beta (Hoffmann et al. 2022), of N parameters and D tokens, fitted as
-there. If all runs have the same size or the same number of tokens, the law has the other term alone. If all have
-the same number of tokens per parameter, it has a term of FLOPs. Intervals are from a bootstrap over runs.
-docs/compare.md says which runs make a good fit, and what the numbers do not say.
+The law is L(N, D) = E + A / N^alpha + B / D^beta, of N parameters and D tokens, fitted as by Hoffmann et al.
+2022. If all runs have the same size or the same number of tokens, the law has the other term alone. If all
+have the same number of tokens per parameter, the law has a term of FLOPs. Intervals are from a bootstrap over
+runs. docs/compare.md says which runs make a good fit, and what the numbers do not say.
 """
 import argparse
 import os
@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 
+from kilogpt.configurator import exit_on_error
 from kilogpt.plot.sources import Y, describe_datasets, describe_schedule, is_finite, read_run
 from kilogpt.scaling.law import Law, Point, asked_run, held_out, larger_runs, largest, typical_residual
 from kilogpt.scaling.picture import draw
@@ -33,10 +34,11 @@ def main():
     if len(asked) == 1 or min(asked, default=1) <= 0:
         sys.exit('error: --params and --tokens belong together: give both, as numbers above 0')
     if options.bootstrap < 20:
-        sys.exit(f'error: --bootstrap={options.bootstrap} is too few samples for an interval: give 20 or more')
-    points, sentences = read_points(options.runs, options.y)
-    law = Law(points, options.bootstrap)
-    asked = [asked_run(law, *asked)] if asked else larger_runs(law)
+        sys.exit(f'error: --bootstrap={options.bootstrap} is too few samples: give 20 or more')
+    with exit_on_error():
+        points, sentences = read_points(options.runs, options.y)
+        law = Law(points, options.bootstrap)
+        asked = [asked_run(law, *asked)] if asked else larger_runs(law)
     predicted, samples = law.loss_at(asked)
     print(f'{law}, fitted to {len(points)} runs of {len({point.n for point in points})} size(s)\n')
     print_coefficients(law)
@@ -58,17 +60,19 @@ def read_points(sources, y):
         if not is_finite(loss):
             sentences.append(f'{run.name} is left out: its last evaluation has no finite val_{y}.')
         elif not (last.get('params') and last.get('flops')):
-            sentences.append(f'{run.name} is left out: its log does not say its parameters and FLOPs, or it has not '
-                             'trained.')
+            sentences.append(f'{run.name} is left out: its log does not say its parameters and FLOPs, '
+                             'or it has not trained.')
         else:
             runs.append(run)
             points.append(Point(run.name, last['params'], last['tokens'], last['flops'], loss))
     if not runs:
-        sys.exit('error: no run can be used: ' + ' '.join(sentences))
-    unfinished = [describe_schedule(run) for run in runs]
-    sentences += [f'{sentence}: its loss is above that of a finished run.' for sentence in unfinished if sentence]
-    sentences.append(describe_datasets(runs, y))
-    return points, [sentence for sentence in sentences if sentence]
+        raise ValueError('no run can be used: ' + ' '.join(sentences))
+    for run in runs:
+        if unfinished := describe_schedule(run):
+            sentences.append(f'{unfinished}: its loss is above that of a finished run.')
+    if differing := describe_datasets(runs, y):
+        sentences.append(differing)
+    return points, sentences
 
 
 def interval(samples, form):
@@ -97,18 +101,20 @@ def describe_fit(law, asked):
     checked = held_out(law.points)
     if checked:
         last, loss = checked
-        sentences.append(f'Fitted without {last.name}, which has the most FLOPs, the law predicts {loss:.4f} for it; '
-                         f'measured: {last.loss:.4f}.')
+        sentences.append(f'Fitted without {last.name}, which has the most FLOPs, the law predicts {loss:.4f} '
+                         f'for it; measured: {last.loss:.4f}.')
     reasons = dict(D='All runs have the same size', N='All runs have the same number of tokens',
                    C='All runs have about the same number of tokens per parameter')
     if len(law.variables) == 1:
-        sentences.append(f'{reasons[law.variables[0]]}, so that the law has one term and no compute-optimal size.')
+        reason = reasons[law.variables[0]]
+        sentences.append(f'{reason}, so that the law has one term and no compute-optimal size.')
     elif not law.has_optimum():
-        sentences.append('The loss does not fall with both N and D in these runs: there is no compute-optimal size.')
+        sentences.append('The loss of these runs does not fall with both N and D: '
+                         'there is no compute-optimal size.')
     factor = max(point.c for point in asked) / largest(law.points).c
     if factor > 10.001:
-        sentences.append(f'A predicted run has {factor:.0f} times the FLOPs of the largest run. Beyond 10 times, '
-                         'the interval says too little about the error.')
+        sentences.append(f'A predicted run has {factor:.0f} times the FLOPs of the largest run. '
+                         'Beyond 10 times, the interval says too little about the error.')
     return sentences
 
 

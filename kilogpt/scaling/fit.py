@@ -1,11 +1,11 @@
 """Find the coefficients of L = E + A / N^alpha + B / D^beta, or of a law with one of the two terms.
 
-The fit is that of Hoffmann et al. 2022 ("Training Compute-Optimal Large Language Models", section 3.3 and appendix
-D.3): it minimises the Huber loss of log L, which is the log-sum-exp of e, a - alpha log N and b - beta log D with
-E = exp(e), A = exp(a), B = exp(b), from a grid of starts. The paper uses L-BFGS. Here the optimiser is that of
-Levenberg and Marquardt, which NumPy runs for all starts and all bootstrap samples side by side.
+The fit is that of Hoffmann et al. 2022 ("Training Compute-Optimal Large Language Models", section 3.3): it
+minimises the Huber loss of log L, which is the log-sum-exp of e, a - alpha log N and b - beta log D, with
+E = exp(e), A = exp(a) and B = exp(b), from a grid of starts. The paper uses L-BFGS. Here it is the method of
+Levenberg and Marquardt, which NumPy computes for all starts and all bootstrap samples side by side.
 
-Shapes: F fits, R runs, T terms. coefficients (F, 1 + 2T) are e, a, alpha, b, beta. logs (T, R) are log N, log D.
+Shapes: F fits, R runs, T terms. coefficients (F, 1 + 2T): e, a, alpha, b, beta. logs (T, R): log N, log D.
 """
 import itertools
 
@@ -37,19 +37,21 @@ def huber(residuals):
 def fit(logs, log_losses, weights):
     """The coefficients with the lowest loss for each row of weights (F, R): how often a run counts."""
     centres = logs.mean(axis=1)
-    centred = logs - centres[:, None]  # a term's size at the middle of the runs hardly depends on its exponent
+    # Around the middle of the runs, the size of a term hardly depends on its exponent.
+    centred = logs - centres[:, None]
     starts = grid_of_starts(log_losses, len(logs))
-    order = np.argsort(huber(predict(starts, centred) - log_losses) @ weights.T, axis=0)[:STARTS].T
-    weights = np.repeat(weights, order.shape[1], axis=0)
-    coefficients, costs = descend(starts[order.ravel()], centred, log_losses, weights)
-    best = costs.reshape(order.shape).argmin(axis=1)
-    coefficients = coefficients.reshape(*order.shape, -1)[np.arange(len(order)), best]
+    costs = huber(predict(starts, centred) - log_losses) @ weights.T  # (starts, F)
+    chosen = np.argsort(costs, axis=0)[:STARTS].T  # (F, STARTS)
+    repeated = np.repeat(weights, STARTS, axis=0)
+    coefficients, costs = descend(starts[chosen.ravel()], centred, log_losses, repeated)
+    best = costs.reshape(chosen.shape).argmin(axis=1)
+    coefficients = coefficients.reshape(*chosen.shape, -1)[np.arange(len(chosen)), best]
     coefficients[:, 1::2] += coefficients[:, 2::2] * centres
     return coefficients
 
 
 def grid_of_starts(log_losses, n_terms):
-    """Starts (S, 1 + 2T) for logs with mean 0: E is a share of the lowest loss, and a term one of the mean loss."""
+    """Starts (starts, 1 + 2T) for logs of mean 0: E is a share of the lowest loss, a term one of the mean."""
     floors = log_losses.min() + np.log([0.2, 0.5, 0.8, 0.95])
     sizes = log_losses.mean() + np.log([0.02, 0.06, 0.2, 0.6])
     terms = list(itertools.product(sizes, [0.1, 0.25, 0.4, 0.6, 1.0]))

@@ -4,7 +4,6 @@ N is the number of parameters, D of training tokens, and C of FLOPs, which is k 
 """
 import math
 import statistics
-import sys
 from typing import NamedTuple
 
 import numpy as np
@@ -26,10 +25,9 @@ class Point(NamedTuple):
 
 
 class Law:
-    """The law fitted to Points.
+    """The law fitted to Points, whose `variables` are ('N', 'D'), ('N',), ('D',) or ('C',).
 
-    variables: 'N', 'D' and 'C', as far as the law has their terms. samples: the number of bootstrap samples.
-    Errors are sentences that say which runs are missing.
+    samples: the number of bootstrap samples. ValueError if the points do not determine the coefficients.
     """
 
     def __init__(self, points, samples=0):
@@ -37,7 +35,7 @@ class Law:
         self.variables = choose_variables(points)
         self.names = ['E', *(name for variable in self.variables for name in NAMES[variable])]
         logs = self.logs(points)
-        check_number_of_runs(self.variables, self.names, points, logs)
+        check_number_of_runs(self.variables, self.names, logs)
         log_losses = np.log([point.loss for point in points])
         self.coefficients = fit(logs, log_losses, np.ones((1, len(points))))
         self.samples = self.coefficients[:0]
@@ -59,7 +57,7 @@ class Law:
         return np.exp(predict(self.coefficients, logs)[0]), np.exp(predict(self.samples, logs))
 
     def described(self):
-        """[(name, value, values of the samples)] of the coefficients, and of the exponents of optimal sizes."""
+        """[(name, value, the samples' values)] of the coefficients, and of the exponents of optimal sizes."""
         rows = []
         for i, name in enumerate(self.names):
             is_log = name in ('E', 'A', 'B', 'K')
@@ -91,7 +89,7 @@ def choose_variables(points):
     has_one_size = len({point.n for point in points}) == 1
     has_one_length = len({point.d for point in points}) == 1
     if has_one_size and has_one_length:
-        sys.exit('error: all runs have the same size and the same number of tokens: vary at least one of them')
+        raise ValueError('all runs have the same size and the same number of tokens: vary at least one')
     if has_one_size:
         return ('D',)
     if has_one_length:
@@ -99,17 +97,17 @@ def choose_variables(points):
     return ('C',) if max(ratios) < SAME_RATIO * min(ratios) else ('N', 'D')
 
 
-def check_number_of_runs(variables, names, points, logs):
-    """Exit if there are too few runs, or too few different ones, for the coefficients."""
-    needed = len(names) + 1
-    if len(points) < needed:
-        sys.exit(f'error: {len(points)} run(s) are too few for the {len(names)} coefficients {", ".join(names)}: '
-                 f'give {needed} or more')
+def check_number_of_runs(variables, names, logs):
+    """Raise ValueError if there are too few runs, or too few different ones, for the coefficients."""
+    count, needed = logs.shape[1], len(names) + 1
+    if count < needed:
+        raise ValueError(f'{count} run(s) are too few for the {len(names)} coefficients {", ".join(names)}: '
+                         f'give {needed} or more')
     for variable, row in zip(variables, logs):
         if len(set(row)) < FEWEST_VALUES:
             what = dict(N='sizes of models', D='numbers of tokens', C='numbers of FLOPs')[variable]
-            sys.exit(f'error: the runs have {len(set(row))} different {what}: give {FEWEST_VALUES} or more, '
-                     'for the constant and the power')
+            raise ValueError(f'the runs have {len(set(row))} different {what}: give {FEWEST_VALUES} or more, '
+                             'for the constant and the power')
 
 
 def resample(logs, n_coefficients, count):
@@ -157,23 +155,24 @@ def larger_runs(law):
 
 
 def asked_run(law, n, d):
-    """The Point of N parameters and D tokens, if the law knows the effect of what differs from the runs."""
+    """The Point of N parameters and D tokens. ValueError if the law does not have the effect of N or D."""
     last = largest(law.points)
-    known = dict(D=('parameters', last.n, n), N=('tokens', last.d, d), C=('tokens per parameter', last.d / last.n, d / n))
     if len(law.variables) == 1:
-        what, theirs, asked = known[law.variables[0]]
+        what, theirs, asked = dict(
+            D=('parameters', last.n, n), N=('tokens', last.d, d),
+            C=('tokens per parameter', last.d / last.n, d / n))[law.variables[0]]
         if not 1 / SAME_RATIO < asked / theirs < SAME_RATIO:
-            sys.exit(f'error: all runs have {theirs:.4g} {what}, so that they do not tell the loss at {asked:.4g}: '
-                     f'ask for about {theirs:.4g}, or give runs with others')
+            raise ValueError(f'all runs have {theirs:.4g} {what} and do not tell the loss at {asked:.4g}: '
+                             f'ask for about {theirs:.4g}, or give runs with others')
     return Point('asked for', n, d, flops_factor(last) * n * d)
 
 
 def held_out(points):
-    """(the Point with the most FLOPs, its loss predicted from the others); None if they are too few."""
+    """(the Point with the most FLOPs, its loss predicted from the others); None if these are too few."""
     last = largest(points)
     try:
         law = Law([point for point in points if point is not last])
-    except SystemExit:
+    except ValueError:
         return None
     return last, law.loss_at([last])[0][0]
 

@@ -14,7 +14,8 @@ def draw(law, predictions, y, path):
     colors = dict(zip(sizes, pyplot.get_cmap('viridis')(np.linspace(0, 0.9, len(sizes)))))
     for n in sizes:
         runs = [point for point in law.points if point.n == n]
-        left.plot([run.c for run in runs], [run.loss for run in runs], 'o', color=colors[n], label=f'{n:.3g} parameters')
+        left.plot([run.c for run in runs], [run.loss for run in runs], 'o', color=colors[n],
+                  label=f'{n:.3g} parameters')
         if 'D' in law.variables:
             draw_curve(left, law, same_size(runs), color=colors[n], linewidth=1)
     if len(law.variables) == 1 and 'D' not in law.variables:
@@ -55,7 +56,7 @@ def same_size(runs):
 
 
 def same_shape(law):
-    """Points from the smallest run to ten times the FLOPs of the largest, along which N or both N and D grow."""
+    """Points up to ten times the FLOPs of the largest run, which grow as the runs do: in N, or in N and D."""
     last = largest(law.points)
     flops = between(min(point.c for point in law.points), 10 * last.c)
     share = 0.5 if law.variables == ('C',) else 1
