@@ -51,7 +51,7 @@ def read_candidate(source):
         name = os.path.basename(os.path.normpath(source))
     paths = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern))
     if not paths:
-        sys.exit(f'error: {pattern} is no folder, file or pattern that matches one: check the path')
+        sys.exit(f'error: {pattern} does not exist, nor does a path that matches it as a pattern: check it')
     runs = [read_run(path) for path in paths]  # a path that exists is not split at `=`
     return Candidate(name, runs, [read_scores(path) for path in paths])
 

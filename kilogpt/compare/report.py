@@ -7,7 +7,7 @@ from kilogpt.compare.noise import paired, welch, z_test
 from kilogpt.plot.sources import Y, describe_datasets, describe_schedule
 
 # Keys of config.json that do not change what a run learns.
-IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'init_from')
+IGNORED = 'out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard'
 MISSING = '—'
 COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLOPs', '.3g'))  # label, format
 
@@ -15,7 +15,7 @@ COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLO
 def describe(candidates, y, target):
     """The report. target: the value of y for which the costs are given."""
     sentences = [*warn(candidates, y), *compare_losses(candidates, y), *compare_tasks(candidates)]
-    tests = sum('p = ' in sentence or 'p < ' in sentence for sentence in sentences)
+    tests = sum('(95% interval' in sentence for sentence in sentences)
     if tests > 1:
         sentences.append(f'{tests} comparisons: if nothing differed, one in 20 would still have p < 0.05. '
                          f'p < {0.05 / tests:.2g} is safe for all of them together (Bonferroni).')
@@ -76,7 +76,7 @@ def results_table(candidates, y, target):
 
 
 def costs_text(candidate, y, target, cost, form):
-    """The cost to reach the target, of the runs that reach it, and how many these are if not all."""
+    """The mean cost of the runs that reach the target, and how many these are if not all."""
     reached = [values.cost_of_reaching(run, y, target) for run in candidate.runs]
     reached = [costs for costs in reached if costs is not None]
     if not reached:
@@ -94,10 +94,10 @@ def task_keys(candidates):
 
 
 def score_and_error(candidate, key):
-    """(mean score, standard error) of a task; None for what is not known.
+    """(mean score, standard error) of a task, each None if it is not known.
 
-    The questions' part of the error is that in the log: all seeds answer the same questions. The seeds' part
-    is the standard error over seeds. The parts are added as squares.
+    The error has two parts, added as squares. That of the questions is in the log. Seeds do not make it
+    smaller, because all of them answer the same questions. That of the seeds is the standard error over seeds.
     """
     scores, errors = scores_of(candidate, key), scores_of(candidate, f'{key}_stderr')
     if not scores:
@@ -109,7 +109,7 @@ def score_and_error(candidate, key):
 
 
 def scores_of(candidate, key):
-    """The scores of a candidate's runs, as far as they have this one."""
+    """The scores under a key of those runs of a candidate that have it."""
     return [scores[key] for scores in candidate.scores if key in scores]
 
 
@@ -125,22 +125,29 @@ def configs_table(candidates):
     keys = {}  # a dict keeps the order of config.json
     for candidate in candidates:
         for run in candidate.runs:
-            keys |= dict.fromkeys(run.config)
+            keys |= dict.fromkeys(settings_of(run))
     rows = [['key', *(candidate.name for candidate in candidates)]]
     for key in keys:
         row = [', '.join(config_values(candidate, key)) for candidate in candidates]
-        if key not in IGNORED and len(set(row)) > 1:
+        if len(set(row)) > 1:
             rows.append([key, *row])
     if len(rows) > 1:
         return 'What differs in config.json:\n\n' + table(rows)
     return 'Nothing differs in config.json.' if keys and len(candidates) > 1 else ''
 
 
+def settings_of(run):
+    """The keys of a run's config that may change what it learns: not that it was resumed, for example."""
+    config = {key: value for key, value in run.config.items() if key not in IGNORED}
+    if config.get('init_from') in ('scratch', 'resume', 'auto'):
+        del config['init_from']
+    return config
+
+
 def config_values(candidate, key):
-    """The different values of a key in a candidate's runs, as texts in order."""
-    found = [run.config[key] for run in candidate.runs if key in run.config]
-    texts = dict.fromkeys(map(repr, sorted(found, key=repr)))
-    return list(texts) or [MISSING]
+    """The different values of a key in a candidate's runs, as sorted texts."""
+    settings = map(settings_of, candidate.runs)
+    return sorted({repr(config[key]) for config in settings if key in config}) or [MISSING]
 
 
 # --- sentences ----------------------------------------------------------------------------------------------
@@ -160,9 +167,8 @@ def warn(candidates, y):
         if None not in seeds and len(set(seeds)) < len(seeds):
             sentences.append(f'Runs of {candidate.name} have the same seed: they say less about the noise '
                              'than runs with different seeds')
-        keys = {key for run in candidate.runs for key in run.config}
-        keys = sorted(keys - {*IGNORED, 'seed'})
-        differing = ', '.join(key for key in keys if len(config_values(candidate, key)) > 1)
+        keys = {key for run in candidate.runs for key in settings_of(run)} - {'seed'}
+        differing = ', '.join(key for key in sorted(keys) if len(config_values(candidate, key)) > 1)
         if differing:
             sentences.append(f'Runs of {candidate.name} differ in {differing}: '
                              'seeds of one candidate should differ in seed alone')
