@@ -311,7 +311,7 @@ class GPT(nn.Module):
         starts (B, T): the position in its row at which each token's document begins. Attention and positions
         restart there, so that a row gives what its documents give alone. None: a row is one document.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
-        those of the last position alone.
+        those of the last position alone. Targets go with a cache too.
         A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
         Under context parallelism idx and targets are this rank's part, and starts are of whole sequences.
         """
@@ -345,7 +345,7 @@ class GPT(nn.Module):
             x = block(x, rope.get(self.config.rope_of(int(name))), mask, views[name], is_counted)
         if cache is not None:
             cache.length += T
-            x = x[:, -1:]
+            x = x if targets is not None else x[:, -1:]
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)

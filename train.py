@@ -27,6 +27,8 @@ from kilogpt import checkpoint, metrics
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.start import find_start, initial_values
 from kilogpt.devices import host
+from kilogpt.evaluate.bits import BitsPerByte
+from kilogpt.evaluate.hooks import evaluation_hooks
 from kilogpt.guard import Guard, Rollback
 from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
@@ -53,6 +55,12 @@ eval_interval = 2000  # iterations from one evaluation (and checkpoint) to the n
 log_interval = 1  # iterations from one log line to the next
 eval_iters = 200  # an evaluation takes eval_iters * batch_size fixed sequences of each split; 0 = none
 eval_only = False  # evaluate once and exit
+eval_tasks = ''  # tasks to score as well (docs/evaluate.md): 'capitals, my/task.jsonl, core:eval_bundle'
+eval_tasks_interval = 0  # iterations from one scoring of tasks to the next; 0 = eval_interval
+eval_tasks_limit = 0  # score the first so many questions of each task; 0 = all
+sample_interval = 0  # iterations from one sample of text to the next; 0 = none
+sample_prompts = '\n'  # texts that the samples continue, separated by |
+sample_tokens = 100  # tokens in each sample
 always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
 save_interval = 0  # also save every this many iterations; 0 = never for this reason
 save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = never for this reason
@@ -208,6 +216,7 @@ with exit_on_error():
     else:
         fill(parallel.named_parameters(), initial_values(tensors, model, seed))
     watchdog.beat()
+    bits = BitsPerByte(parallel, sources)
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
               max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
               always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
@@ -246,7 +255,7 @@ def lr_at(iteration):
 @torch.no_grad()
 def evaluate():
     """{'train_loss', 'val_loss', ...: mean over a split's fixed sequences}; None at a signal to stop."""
-    means = {}
+    means, text = {}, {}
     parallel.train(False)
     for key, loader, count in evaluations(train_loader, val_loader, eval_iters * batch_size):
         starts = loader.eval_starts(count)
@@ -257,10 +266,11 @@ def evaluate():
                 break
             with exit_on_error():
                 batch = eval_batches(0, step)
-            loss_sum += parallel.evaluate(batch)
-        means[key] = parallel.sum_losses(loss_sum) / (len(starts) * block_size)
+            loss_sum += bits.evaluate(batch)
+        nats, n_tokens = parallel.sum_losses(loss_sum), len(starts) * block_size
+        means[key], text[key] = nats / n_tokens, bits.take(nats, n_tokens)
     parallel.train(True)
-    return None if signals.stop else add_figures(means, train_loader, val_loader, run.tokens // block_size)
+    return None if signals.stop else add_figures(means, text, train_loader, val_loader, run.tokens // block_size)
 
 
 def save(in_background=False):
@@ -286,6 +296,7 @@ if on_spike == 'rollback':
 if profile and processes.is_main:
     hooks.append(Profiler(folder.path, max_iters - run.iteration))
 with exit_on_error():
+    hooks += evaluation_hooks(parallel, model.config, dtype, meta, config, hooks, log, meter.stamp, signals.poll)
     if saved:
         guard.load_state(saved)
         restore_hooks(hooks, source, saved, processes)

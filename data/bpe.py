@@ -17,7 +17,8 @@ PATTERNS = dict(
 
 
 class Tokenizer:
-    """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), and these methods:
+    """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), bos (the id that
+    comes before a text, or None), special_ids (ids that stand for no text), and these methods:
 
     encode(text): a list of ids. Text that looks like a special token is ordinary text.
     encode_prompt(text): the same, except that text that looks like a special token becomes that token.
@@ -26,13 +27,20 @@ class Tokenizer:
     describe_as_bpe(): vocabulary {token as Hugging Face writes it: id}, merges [[left, right]], the pattern
         that splits the text before merging (or None), special tokens {text: id}.
     """
-    eot = None
+    eot = bos = None
+    special_ids = frozenset()
     files = {}  # {name: text} of the files that a dataset must have to use this tokenizer
     can_cut = True  # whether the parts of a text, as data.prepare cuts it, have the ids of the text
     gains_from_processes = True  # False = encoding takes no longer than sending the text to another process
 
     def encode_prompt(self, text):
         return self.encode(text)
+
+    def bytes_of_tokens(self):
+        """Return the number of bytes of text that each id stands for, an array: 0 for special tokens."""
+        import numpy as np
+        sizes = [0 if i in self.special_ids else len(self.decode_bytes([i])) for i in range(self.vocab_size)]
+        return np.array(sizes, dtype=np.int64)
 
     def encode_to_numpy(self, text):
         """Return encode(text) as an array of integers."""
@@ -93,7 +101,8 @@ class BPETokenizer(Tokenizer):
         """encoding: a tiktoken.Encoding."""
         self.encoding, self.name = encoding, name
         self.vocab_size = encoding.n_vocab
-        self.eot = encoding._special_tokens.get('<|endoftext|>')
+        self.eot = self.bos = encoding._special_tokens.get('<|endoftext|>')
+        self.special_ids = set(encoding._special_tokens.values())
 
     @classmethod
     def named(cls, name):
@@ -102,14 +111,13 @@ class BPETokenizer(Tokenizer):
             import tiktoken
         except ImportError:
             raise ImportError(f'tokenizer {name!r} needs tiktoken: pip install tiktoken') from None
-        from data.fetch import fetch_gpt2_vocabulary
+        from data.fetch import fetch_gpt2_vocabulary, vocabulary_folder
         encodings = sorted(tiktoken.list_encoding_names())
         if name not in encodings:
             raise ValueError(f"unknown tokenizer {name!r}: choose 'char', 'bytes', 'gpt2-gigatoken', an "
                              f'encoding of tiktoken ({", ".join(encodings)}), or a folder with a '
                              'tokenizer.json')
-        cache = (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
-                 or os.path.expanduser('~/.cache/kilogpt'))
+        cache = vocabulary_folder()
         os.environ['TIKTOKEN_CACHE_DIR'] = cache  # read by tiktoken, here and in worker processes
         if name == 'gpt2':
             fetch_gpt2_vocabulary(cache)
@@ -134,6 +142,13 @@ class BPETokenizer(Tokenizer):
     def decode_bytes(self, ids):
         # nanoGPT pads the embedding to 50304 rows, so that a model can generate ids without a token.
         return self.encoding.decode_bytes([i for i in ids if i < self.vocab_size])
+
+    def bytes_of_tokens(self):
+        import numpy as np
+        sizes = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, i in self.encoding._mergeable_ranks.items():  # some encodings do not use all ids
+            sizes[i] = len(token)
+        return sizes
 
     def describe_as_bpe(self):
         ranks = self.encoding._mergeable_ranks

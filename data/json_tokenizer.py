@@ -51,20 +51,24 @@ class JsonTokenizer(Tokenizer):
         self.digest = hashlib.sha256(decisive.encode()).hexdigest()
         vocabulary = self.backend.get_vocab()  # with the special tokens
         self.vocab_size = max(vocabulary.values()) + 1
-        self.special = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        added = self.backend.get_added_tokens_decoder()
+        self.special = {token.content for token in added.values()}
+        self.special_ids = {i for i, token in added.items() if token.special}
         steps = json.dumps(content.get('decoder'))
         self.is_byte_level, self.has_byte_tokens = '"ByteLevel"' in steps, '"ByteFallback"' in steps
-        self.eot = vocabulary.get(self._name_of_end(vocabulary))
+        usual_end = next((name for name in END_TOKENS if name in vocabulary), None)
+        self.eot = vocabulary.get(self._name_of('eos_token', vocabulary) or usual_end)
+        self.bos = vocabulary.get(self._name_of('bos_token', vocabulary), self.eot)
 
-    def _name_of_end(self, vocabulary):
-        """The end-of-text token's name, as the files say, or else the first usual name in the vocabulary."""
+    def _name_of(self, role, vocabulary):
+        """The token that the files name for a role, such as eos_token; None if they do not."""
         for name in ('tokenizer_config.json', 'special_tokens_map.json'):
             content = json.loads(self.files.get(name, '{}'))
-            end = content.get('eos_token') if isinstance(content, dict) else None
-            end = end.get('content') if isinstance(end, dict) else end
-            if end in vocabulary:
-                return end
-        return next((name for name in END_TOKENS if name in vocabulary), None)
+            token = content.get(role) if isinstance(content, dict) else None
+            token = token.get('content') if isinstance(token, dict) else token
+            if token in vocabulary:
+                return token
+        return None
 
     @property
     def can_cut(self):

@@ -79,7 +79,6 @@ class TokenLoader:
         for path, shard in zip(self.paths, self.shards):
             self._check(first_tokens(path, shard, max(1, SCAN_TOKENS // len(self.shards))), path)
         self.per_epoch = self.n_tokens // block_size  # sequences
-        self.val_bytes = meta.get('val_bytes')  # of text in the validation split; None = not known
         self._starts = functools.lru_cache(2)(self._starts)
 
     def _check(self, tokens, source):

@@ -26,6 +26,7 @@ from data.datasets import places_of
 from data.fetch import write_atomically
 from data.json_tokenizer import portable
 from data.readers import DOCUMENTS, form_of, read_pieces
+from data.tokenizer import TOKEN_BYTES
 
 LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
 
@@ -219,24 +220,10 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
             raise ValueError(f'no text is left for {split}.bin: '
                              'use more text, or change the share of val')
         tokens |= state['files']
-    if 'val.bin' in tokens:
-        meta['val_bytes'] = count_bytes(partial / 'val.bin', meta['dtype'], tokenizer)
-    publish(partial, folder, meta | {'tokens': tokens}, tokenizer.files)
+    publish(partial, folder, meta | {'tokens': tokens}, tokenizer)
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
-
-
-def count_bytes(path, dtype, tokenizer):
-    """The bytes of text in a token file, without its end-of-text tokens, for losses in bits per byte."""
-    tokens = np.memmap(path, np.dtype(dtype).newbyteorder('<'), 'r')
-    count = 0
-    for begin in range(0, len(tokens), 2 ** 20):
-        part = tokens[begin:begin + 2 ** 20]
-        if tokenizer.eot is not None:
-            part = part[part != tokenizer.eot]
-        count += len(tokenizer.decode_bytes(part.tolist()))
-    return count
 
 
 def _load_progress(partial, recipe, splits):
@@ -312,17 +299,18 @@ def _write_split(partial, split, encoded, shard_tokens, progress):
                     file.write(json.dumps(progress).encode())
 
 
-def publish(partial, folder, meta, more_files, names=None):
+def publish(partial, folder, meta, tokenizer, more_files=None, names=None):
     """Replace an older dataset in the folder with meta.json and the finished files of `partial`.
 
-    more_files: {name: text} of further files, such as the tokenizer's. names: {name of a token file: its name
-    in `partial`}, if these differ.
+    The tokenizer's files and the bytes of each token come along. more_files: {name: text} of further files.
+    names: {name of a token file: its name in `partial`}, if these differ.
 
     val.bin comes last, so that a dataset with val.bin has its meta.json and all train shards.
     """
     for old in [folder / 'meta.json', folder / 'manifest.json', *folder.glob('train*.bin'), folder / 'val.bin']:
         old.unlink(missing_ok=True)
-    for name, text in more_files.items():
+    sizes = json.dumps(tokenizer.bytes_of_tokens().tolist(), separators=(',', ':'))
+    for name, text in {TOKEN_BYTES: sizes, **tokenizer.files, **(more_files or {})}.items():
         with write_atomically(folder / name) as file:
             file.write(text.encode())
     with write_atomically(folder / 'meta.json') as file:

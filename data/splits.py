@@ -195,22 +195,29 @@ def evaluations(train_loader, val_loader, count):
             *((f'val_loss/{name}', loader, n_each) for name, loader in val_loader.loaders.items())]
 
 
-def add_figures(losses, train_loader, val_loader, n):
+def add_figures(losses, text, train_loader, val_loader, n):
     """An evaluation's losses, in bits per byte too, and what a mixture's sources have given to n sequences.
 
-    val_bpb is there if prepare.py has counted the bytes of the validation split. A mixture's val_loss is the
-    mean of its sources' by the weights in `dataset`, in every phase. tokens/NAME and epochs/NAME are what the
-    run has trained on.
+    text: {key of a loss: (nats of text, its bytes, tokens), or None if the tokenizer is not known}.
+    A mixture's val_loss and val_bpb are the means of its sources' by the weights in `dataset`, in every phase.
+    tokens/NAME and epochs/NAME are what the run has trained on.
     """
-    losses = losses | {key.replace('loss', 'bpb'): losses[key] / math.log(2) * loader.n_tokens / loader.val_bytes
-                       for key, loader, _ in evaluations(train_loader, val_loader, 1)
-                       if key != 'train_loss' and loader.val_bytes}
+    figures = {key.replace('loss', 'bpb'): bits_per_byte([counts]) for key, counts in text.items()
+               if counts and key != 'train_loss'}
     if not isinstance(val_loader, MixtureLoader):
-        return losses
+        return losses | figures
     weights = val_loader.schedule.phases[0][1]
-    figures = dict(val_loss=sum(weight * losses[f'val_loss/{name}']
-                                for name, weight in zip(val_loader.loaders, weights)) / sum(weights))
+    keys = [f'val_loss/{name}' for name in val_loader.loaders]
+    figures['val_loss'] = sum(weight * losses[key] for key, weight in zip(keys, weights)) / sum(weights)
+    if text[keys[0]]:
+        figures['val_bpb'] = bits_per_byte([text[key] for key in keys], weights)
     for (name, part), given in zip(train_loader.loaders.items(), train_loader.schedule.counts(n).tolist()):
         figures[f'tokens/{name}'] = given * part.block_size
         figures[f'epochs/{name}'] = round(given / part.per_epoch, 4)
     return losses | figures
+
+
+def bits_per_byte(counts, weights=(1,)):
+    """Bits per byte of several texts. counts: [(nats, bytes, tokens)] of each; weights: their shares of tokens."""
+    nats, n_bytes = (sum(weight * values[i] / values[2] for weight, values in zip(weights, counts)) for i in (0, 1))
+    return nats / math.log(2) / n_bytes

@@ -3,9 +3,12 @@
 A dataset's meta.json names its tokenizer: get_tokenizer(meta) returns the tokenizer that wrote the dataset.
 """
 import hashlib
+import json
 import os
 
+from data import storage
 from data.bpe import BPETokenizer, GigatokenTokenizer, Tokenizer, bytes_to_unicode
+from data.fetch import has_gpt2_vocabulary
 from data.json_tokenizer import JsonTokenizer, load_tokenizer, open_tokenizer
 
 
@@ -97,6 +100,27 @@ def get_tokenizer(meta):
         raise ValueError("tokenizer 'char' needs its alphabet, which is in `chars` of a dataset's meta.json: "
                          'set tokenizer to a dataset that has it')
     return CharTokenizer(meta['chars'])
+
+
+TOKEN_BYTES = 'token_bytes.json'  # in the folder of a dataset
+
+
+def bytes_of_tokens(folder, meta):
+    """The bytes of text of each token of a dataset, an array, 0 for special tokens; None if they are not known.
+
+    prepare.py writes them beside meta.json, since a machine that trains may not have the vocabulary.
+    """
+    import numpy as np
+    try:
+        return np.array(json.loads(storage.read(os.path.join(folder, TOKEN_BYTES))))
+    except FileNotFoundError:
+        pass
+    name = meta.get('tokenizer')
+    if name == 'gpt2' and not has_gpt2_vocabulary():
+        return None
+    if name in ('gpt2', 'char', 'bytes') or name == JsonTokenizer.name and 'digest' in meta:
+        return get_tokenizer(meta).bytes_of_tokens()
+    return None  # the vocabulary might have to be downloaded
 
 
 def describe_tokenizer(meta):

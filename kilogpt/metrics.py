@@ -121,8 +121,38 @@ class Metrics:
         parts = [f'{key[len("val_loss/"):]} {loss:.4f}' for key, loss in line.items()
                  if key.startswith('val_loss/')]
         sources = f' ({", ".join(parts)})' if parts else ''
+        bits = f', val bpb {line["val_bpb"]:.4f}' if 'val_bpb' in line else ''
         self._write(line, (f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, '
-                           f'val loss {line["val_loss"]:.4f}{sources}'))
+                           f'val loss {line["val_loss"]:.4f}{sources}{bits}'))
+
+    def tasks(self, line, text):
+        """Write the line of scores on tasks: iter tokens seconds params flops task/NAME/FIGURE. text: in words."""
+        self._write(line, f'tasks at iteration {line["iter"]}: {text}')
+
+    def samples(self, iteration, samples, shown):
+        """Write samples of text, dicts of `prompt` and `text`, to samples.jsonl, wandb and TensorBoard.
+
+        shown: how many characters of each the console shows.
+        """
+        if self.file is None:
+            return
+        lines = [json.dumps(dict(iter=iteration) | sample, ensure_ascii=False) + '\n' for sample in samples]
+        try:
+            with open(os.path.join(self.out_dir, 'samples.jsonl'), 'a', encoding='utf-8') as file:
+                file.writelines(lines)
+        except OSError as error:
+            print(f'warning: samples.jsonl could not be written ({error})', file=sys.stderr, flush=True)
+        for number, sample in enumerate(samples):
+            text = sample['prompt'] + sample['text']
+            if self.prints:
+                print(f'sample at iteration {iteration}: {text[:shown]!r}', flush=True)
+            if self.tensorboard and iteration >= self.tensorboard_begin:
+                self.tensorboard.add_text(f'sample/{number}', text, iteration)
+        if self.wandb:
+            import wandb
+            self.wandb_step = max(self.wandb_step, iteration)
+            rows = [[sample['prompt'], sample['text']] for sample in samples]
+            self.wandb.log(dict(samples=wandb.Table(columns=['prompt', 'text'], data=rows)), step=self.wandb_step)
 
     def exchange(self, line):
         """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""

@@ -13,11 +13,12 @@ FREE_MODEL_KEYS = ('block_size', 'dropout')
 def check_settings(config):
     """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
     for key in ('eval_interval', 'log_interval', 'batch_size', 'gradient_accumulation_steps', 'block_size',
-                'max_iters', 'comm_timeout', 'islands', 'outer_fragments'):
+                'max_iters', 'comm_timeout', 'islands', 'outer_fragments', 'sample_tokens'):
         if config[key] < 1:
             raise ValueError(f'{key} is {config[key]}: it must be at least 1')
     for key in ('eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters',
-                'lr_decay_iters', 'seed', 'outer_interval', 'outer_delay', 'max_epochs', 'data_cache_gb'):
+                'lr_decay_iters', 'seed', 'outer_interval', 'outer_delay', 'max_epochs', 'data_cache_gb',
+                'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval'):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),

@@ -246,6 +246,16 @@ def test_error_of_a_score_has_a_part_of_the_questions_and_one_of_the_seeds(write
     assert row(text, 'CORE/score') == ['0.1500 ± 0.0500']
 
 
+def test_scores_over_seeds_are_compared_unless_all_are_the_same(write_run, report):
+    for name, core in (('a', 0.1), ('b', 0.2)):
+        for seed in range(2):
+            task = {'iter': 40, 'task/CORE/score': core + seed / 1000, 'task/arc/chance': 0.25}
+            write_run(f'{name}-s{seed}', tasks=[task], seed=seed)
+    text = report('a=a-s*', 'b=b-s*')
+    assert 'CORE/score of b is 0.1000 higher than that of a' in text and "Welch's t-test" in text
+    assert row(text, 'arc/chance') == ['0.2500 ± 0.0000', '0.2500 ± 0.0000'] and 'chance of b' not in text
+
+
 def test_configs_that_differ_are_shown(write_seeds, report):
     write_seeds('a', [2.0, 2.1])
     write_seeds('b', [2.0, 2.1], learning_rate=2e-3, new_key=True)
@@ -275,7 +285,7 @@ def test_seeds_that_differ_in_more_than_the_seed_are_named(write_run, report):
     (['empty'], 'empty has no metrics.jsonl'),
     (['started'], 'started has no evaluation: leave it out, or train for longer with eval_iters'),
     (['nan'], 'nan has no finite val_loss: leave it out'),
-    (['a', '--y=bpb'], 'a has no finite val_bpb: leave it out, or prepare the dataset again, which counts'),
+    (['a', '--y=bpb'], 'a has no finite val_bpb: leave it out (docs/evaluate.md says which datasets have it)'),
     (['a', '--loss=1.9'], 'no run reaches --loss=1.9: the lowest is 2.0000, choose that or more'),
     (['x=a', 'x=nan'], 'two candidates have the name x: give another with NAME=SOURCE'),
     (['a', 'x=./a'], './a is given twice: a run can be part of one candidate only'),

@@ -164,7 +164,7 @@ def write_source(folder, name, size, **meta):
         tokens = first + generator.integers(0, 3, count).cumsum() % 20
         tokens[generator.random(count) < 1 / 15] = 0
         tokens.astype('<u2').tofile(folder / name / f'{split}.bin')
-    (folder / name / 'meta.json').write_text(json.dumps(META | dict(val_bytes=900) | meta))
+    (folder / name / 'meta.json').write_text(json.dumps(META | meta))
 
 
 @pytest.fixture(scope='module')
@@ -246,8 +246,10 @@ def test_evaluation_has_a_loss_of_each_source_and_what_it_has_given(train, keys)
     run = train(*RUN, *keys)
     line = run.evals[12]
     losses = [line[f'val_loss/{name}'] for name in SIZES]
-    assert [line[f'val_bpb/{name}'] for name in SIZES] == pytest.approx(
-        [loss / math.log(2) * 1000 / 900 for loss in losses], rel=1e-12)
+    # Each token is a character of one byte, so that bits per byte are those per token.
+    bits = [line[f'val_bpb/{name}'] for name in SIZES]
+    assert bits == pytest.approx([loss / math.log(2) for loss in losses], rel=1e-12)
+    assert line['val_bpb'] == pytest.approx(np.dot(bits, [0.5, 0.3, 0.2]), rel=1e-6)
     assert line['val_loss'] == pytest.approx(np.dot(losses, [0.5, 0.3, 0.2]), rel=1e-6)
     tokens = [line[f'tokens/{name}'] for name in SIZES]
     # 54 sequences of the first phase, and 90 of the second, of which code can give 93 - 16 in its epoch.

@@ -185,7 +185,7 @@ def test_bits_per_byte_are_points_alone(folder, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(
         sys, 'argv', ['plot.py', with_bytes, without, '--y=bpb', f'--out={tmp_path}/both.png'])
     plot.main()
-    assert 'without has no val_bpb: left out (prepare the dataset again' in capsys.readouterr().out
+    assert 'without has no val_bpb: left out (docs/evaluate.md says which datasets have it)' in capsys.readouterr().out
 
 
 def test_flops_of_training_lines_follow_from_those_of_evaluations(folder, tmp_path):

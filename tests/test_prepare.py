@@ -18,7 +18,7 @@ from helpers import ROOT
 from hypothesis import given, settings, strategies
 
 from data import prepare, readers
-from data.tokenizer import CharTokenizer, get_tokenizer
+from data.tokenizer import CharTokenizer, bytes_of_tokens, get_tokenizer
 
 NOWHERE = 'http://127.0.0.1:9'  # the discard port, where no one listens
 OFFLINE = {'HTTPS_PROXY': NOWHERE, 'https_proxy': NOWHERE, 'NO_PROXY': '', 'no_proxy': '',
@@ -234,7 +234,8 @@ def test_folder_of_all_kinds(run_prepare, tmp_path, gpt2):
                 val_texts += [part] if split == 'val' else []
             border -= len(text)
     assert same(train, expected['train']) and same(val, expected['val'])
-    assert meta['val_bytes'] == len(''.join(val_texts).encode())
+    sizes = json.loads((tmp_path / 'a/b/token_bytes.json').read_text())
+    assert sizes[gpt2.eot] == 0 and sum(sizes[token] for token in val) == len(''.join(val_texts).encode())
 
 
 def test_all_text_can_be_for_training(run_prepare, tmp_path):
@@ -252,7 +253,8 @@ def test_shakespeare_char_uses_the_text_in_its_folder(run_prepare, tmp_path):
     assert meta['chars'] == ''.join(sorted(set(WORDS))) and meta['vocab_size'] == len(meta['chars'])
     assert same(tokenizer.decode(train), WORDS[:int(len(WORDS) * 0.9)])
     assert same(tokenizer.decode(train + val), WORDS)
-    assert meta['val_bytes'] == len(tokenizer.decode(val).encode())
+    assert bytes_of_tokens(tmp_path / 'out', meta).tolist() == [1] * len(meta['chars'])
+    assert json.loads((tmp_path / 'out/token_bytes.json').read_text()) == [1] * len(meta['chars'])
 
 
 def test_shakespeare_has_gpt2_tokens(run_prepare, tmp_path, gpt2):
@@ -349,7 +351,7 @@ def test_files_of_resumed_runs_are_those_of_an_unbroken_run(tmp_path, gpt2, brok
     assert (0 < starts[-1] < broken_at) if broken_at > 100 else starts[-1] == 0
     assert same(write('broken'), unbroken)
     assert (0 < starts[-1] < broken_again_at) if broken_again_at > 100 else starts[-1] == 0
-    shards = [unbroken[f'train_{i:06d}.bin'] for i in range(len(unbroken) - 2)]
+    shards = [unbroken[f'train_{i:06d}.bin'] for i in range(len(unbroken) - 3)]
     tokens = join([*gpt2.encode(text), 50256] for text in documents)
     assert same(b''.join(shards), np.array(tokens, '<u2').tobytes())
 

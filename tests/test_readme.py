@@ -59,6 +59,13 @@ FIGURE = [
          '--out=assets/loss.png'),
 ]
 SESSIONS = dict(
+    evaluate=[
+        step('python train.py config/quickstart.py --eval_tasks=capitals --eval_tasks_interval=70 --sample_interval=70 '
+             '--sample_prompts="ROMEO:|My lord"', SMALL + ' --eval_tasks_interval=1'),
+        step('python -m kilogpt.evaluate out-quickstart --tasks=capitals', '--device=cpu'),
+        step('torchrun --standalone --nproc_per_node=4 -m kilogpt.evaluate out-quickstart --tasks=capitals --tp=2 '
+             '--pp=2', '--device=cpu --limit=3', nproc=4),
+    ],
     own_text=[
         step("python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks",
              '--num_proc=1'),
@@ -260,6 +267,8 @@ NEEDS = {
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
+    'python -m kilogpt.evaluate SmolLM2': 'a download: LOG.md has its figures',
+    'python -m kilogpt.evaluate out-quickstart --tasks=core:': 'files of 160 MB: test_tasks.py has small ones',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
     'python dev/versus.py --part=start config/quickstart.py --rounds=5': 'no more than the command without --rounds',
     'python dev/versus.py ../smollm2': 'weights of a real model, and ten minutes: LOG.md has its figures',
@@ -361,10 +370,10 @@ def run_step(step, checkout, **env):
         name, _, env[name] = words.pop(0).partition('=')
     env.pop('OMP_NUM_THREADS', None)  # run_forked sets it
     program = words.pop(0)
+    while program == 'torchrun' and words[0].startswith('--'):
+        words.pop(0)  # test_faults.py tests its options; here processes are forked as it starts them
     if words[0] == '-m':
         words[0] = 'run_module.py'
-    if program == 'torchrun':  # test_faults.py tests its options; here processes are forked as it starts them
-        words = words[words.index('train.py'):]
     script, *arguments = words
     return run_forked(checkout / script, *arguments, nproc=step.nproc, stdin=step.stdin, cwd=checkout,
                       env=env)

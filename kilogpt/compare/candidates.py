@@ -38,7 +38,7 @@ def read_candidates(sources, y):
                 sys.exit(f'error: {run.path} has no evaluation: '
                          'leave it out, or train for longer with eval_iters')
             if not run.evaluations(y):
-                remedy = ', or prepare the dataset again, which counts its bytes' if y == 'bpb' else ''
+                remedy = ' (docs/evaluate.md says which datasets have it)' if y == 'bpb' else ''
                 sys.exit(f'error: {run.path} has no finite val_{y}: leave it out{remedy}')
     return candidates
 

@@ -46,6 +46,10 @@ class Cache:
         self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for shape in shapes]
         self.length = torch.zeros((), dtype=torch.long, device=like.device)
 
+    def take_rows(self, rows):
+        """Continue with these of the present rows, by their numbers, in that order; one may come repeatedly."""
+        self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
+
     def next_step(self, T, config, starts=None):
         """(positions (T,), {window: mask}, {block's name: CacheView}) for a step that adds T tokens.
 

@@ -89,7 +89,18 @@ def load_model(source, which='best', tokenizer=''):
     OSError if the weights are not available, ImportError without a library for them, ValueError if the
     arguments are wrong.
     """
-    path = find_checkpoint(source, which)
+    path, state, meta, tensors = open_source(source, which, tokenizer)
+    model = GPT(GPTConfig(**state['model']), seed=None)
+    fill_model(list(model.named_parameters()), path, tensors)
+    return model, get_tokenizer(meta), path or source, state
+
+
+def open_source(source, which, tokenizer):
+    """(path of the checkpoint or None, state, the tokenizer's meta, {name: tensor} or None) of a source.
+
+    The arguments and errors are those of load_model.
+    """
+    path, tensors = find_checkpoint(source, which), None
     if path:
         state = checkpoint.read_state(path)
         meta = state['tokenizer']
@@ -101,12 +112,15 @@ def load_model(source, which='best', tokenizer=''):
     if not meta.get('tokenizer'):
         print(f'{source} does not name a tokenizer: prompts and texts are token ids; set tokenizer to its '
               'name (gpt2, for example) or to a dataset that has the same', file=sys.stderr)
-    model = GPT(GPTConfig(**state['model']), seed=None)
+    return path, state, meta, tensors
+
+
+def fill_model(named_parameters, path, tensors):
+    """Load a checkpoint, or the tensors of other weights, into parameters that may be sharded."""
     if path:
-        checkpoint.load(path, list(model.named_parameters()))
+        checkpoint.load(path, named_parameters)
     else:
-        fill(model.named_parameters(), lambda name, shape, rows: pad_rows(tensors[name], shape, rows))
-    return model, get_tokenizer(meta), path or source, state
+        fill(named_parameters, lambda name, shape, rows: pad_rows(tensors[name], shape, rows))
 
 
 def separator_in(state):

@@ -145,6 +145,10 @@ class Processes:
         """The sum of every process's number."""
         return self._all_reduce([value], dist.ReduceOp.SUM)[0]
 
+    def sums(self, values):
+        """The sums of every process's numbers, for each number of a list."""
+        return self._all_reduce(values, dist.ReduceOp.SUM)
+
     def max(self, value):
         """The largest of every process's numbers."""
         return self._all_reduce([value], dist.ReduceOp.MAX)[0]

@@ -35,7 +35,7 @@ def main():
         if run.has_losses(options.y):
             runs.append(run)
         elif options.y == 'bpb':
-            print(f'{run.name} has no val_bpb: left out (prepare the dataset again, which counts its bytes)')
+            print(f'{run.name} has no val_bpb: left out (docs/evaluate.md says which datasets have it)')
         else:
             print(f'{run.name} has no loss to draw: left out (train for longer, or with eval_iters)')
     if not runs:

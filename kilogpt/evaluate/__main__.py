@@ -1,0 +1,139 @@
+r"""Score a trained model on tasks.
+
+    python -m kilogpt.evaluate out-quickstart --tasks=capitals
+    python -m kilogpt.evaluate out-quickstart --tasks="my/questions.jsonl, my/text.txt, core:eval_bundle"
+    torchrun --standalone --nproc_per_node=8 -m kilogpt.evaluate out-gpt2-xl --tasks=core --zero_stage=3
+    python -m kilogpt.evaluate SmolLM2-135M --lm_eval=hellaswag,arc_easy --limit=100
+
+A source is what sample.py takes: the folder of a run, one of its checkpoints, weights of other programs, gpt2.
+A task is a file of questions, one JSON object a line; a text (.txt), for bits per byte; the name of a file in
+data/tasks; or core, the 22 tasks of DCLM's CORE. docs/evaluate.md describes the files, and what each figure
+means. The scores are the same in every layout. For the folder of a run, they are added to OUT_DIR/tasks.jsonl.
+
+--lm_eval runs tasks of lm-evaluation-harness instead (pip install lm-eval), with its own files and figures.
+"""
+import argparse
+import json
+import os
+import time
+
+from data.storage import is_url
+from kilogpt.configurator import exit_on_error
+from kilogpt.evaluate.opening import open_model
+from kilogpt.evaluate.scorer import Scorer
+from kilogpt.evaluate.suite import Suite, as_line, details
+
+
+def build_parser():
+    parser = argparse.ArgumentParser(prog='python -m kilogpt.evaluate', description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument('source', metavar='SOURCE', help="a run's folder, or weights: as init_from of sample.py")
+    parser.add_argument('--tasks', default='', help='tasks, separated by commas')
+    parser.add_argument('--lm_eval', default='', help='tasks of lm-evaluation-harness, separated by commas')
+    parser.add_argument('--lm_eval_include', default='', help='folder with more task files of lm-evaluation-harness')
+    parser.add_argument('--shots', type=int, help='examples before each question (default: all that a file has)')
+    parser.add_argument('--limit', type=int, help='score the first so many questions of each task (default: all)')
+    parser.add_argument('--out', default='', help='a JSON file for the scores')
+    parser.add_argument('--details', default='', help='a file for the log-likelihoods of each question, with --tasks')
+    parser.add_argument('--which', choices=('best', 'latest'), default='best', help="the run's checkpoint (best)")
+    parser.add_argument('--tokenizer', default='', help='for weights that do not name theirs: as in sample.py')
+    parser.add_argument('--device', default='auto', help='as in train.py (auto)')
+    parser.add_argument('--dtype', default='auto', help='as in train.py (auto)')
+    parser.add_argument('--batch_tokens', type=int, default=0, help='tokens that the model reads at a time '
+                                                                    '(default: 4,096, on a GPU 32,768)')
+    for key in ('tp', 'cp', 'pp', 'ep'):
+        parser.add_argument(f'--{key}', type=int, default=1, help='degree, as in train.py (1)')
+    parser.add_argument('--zero_stage', type=int, default=0, help='3 shards the parameters, as in train.py (0)')
+    parser.add_argument('--pp_schedule', default='1f1b', help='as in train.py (1f1b)')
+    return parser
+
+
+def main(argv=None):
+    options = build_parser().parse_args(argv)
+    with exit_on_error():
+        check_options(options)
+        opened = open_model(options.source, options.which, options.tokenizer, options.device, options.dtype,
+                            tp=options.tp, cp=options.cp, pp=options.pp, ep=options.ep,
+                            zero_stage=options.zero_stage, pp_schedule=options.pp_schedule)
+        processes = opened.parallel.processes
+        processes.say(f'{opened.path}: {describe_place(opened)}')
+        scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator, options.batch_tokens)
+        if options.lm_eval:
+            from kilogpt.evaluate.harness import run_harness  # a library that few have
+            scores = run_harness(scorer, opened, options)
+        else:
+            scores = score_tasks(scorer, opened, options)
+        if processes.is_main:
+            line = describe_model(opened) | scores
+            keep(line, opened, options)
+    processes.leave(0)
+
+
+def check_options(options):
+    if bool(options.tasks) == bool(options.lm_eval):
+        raise ValueError('set --tasks, such as --tasks=capitals, or --lm_eval, and not both')
+    for key, least in dict(limit=1, shots=0, batch_tokens=0).items():
+        if (getattr(options, key) or least) < least:
+            raise ValueError(f'{key} is {getattr(options, key)}: it must be at least {least}')
+
+
+def describe_place(opened):
+    parallel = opened.parallel
+    place = f'{parallel.processes.device}, {opened.dtype}'
+    return place if parallel.layout.world_size == 1 else f'{place}, {parallel.layout.describe()}'
+
+
+def score_tasks(scorer, opened, options):
+    """The keys and values of a log's line for --tasks, after a table of them."""
+    suite = Suite(options.tasks, opened.parallel.processes, opened.tokenizer, opened.config.block_size,
+                  options.shots, options.limit)
+    for note in suite.notes:
+        opened.parallel.processes.say(f'warning: {note}')
+    began = time.perf_counter()
+    scores = suite.score(scorer)
+    seconds = time.perf_counter() - began
+    print_table(scores, suite, opened.parallel.processes.say)
+    if options.details and opened.parallel.processes.is_main:
+        with open(options.details, 'w', encoding='utf-8') as file:
+            file.writelines(json.dumps(line) + '\n' for line in details(suite.tasks))
+        print(f'wrote {options.details}')
+    n_texts = sum(len(requests) for task in suite.tasks for requests in task.requests)
+    opened.parallel.processes.say(f'{n_texts} texts in {seconds:.1f}s')
+    return as_line(scores)
+
+
+def print_table(scores, suite, say):
+    """A line for each figure: task, questions, figure, value and standard error."""
+    questions = {task.name: f'{len(task.questions):,}' for task in suite.tasks}
+    width = max(len('task'), *(len(key.split('/')[1]) for key in scores))
+    say(f'{"task":<{width}}  {"questions":>9}  {"figure":<15}  {"value":>8}')
+    for key, score in scores.items():
+        _, task, figure = key.split('/')
+        error = '' if score.stderr is None else f' ± {score.stderr:.4f}'
+        say(f'{task:<{width}}  {questions.get(task, ""):>9}  {figure:<15}  {score.value:>8.4f}{error}')
+
+
+def describe_model(opened):
+    """The first keys of a line: as far as the source is a checkpoint, those of an evaluation line."""
+    state, line = opened.state, dict(source=opened.path)
+    if 'iteration' in state:
+        line |= dict(iter=state['iteration'], tokens=state['tokens'])
+    return line
+
+
+def keep(line, opened, options):
+    """Write a line to --out, and for a checkpoint of a run to tasks.jsonl in the folder of the run."""
+    if options.out:
+        with open(options.out, 'w', encoding='utf-8') as file:
+            json.dump(line, file, indent=1)
+        print(f'wrote {options.out}')
+    out_dir = os.path.dirname(os.path.dirname(opened.path))
+    if 'iter' in line and not is_url(out_dir):
+        path = os.path.join(out_dir, 'tasks.jsonl')
+        with open(path, 'a', encoding='utf-8') as file:
+            file.write(json.dumps(line) + '\n')
+        print(f'added the scores to {path}')
+
+
+if __name__ == '__main__':
+    main()
