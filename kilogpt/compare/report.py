@@ -96,8 +96,8 @@ def task_keys(candidates):
 def score_and_error(candidate, key):
     """(mean score, standard error) of a task, each None if it is not known.
 
-    The error has two parts, added as squares. That of the questions is in the log. Seeds do not make it
-    smaller, because all of them answer the same questions. That of the seeds is the standard error over seeds.
+    The error has two parts, added as squares: the standard error over seeds, and the error of the questions,
+    which is in the log. More seeds do not make the latter smaller, because all answer the same questions.
     """
     scores, errors = scores_of(candidate, key), scores_of(candidate, f'{key}_stderr')
     if not scores:
@@ -219,7 +219,7 @@ def compare_tasks(candidates):
     for other in candidates[1:]:
         for key in task_keys([base, other]):
             samples = [scores_of(candidate, key) for candidate in (base, other)]
-            if len({*samples[0], *samples[1]}) == 1:  # what guessing gets, for example, is the same in all runs
+            if len({*samples[0], *samples[1]}) == 1:  # the same in all runs, as what guessing gets
                 continue
             if all(scores_of(candidate, f'{key}_stderr') for candidate in (base, other)):
                 difference = z_test(*score_and_error(base, key), *score_and_error(other, key))

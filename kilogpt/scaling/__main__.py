@@ -35,7 +35,7 @@ def main():
         sys.exit('error: --params and --tokens belong together: give both, as numbers above 0')
     if options.bootstrap < 20:
         sys.exit(f'error: --bootstrap={options.bootstrap} is too few samples: give 20 or more')
-    np.seterr(over='ignore')  # a few noisy runs may give scales beyond floating point, which are printed as inf
+    np.seterr(over='ignore')  # a few noisy runs may give a scale that is too large for a float: inf
     with exit_on_error():
         points, sentences = read_points(options.runs, options.y)
         law = Law(points, options.bootstrap)
