@@ -21,8 +21,9 @@ FLOORS = [
     {'kilogpt/parallel'},
     {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/profiler.py',
      'kilogpt/remote_run.py', 'kilogpt/run.py', 'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
-    {'kilogpt/convert'},
-    {'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/plot', 'kilogpt/prove', 'kilogpt/replay'},
+    {'kilogpt/convert', 'kilogpt/plot'},
+    {'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove', 'kilogpt/replay',
+     'kilogpt/scaling'},
     {'kilogpt/evaluate'},
     {'bench.py', 'kilogpt/meet.py', 'sample.py', 'train.py'},
 ]

@@ -56,6 +56,7 @@ def test_picture_of_folders_and_a_text(folder, tmp_path):
 @pytest.mark.parametrize('arguments, message', [
     (['c'], 'c has no metrics.jsonl'),
     (['OTHER', '--x=tokens'], 'other.log does not say how many tokens it has trained on'),
+    (['OTHER', '--x=flops'], 'other.log does not say how many FLOPs it has cost: choose --x=seconds'),
     (['EMPTY'], 'has no line such as "step 250'),
     (['NOTHING'], 'there is nothing to draw: give folders of runs that have trained'),
 ])
@@ -170,6 +171,37 @@ def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
     assert axes_of([ends_alone], 'iterations', tmp_path)[0].get_ylim() == pytest.approx((3.9, 6.1))
 
 
+def test_bits_per_byte_are_points_alone(folder, tmp_path, monkeypatch, capsys):
+    with_bytes = folder(evaluation(0, 4.0), training(2), evaluation(2, 3.0) | dict(val_bpb=1.5))
+    run = sources.read_run(with_bytes)
+    from matplotlib import pyplot
+    curves.draw([run], ['tokens'], tmp_path / 'bpb.png', y='bpb')
+    panel, = pyplot.gcf().axes
+    pyplot.close()
+    line, points = panel.lines
+    assert not len(line.get_xdata()) and list(points.get_ydata()) == [1.5]
+    assert panel.get_ylabel() == 'loss in bits per byte. Points: validation'
+    without = folder(evaluation(0, 4.0), name='without')
+    monkeypatch.setattr(
+        sys, 'argv', ['plot.py', with_bytes, without, '--y=bpb', f'--out={tmp_path}/both.png'])
+    plot.main()
+    assert 'without has no val_bpb: left out (docs/evaluate.md says which datasets have it)' in capsys.readouterr().out
+
+
+def test_flops_of_training_lines_follow_from_those_of_evaluations(folder, tmp_path):
+    run = sources.read_run(folder(evaluation(0, 4.0) | dict(flops=0, tokens=0), training(1), training(2),
+                                  evaluation(2, 3.0) | dict(flops=1000, tokens=200)))
+    assert [line['flops'] for line in run.train + run.evals] == [500, 1000, 0, 1000]
+    assert axes_of([run], 'flops', tmp_path)[0].get_xlabel() == 'flops'
+
+
+def test_spread_of_means_is_drawn_as_bars(folder, tmp_path):
+    run = sources.read_run(folder(evaluation(0, 4.0) | dict(val_loss_spread=0.1), training(2),
+                                  evaluation(2, 3.0) | dict(val_loss_spread=0.2)))
+    bars, = axes_of([run], 'tokens', tmp_path)[0].containers
+    assert bars.has_yerr
+
+
 def test_labels_do_not_overlap(folder, tmp_path):
     runs = [sources.read_run(folder(evaluation(0, 4.0), evaluation(9, loss), name=name))
             for name, loss in (('a', 2.0), ('b', 2.001), ('c', 2.002), ('d', 3.0))]
@@ -214,7 +246,7 @@ def test_picture_has_tokens_and_seconds_and_names_data_and_machine(folder, tmp_p
     (tmp_path / 'n.log').write_text(NANOGPT.partition('\n')[2])
     drawn = []
     monkeypatch.setattr(
-        plot, 'draw', lambda runs, axes, out: drawn.append(([run.name for run in runs], axes)))
+        plot, 'draw', lambda runs, axes, out, y: drawn.append(([run.name for run in runs], axes)))
     for arguments in (['a', 'b'], ['a', folder(name='nothing')], ['a', f'n={tmp_path}/n.log']):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, 'argv', ['plot.py', *arguments])

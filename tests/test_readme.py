@@ -214,6 +214,15 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "quick start=out-quickstart" --out=runs.png '
              '--x=seconds'),
     ],
+    compare=[
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=1 --out_dir=out-base-s1', SMALL),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=2 --out_dir=out-base-s2', SMALL),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=1 --mlp=relu2 '
+             '--out_dir=out-relu2-s1', SMALL),
+        step('python train.py config/quickstart.py --eval_interval=20 --seed=2 --mlp=relu2 '
+             '--out_dir=out-relu2-s2', SMALL),
+        step("python -m kilogpt.compare 'base=out-base-s*' 'relu2=out-relu2-s*' --table=compare.md"),
+    ],
     bench=[
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --sweep="batch_size=8,16 '
              'compile=True,False"', BENCH + ' --sweep="batch_size=1 compile=False"'),
@@ -266,6 +275,7 @@ NEEDS = {
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',
+    'python -m kilogpt.scaling': 'sixteen runs: test_scaling.py writes their logs',
     'python dev/far_data.py': 'an idle machine: LOG.md has its figures',
     'python dev/loss_and_bytes.py': 'an hour: LOG.md has its figures',
     'python dev/thin_wire.py': 'root, and ten minutes of slow wires: LOG.md has its figures',

@@ -5,24 +5,31 @@ import statistics
 import sys
 from typing import NamedTuple
 
-KEYS = dict(iterations='iter', tokens='tokens', seconds='seconds')  # {value of --x: key in a run's lines}
+from kilogpt.plot.sources import Y, is_finite
+
+KEYS = dict(iterations='iter', tokens='tokens', seconds='seconds', flops='flops')  # {--x: key of a line}
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000')  # Okabe and Ito
 MOST_MEANS = 100  # a line of more values is drawn as this many means
 
 
 class Curve(NamedTuple):
-    """Values y over x. label: its text beside the axes, at the height `end`."""
+    """Values y over x. label: its text beside the axes, at the height `end`.
+
+    spread: the standard deviation at each value, if y has means of several runs.
+    """
     color: str
     x: list
     y: list
     label: str = ''
     end: float = 0.0
+    spread: tuple = ()
 
 
 def curve_of(lines, x, y, color):
     """The Curve of key y over key x, of the lines with a finite y."""
-    found = [(line[x], line[y]) for line in lines if line.get(y) is not None and math.isfinite(line[y])]
-    return Curve(color, [x for x, _ in found], [y for _, y in found])
+    found = [line for line in lines if is_finite(line.get(y))]
+    spread = tuple(line[f'{y}_spread'] for line in found if f'{y}_spread' in line)
+    return Curve(color, [line[x] for line in found], [line[y] for line in found], spread=spread)
 
 
 def averaged(curve):
@@ -33,17 +40,23 @@ def averaged(curve):
                           y=[statistics.mean(curve.y[start:start + size]) for start in starts])
 
 
-def draw(runs, axes, path):
-    """Write a picture of the runs' losses, with a panel for each of `axes`: iterations, tokens or seconds.
-
-    Iterations alone have a panel of the throughput too.
-    """
+def import_pyplot():
+    """matplotlib.pyplot, which draws into files."""
     try:
         import matplotlib
     except ImportError:
         sys.exit('error: plots need matplotlib: pip install matplotlib')
     matplotlib.use('Agg')
     from matplotlib import pyplot
+    return pyplot
+
+
+def draw(runs, axes, path, y='loss'):
+    """Write a picture of the runs' losses, with a panel for each of `axes`, which are names in KEYS.
+
+    Iterations alone have a panel of the throughput too. y: 'loss', or 'bpb' for bits per byte.
+    """
+    pyplot = import_pyplot()
     colored = list(zip(runs, itertools.cycle(COLORS)))
     speeds = []
     if axes == ['iterations']:
@@ -53,17 +66,25 @@ def draw(runs, axes, path):
     figure, (row,) = pyplot.subplots(1, panels, figsize=(2 + 6 * panels, 4.8), squeeze=False,
                                      layout='constrained')
     figure.suptitle(describe_runs(runs), fontsize='medium')
-    row[0].set_ylabel('loss in nats per token. Points: validation;\nlines: training, '
-                      'means of a hundredth of the run')
+    lines = ';\nlines: training, means of a hundredth of the run' if y == 'loss' else ''
+    row[0].set_ylabel(f'loss in {Y[y]}. Points: validation{lines}')
     for panel, x in zip(row, axes):
-        draw_losses(panel, colored, x)
+        draw_losses(panel, colored, x, y)
     if speeds:
         row[-1].set_ylabel('tokens per second')
         row[-1].yaxis.set_major_formatter('{x:,.0f}')
         for speed in speeds:
             row[-1].plot(speed.x, speed.y, color=speed.color, linewidth=1)
         finish_panel(row[-1], speeds, 'iterations', (0, None))
-    figure.savefig(path, dpi=150)
+    save(figure, path)
+
+
+def save(figure, path):
+    """Write a figure to a file, whose name says its format."""
+    try:
+        figure.savefig(path, dpi=150)
+    except (OSError, ValueError) as error:
+        sys.exit(f'error: --out={path} cannot be written: {error}')
     print(f'wrote {path}')
 
 
@@ -82,15 +103,17 @@ def speed_curve(run, color):
     return averaged(curve)._replace(label=f'{run.name}  median {median:,.0f}', end=median)
 
 
-def draw_losses(panel, colored, x):
+def draw_losses(panel, colored, x, y):
     """Draw validation losses as points and training losses as lines. colored: [(run, color)]."""
     drawn, labelled = [], []
     for run, color in colored:
-        training = averaged(curve_of(run.train, KEYS[x], 'loss', color))
-        validation = curve_of(run.evals, KEYS[x], 'val_loss', color)
+        training = averaged(curve_of(run.train, KEYS[x], y, color))
+        validation = curve_of(run.evals, KEYS[x], f'val_{y}', color)
         panel.plot(training.x, training.y, color=color, linewidth=1, alpha=0.4 if validation.x else 1.0)
         size = 5 if len(validation.x) < 50 else 2
         panel.plot(validation.x, validation.y, 'o', color=color, markersize=size)
+        if validation.spread:
+            panel.errorbar(validation.x, validation.y, validation.spread, fmt='none', ecolor=color, capsize=2)
         shown, kind = (validation, 'last') if validation.x else (training, 'last training mean')
         drawn.append([curve for curve in (training, validation) if curve.x])
         labelled.append(shown._replace(label=f'{run.name}  {kind} {shown.y[-1]:.2f}', end=shown.y[-1]))
@@ -121,7 +144,8 @@ def finish_panel(panel, curves, x, y_limits):
         panel.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 3)))
         first = min(min(filter(None, curve.x)) for curve in curves)  # 0 cannot be on a logarithmic axis
         panel.set_xlim(left=first / 2)
-    panel.xaxis.set_major_formatter(ticker.EngFormatter(sep='') if x == 'tokens' else '{x:,.10g}')
+    formats = dict(tokens=ticker.EngFormatter(sep=''), flops='{x:.3g}')
+    panel.xaxis.set_major_formatter(formats.get(x, '{x:,.10g}'))
     panel.set(xlabel=x, ylim=y_limits)
     panel.grid(alpha=0.25)
     panel.spines[['top', 'right']].set_visible(False)

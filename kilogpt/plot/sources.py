@@ -15,24 +15,39 @@ import sys
 from typing import NamedTuple
 
 
+Y = dict(loss='nats per token', bpb='bits per byte')  # {value of --y: its unit}
+X = dict(tokens='how many tokens it has trained on', flops='how many FLOPs it has cost')  # in most logs
+
+
 class Run(NamedTuple):
     """Lines as in metrics.jsonl, sorted by iteration, with seconds added. nanoGPT's lines may have no tokens.
 
     about: the dataset and the machine, as far as they are known.
+    path: the folder or the text. config: what config.json says, or {}.
     """
     name: str
     train: list
     evals: list
     about: str
+    path: str
+    config: dict
 
     def has(self, key):
         """Whether all lines have a value, such as 'tokens'."""
         return all(key in line for line in self.train + self.evals)
 
-    def has_losses(self):
-        """Whether there is a finite loss to draw."""
-        values = [line['loss'] for line in self.train] + [line['val_loss'] for line in self.evals]
-        return any(value is not None and math.isfinite(value) for value in values)
+    def has_losses(self, y='loss'):
+        """Whether there is a finite loss (y='loss') or number of bits per byte (y='bpb') to draw."""
+        return any(is_finite(line.get(y)) for line in self.train) or bool(self.evaluations(y))
+
+    def evaluations(self, y):
+        """The evaluation lines in which val_loss (y='loss') or val_bpb (y='bpb') is finite."""
+        return [line for line in self.evals if is_finite(line.get(f'val_{y}'))]
+
+
+def is_finite(value):
+    """Whether a value of a log is a number: the log of a diverged run has null, or nan in nanoGPT's texts."""
+    return value is not None and math.isfinite(value)
 
 
 def read_run(source):
@@ -43,24 +58,44 @@ def read_run(source):
         name = os.path.basename(os.path.normpath(path))
     is_text = os.path.isfile(path)
     lines = read_text(path) if is_text else read_folder(path)
+    add_flops(lines)
     # A resumed run repeats the iterations since its checkpoint: the last line of an iteration counts.
     train = {line['iter']: line for line in lines if 'loss' in line}
     evals = {line['iter']: line for line in lines if 'val_loss' in line}
+    config = {} if is_text else read_config(path)
     return Run(name, [train[i] for i in sorted(train)], [evals[i] for i in sorted(evals)],
-               '' if is_text else describe_folder(path))
+               '' if is_text else describe_folder(path, config), path, config)
 
 
 def read_folder(folder):
     """The lines of a run's metrics.jsonl that have losses, with the seconds since the run first started."""
     try:
-        with open(os.path.join(folder, 'metrics.jsonl'), encoding='utf-8') as file:
-            lines = [json.loads(line) for line in file]
+        lines = read_lines(os.path.join(folder, 'metrics.jsonl'))
     except OSError:
         sys.exit(f'error: {folder} has no metrics.jsonl: '
                  'give folders written by train.py, or texts printed by nanoGPT')
     lines = [line for line in lines if 'loss' in line or 'val_loss' in line]
     add_seconds_and_tokens(lines)
     return lines
+
+
+def read_lines(path):
+    """The objects of a file with one JSON object a line, without a last line that is still being written."""
+    with open(path, encoding='utf-8') as file:
+        texts = file.read().split('\n')[:-1]
+    try:
+        return [json.loads(text) for text in texts]
+    except ValueError as error:
+        sys.exit(f'error: {path} has a line that is not JSON ({error}): remove it')
+
+
+def read_config(folder):
+    """The keys in a run's config.json; {} if there is no such file, as for a copied log."""
+    try:
+        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
+            return json.load(file)
+    except (OSError, ValueError):
+        return {}
 
 
 def add_seconds_and_tokens(lines):
@@ -88,12 +123,20 @@ def add_seconds_and_tokens(lines):
         tokens = line.setdefault('tokens', tokens)
 
 
-def describe_folder(folder):
-    """'dataset, machine' of a run, or as much of this as its config.json and newest checkpoint tell."""
+def add_flops(lines):
+    """Set the `flops` of lines that do not have them. A run's FLOPs are proportional to its tokens."""
+    known = [line for line in lines if line.get('flops')]
+    if known:
+        flops_per_token = known[-1]['flops'] / known[-1]['tokens']
+        for line in lines:
+            line.setdefault('flops', flops_per_token * line['tokens'])
+
+
+def describe_folder(folder, config):
+    """'dataset, machine' of a run, or as much of this as its config and newest checkpoint tell."""
     facts = []
     try:
-        with open(os.path.join(folder, 'config.json'), encoding='utf-8') as file:
-            facts.append(os.path.basename(os.path.normpath(json.load(file)['dataset'])))
+        facts.append(dataset_name(config))
         newest = max(glob.glob(os.path.join(glob.escape(folder), 'ckpt', 'iter_*', 'state.json')))
         with open(newest, encoding='utf-8') as file:
             processes, processor, threads, _ = json.load(file)['machine']
@@ -102,6 +145,34 @@ def describe_folder(folder):
     except (OSError, ValueError, KeyError):  # a copied log alone, or a run without checkpoints
         pass
     return '; '.join(facts)
+
+
+def dataset_name(config):
+    """The dataset of a config without its folder. KeyError if the config has none."""
+    return os.path.basename(os.path.normpath(config['dataset']))
+
+
+def describe_schedule(run):
+    """Why the last evaluation of a run is not at the end of its learning-rate schedule; '' if it may be."""
+    last = run.evals[-1]['iter']
+    max_iters = run.config.get('max_iters', last)
+    end = run.config.get('lr_decay_iters') or max_iters
+    if last < max_iters:
+        return f'{run.name} was last evaluated after {last:,} of {max_iters:,} iterations'
+    if run.config.get('decay_lr') and max_iters < end:
+        return f'{run.name} ended at iteration {max_iters:,}, and its learning rate falls until {end:,}'
+    return ''
+
+
+def describe_datasets(runs, y):
+    """A warning if runs have different datasets, whose losses may not be comparable; '' otherwise."""
+    names = sorted({dataset_name(run.config) for run in runs if 'dataset' in run.config})
+    if len(names) < 2:
+        return ''
+    needed = 'text is the same.' if y == 'bpb' else (
+        'text and the tokenizer are the same. With different tokenizers on the same text, choose --y=bpb.')
+    return (f'The datasets differ ({", ".join(names)}). '
+            f'{Y[y].capitalize()} are comparable if the validation {needed}')
 
 
 def read_text(path):

@@ -1,0 +1,5 @@
+"""Compares runs, which may have several seeds, in a picture, tables and tests: `python -m kilogpt.compare`.
+
+candidates.py reads the runs, noise.py has the tests of whether a difference is larger than the noise, and
+report.py writes both as Markdown. Read report.py first; docs/compare.md has an example.
+"""
