@@ -7,7 +7,8 @@ from kilogpt.compare.noise import paired, welch, z_test
 from kilogpt.plot.sources import Y, describe_datasets, describe_schedule
 
 # Keys of config.json that do not change what a run learns.
-IGNORED = 'out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard'
+IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'eval_tasks',
+           'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval', 'sample_prompts', 'sample_tokens')
 MISSING = '—'
 COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLOPs', '.3g'))  # label, format
 
@@ -88,9 +89,9 @@ def costs_text(candidate, y, target, cost, form):
 
 
 def task_keys(candidates):
-    """The tasks' metrics of all runs, without their standard errors."""
+    """The tasks' metrics of all runs, without standard errors, and without those that say the same as accuracy."""
     keys = {key for candidate in candidates for scores in candidate.scores for key in scores}
-    return sorted(key for key in keys if not key.endswith('_stderr'))
+    return sorted(key for key in keys if not key.endswith(('_stderr', '/centred')))
 
 
 def score_and_error(candidate, key):
