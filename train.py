@@ -267,8 +267,8 @@ def evaluate():
             with exit_on_error():
                 batch = eval_batches(0, step)
             loss_sum += bits.evaluate(batch)
-        nats, n_tokens = parallel.sum_losses(loss_sum), len(starts) * block_size
-        means[key], text[key] = nats / n_tokens, bits.take(nats, n_tokens)
+        nats, n_targets = parallel.sum_losses(loss_sum), loader.count_targets(loader.batch, starts)
+        means[key], text[key] = nats / (n_targets or float('nan')), bits.take(nats, n_targets)
     parallel.train(True)
     return None if signals.stop else add_figures(means, text, train_loader, val_loader, run.tokens // block_size)
 
@@ -337,12 +337,13 @@ while True:
         set_lr(optimizer, lr)
         loss_sum = torch.zeros((), device=processes.device)
         n_tokens, steps = run.batch * block_size, batches.count(run.iteration)
+        n_targets = train_loader.count_targets(train_loader.train_batch, run.sequences(run.iteration))
         for step in range(steps):
             if signals.poll():
                 break
             with record_function('data'), exit_on_error():
                 batch = batches(run.iteration, step)
-            loss_sum += parallel.forward_backward(batch, n_tokens, step == steps - 1, guard.scale)
+            loss_sum += parallel.forward_backward(batch, n_targets, step == steps - 1, guard.scale)
         # The device has made the previous update long ago, so the guard does not wait here.
         if signals.stop or not guard.settle():
             continue  # a run that resumes, or has gone back, makes this iteration again
@@ -362,7 +363,7 @@ while True:
         metrics.synchronize(processes.device)
         if not guard.settle():
             continue
-        line = meter.line(n_tokens, lr, loss_sum, grad_norm, sums, guard.figures())
+        line = meter.line(n_tokens, n_targets, lr, loss_sum, grad_norm, sums, guard.figures())
     signals.exchange(line)
     log.save_written(run.iteration, run.clock.now())
 

@@ -5,6 +5,7 @@ import os
 import numpy as np
 
 from data import storage
+from data.flags import ids_of
 
 # A split is judged by this many samples, spread evenly over it, of this many tokens each.
 SAMPLES, SAMPLE_TOKENS = 64, 4096
@@ -66,7 +67,7 @@ def _sample_starts(loader):
 def _read_samples(loader, starts):
     """Tokens (samples, tokens) of a split from each of the stream positions `starts` on."""
     length = min(loader.n_tokens, SAMPLE_TOKENS)
-    return np.stack(loader.read_many(starts, length))
+    return ids_of(np.stack(loader.read_many(starts, length)))
 
 
 def _width_factor(tokens):

@@ -11,6 +11,7 @@ import os
 
 import numpy as np
 
+from data.flags import begins_of, ids_of, targets_of
 from data.loader import TokenLoader, shuffled
 from data.tokenizer import get_tokenizer
 
@@ -22,8 +23,11 @@ SAMPLE = 256  # sequences in which documents are measured
 def separator_of(folder, meta):
     """The token with which the documents of a dataset begin; ValueError if it is not known.
 
-    meta: the content of the dataset's meta.json, with `separator`, or with a tokenizer that has one.
+    meta: the content of the dataset's meta.json, with `separator`, or with a tokenizer that has one. If it has
+    `flags`, documents begin where data.flags says, and the result is None.
     """
+    if meta.get('flags'):
+        return None
     separator = meta.get('separator')
     if separator is None and meta.get('tokenizer'):
         separator = get_tokenizer(meta).eot
@@ -35,9 +39,9 @@ def separator_of(folder, meta):
     return separator
 
 
-def document_starts(x, separator):
-    """At which position of its row the document of each token begins. x (B, T): tokens."""
-    begins = np.where(x == separator, np.arange(x.shape[1]), 0)
+def document_starts(tokens, separator):
+    """At which position of its row the document of each token begins. tokens (B, T): as in the file."""
+    begins = np.where(begins_of(tokens, separator), np.arange(tokens.shape[1]), 0)
     return np.maximum.accumulate(begins, axis=1)
 
 
@@ -51,9 +55,13 @@ class DocumentLoader(TokenLoader):
         *arguments, self.separator = arguments
         super().__init__(*arguments)
 
-    def batch(self, starts):
-        x, y = super().batch(starts)
-        return x, y, document_starts(x, self.separator)
+    def more_arrays(self, tokens):
+        return (document_starts(tokens, self.separator),)
+
+    def train_tokens(self, sequences):
+        """Inputs, and the tokens that follow, (B, block_size) as in the file, of training sequences; their starts."""
+        tokens = self.read_rows(self.train_starts(sequences))
+        return tokens[:, :-1], tokens[:, 1:], *self.more_arrays(tokens[:, :-1])
 
     @functools.cached_property
     def sample(self):
@@ -61,10 +69,11 @@ class DocumentLoader(TokenLoader):
 
         The share is None if no document begins in the sample.
         """
-        x, y, starts = self.train_batch(np.arange(SAMPLE))
+        inputs, following, starts = self.train_tokens(np.arange(SAMPLE))
         begins = np.flatnonzero(starts == np.arange(self.block_size))  # in the sequences, joined
         ends = np.append(begins[1:], starts.size)
-        has_begin, has_end = x.flat[begins] == self.separator, y.flat[ends - 1] == self.separator
+        has_begin = begins_of(inputs.ravel()[begins], self.separator)
+        has_end = begins_of(following.ravel()[ends - 1], self.separator)
         whole = (has_begin & has_end).sum() / has_begin.sum() if has_begin.any() else None
         return (ends - begins).tolist(), whole
 
@@ -97,16 +106,22 @@ class PackedLoader(DocumentLoader):
         self._group = functools.lru_cache(2 * BLOCK)(self._group)
 
     def train_batch(self, sequences):
+        inputs, following, starts = self.train_tokens(sequences)
+        x, y = ids_of(inputs).astype(np.int64), targets_of(following)
+        y[sequences < 0] = -1
+        return x, y, starts
+
+    def train_tokens(self, sequences):
         shape = len(sequences), self.block_size
-        x, y, starts = np.zeros(shape, np.int64), np.full(shape, -1), np.zeros(shape, np.int64)
+        inputs, following, starts = np.zeros(shape, self.dtype), np.zeros(shape, self.dtype), np.zeros(shape, np.int64)
         for row in np.flatnonzero(sequences >= 0):
             _, tokens, pieces = self._row(int(sequences[row]))
             places = np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])
-            x[row], y[row] = tokens[places], tokens[places + 1]
+            inputs[row], following[row] = tokens[places], tokens[places + 1]
             lengths = [length for _, length in pieces]
             starts[row] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
-        self._check(np.maximum(x, y), os.path.dirname(self.paths[0]))
-        return x, y, starts
+        self._check(np.maximum(ids_of(inputs), ids_of(following)), os.path.dirname(self.paths[0]))
+        return inputs, following, starts
 
     def train_starts(self, sequences):
         """Stream positions at which the first documents of training sequences begin; -1 stays -1."""
@@ -144,7 +159,8 @@ class PackedLoader(DocumentLoader):
         """(the tokens of a group and the one that follows, its rows)."""
         size = self.n_rows * self.block_size
         tokens = self.read(self._begin(epoch, group), size + 1)
-        return tokens, arrange(np.flatnonzero(tokens[:size] == self.separator), self.n_rows, self.block_size)
+        return tokens, arrange(np.flatnonzero(begins_of(tokens[:size], self.separator)), self.n_rows,
+                               self.block_size)
 
 
 def arrange(separators, n_rows, block_size):

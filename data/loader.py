@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from data.datasets import find_shards
+from data.flags import ids_of, targets_of
 from data.shards import RemoteTokens, first_tokens, open_shards, read_pieces
 from data.storage import is_url
 
@@ -79,15 +80,17 @@ class TokenLoader:
         for path, shard in zip(self.paths, self.shards):
             self._check(first_tokens(path, shard, max(1, SCAN_TOKENS // len(self.shards))), path)
         self.per_epoch = self.n_tokens // block_size  # sequences
+        self.has_flags = meta.get('flags', False)  # data.flags
         self._starts = functools.lru_cache(2)(self._starts)
 
     def _check(self, tokens, source):
-        if tokens.max() >= self.vocab_size:
+        largest = ids_of(tokens).max()
+        if largest >= self.vocab_size:
             advice = 'its tokenizer or dtype is not what its meta.json names (without one: GPT-2, uint16)'
             if self.data_vocab_size > self.vocab_size:
                 advice = (f'the dataset has a vocabulary of {self.data_vocab_size}, another one than the '
                           "model: prepare the text with the model's tokenizer, or set --init_from=scratch")
-            raise ValueError(f'{source} holds the token {tokens.max()}, but vocab_size is '
+            raise ValueError(f'{source} holds the token {largest}, but vocab_size is '
                              f'{self.vocab_size}: {advice}')
 
     def _locate(self, positions):
@@ -151,10 +154,18 @@ class TokenLoader:
         return np.arange(count) * available // max(count, 1) * self.block_size
 
     def batch(self, starts):
-        """Inputs and targets (B, block_size), int64 arrays, of the sequences at starts.
+        """Inputs and targets (B, block_size), int64 arrays, of the sequences at starts, and `more_arrays`.
 
-        A start of -1 stands for padding, whose targets are -1.
+        A start of -1 stands for padding, whose targets are -1, as are those of context (data.flags).
         """
+        tokens = self.read_rows(starts)
+        # numpy casts: torch would cast in parallel, and wait for the threads that compute the model.
+        x, y = ids_of(tokens[:, :-1]).astype(np.int64), targets_of(tokens[:, 1:])
+        y[starts < 0] = -1
+        return x, y, *self.more_arrays(tokens[:, :-1])
+
+    def read_rows(self, starts):
+        """The tokens (B, block_size + 1) at stream positions, in the dtype of the file; zeros at -1."""
         length = self.block_size + 1
         # The narrow type of the file takes less time to copy and to check than int64.
         tokens = np.zeros((len(starts), length), dtype=self.dtype)
@@ -162,10 +173,17 @@ class TokenLoader:
         for row, piece in zip(np.flatnonzero(is_sequence), self.read_many(starts[is_sequence], length)):
             tokens[row] = piece
         self._check(tokens, os.path.dirname(self.paths[0]))
-        # numpy casts: torch would cast in parallel, and wait for the threads that compute the model.
-        x, y = tokens[:, :-1].astype(np.int64), tokens[:, 1:].astype(np.int64)
-        y[~is_sequence] = -1
-        return x, y
+        return tokens
+
+    def more_arrays(self, tokens):
+        """What else a batch of inputs, tokens (B, block_size) as in the file, has."""
+        return ()
+
+    def count_targets(self, read, numbers):
+        """How many targets are in the batch read(numbers), of `batch` or `train_batch`."""
+        if not self.has_flags:
+            return int((numbers >= 0).sum()) * self.block_size
+        return int((read(numbers)[1] >= 0).sum())
 
     def document_lengths(self):
         """The lengths of what attention sees as one document, in a sample of the training sequences."""

@@ -8,7 +8,7 @@ import numpy as np
 
 from data.cache import start_copying
 from data.checks import find_oddities
-from data.documents import DocumentLoader, PackedLoader, document_starts, separator_of
+from data.documents import DocumentLoader, PackedLoader, separator_of
 from data.loader import TokenLoader
 from data.mixtures import Schedule, parse_mixture, parse_phases
 
@@ -110,6 +110,7 @@ class MixtureLoader(TokenLoader):
         self.paths, self.shards = (sum((getattr(part, name) for part in parts), [])
                                    for name in ('paths', 'shards'))
         self.dtype = np.result_type(*(part.dtype for part in parts))
+        self.has_flags = any(part.has_flags for part in parts)
         self.sizes = np.concatenate([part.sizes for part in parts])
         self.ends = np.cumsum(self.sizes)
         self.n_tokens = int(self.ends[-1])
@@ -149,10 +150,8 @@ class MixtureLoader(TokenLoader):
         source = int(np.searchsorted(self.begins, start, side='right')) - 1
         return self.parts[source].read(start - int(self.begins[source]), length)
 
-    def batch(self, starts):
-        x, y = super().batch(starts)
-        separator = getattr(self.parts[0], 'separator', None)
-        return (x, y) if separator is None else (x, y, document_starts(x, separator))
+    def more_arrays(self, tokens):
+        return self.parts[0].more_arrays(tokens)
 
     def eval_starts(self, count):
         """Stream positions of up to `count` evaluation sequences, of each source its share in training."""

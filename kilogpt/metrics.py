@@ -269,10 +269,11 @@ class Meter:
                     seconds=time.perf_counter() - self.started,
                     params=self.n_params, flops=self.flops_per_token * self.run.tokens)
 
-    def line(self, n_tokens, lr, loss_sum, grad_norm, sums, others):
+    def line(self, n_tokens, n_targets, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update. Its times are means over the iterations since the previous line.
 
-        n_tokens: the number of tokens in the iteration, on all processes.
+        n_tokens, n_targets: the number of tokens in the iteration, and of those that are targets, on all
+        processes.
         loss_sum: the sum of the losses of this process's tokens. sums: {name: another such sum}. Before
         `write`, these are to be summed over the processes.
         others: {name: value} of further values of the line.
@@ -283,7 +284,7 @@ class Meter:
         if self.device.type == 'cpu':  # the products were timed while the machine was slower
             self.peak_flops = max(self.peak_flops, flops)
         return dict(
-            iter=self.run.iteration, n_tokens=n_tokens, loss_sum=loss_sum.item(),
+            iter=self.run.iteration, n_targets=n_targets, loss_sum=loss_sum.item(),
             sums={name: float(value) for name, value in sums.items()}, grad_norm=grad_norm.item(), lr=lr,
             dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec,
             mfu=flops / self.peak_flops if self.peak_flops else None,
@@ -292,8 +293,8 @@ class Meter:
 
     def write(self, line):
         """Log a line that `line` returned and whose sums have become those over all processes."""
-        n_tokens, sums = line.pop('n_tokens'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
-        means = {name: value / self.loss_copies / n_tokens for name, value in sums.items()}
+        n_targets, sums = line.pop('n_targets'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
+        means = {name: value / self.loss_copies / max(1, n_targets) for name, value in sums.items()}
         iterations = line.pop('iterations')
         if 'lag_ms' in line:
             line['lag_ms'] /= iterations

@@ -129,5 +129,5 @@ def test_iteration_faster_than_the_timed_products_raises_the_peak(monkeypatch):
     run = SimpleNamespace(iteration=1, tokens=10, clock=SimpleNamespace(lap=lambda _: (1, next(seconds))))
     processes = SimpleNamespace(device=torch.device('cpu'), world_size=1)
     meter = metrics.Meter(None, run, processes, 'float32', n_params=7, flops_per_token=5, loss_copies=1, started=0)
-    lines = [meter.line(10, 1e-3, torch.ones(()), torch.ones(()), {}, {}) for _ in range(3)]
+    lines = [meter.line(10, 8, 1e-3, torch.ones(()), torch.ones(()), {}, {}) for _ in range(3)]
     assert [line['mfu'] for line in lines] == [0.5, 1.0, 0.25]

@@ -184,16 +184,16 @@ class Parallel:
             self.balance.forget()
         self.take_sums()
 
-    def forward_backward(self, batch, n_tokens=0, last=True, scale=lambda loss: loss):
+    def forward_backward(self, batch, n_targets=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
 
         batch: what the model takes, inputs and targets (B, T / cp), and `starts` (B, T) if sequences consist
-        of documents. n_tokens: the tokens of the iteration, by which the sum of all losses is divided; 0:
-        those of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
+        of documents. n_targets: those of the iteration, by which the sum of all losses is divided; 0: the tokens
+        of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
         GradScaler.
         """
         # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
-        loss_scale = self.layout.gradient_ranks / (n_tokens or self.global_batch * self.block_size)
+        loss_scale = self.layout.gradient_ranks / (n_targets or self.global_batch * self.block_size)
         if self.pipeline:
             self.balance.set_loss_scale(loss_scale)
             return self.pipeline.forward_backward(batch, loss_scale, last)
