@@ -36,6 +36,21 @@ class Tokenizer:
     def encode_prompt(self, text):
         return self.encode(text)
 
+    def encode_places(self, text, is_text=False):
+        """Return (ids, [(start, end)]): the characters of the text that each id stands for, or is a part of.
+
+        is_text: as in `encode`; otherwise text that looks like a special token becomes that token.
+        """
+        ids = self.encode(text) if is_text else self.encode_prompt(text)
+        characters = []  # of each byte
+        for i, character in enumerate(text):
+            characters += [i] * len(character.encode())
+        places, end = [], 0
+        for token in ids:
+            start, end = end, end + len(self.decode_bytes([token]))
+            places.append((characters[start], characters[end - 1] + 1))
+        return ids, places
+
     def bytes_of_tokens(self):
         """Return the number of bytes of text that each id stands for, an array: 0 for special tokens."""
         import numpy as np

@@ -94,6 +94,11 @@ class JsonTokenizer(Tokenizer):
         # `encode` also computes where each token is in the text, which takes a third of its time.
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
+    def encode_places(self, text, is_text=False):
+        self.backend.encode_special_tokens = is_text
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        return encoding.ids, encoding.offsets
+
     def decode(self, ids):
         return self.backend.decode(ids, skip_special_tokens=False)
 

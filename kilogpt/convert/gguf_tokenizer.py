@@ -11,6 +11,7 @@ import re
 import numpy as np
 
 from data.bpe import BYTE_TO_UNICODE, PATTERNS
+from data.chat_template import find_template
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -305,11 +306,3 @@ def special_to_gguf(backend, files, tokens):
     if turn_end is not None:
         found['eot_token_id'] = turn_end
     return found
-
-
-def find_template(files):
-    """The chat template of a tokenizer's files: chat_template.jinja, or an entry of tokenizer_config.json."""
-    template = json.loads(files.get('tokenizer_config.json', '{}')).get('chat_template')
-    if isinstance(template, list):  # several templates with names
-        template = {entry['name']: entry['template'] for entry in template}.get('default')
-    return files.get('chat_template.jinja') or template

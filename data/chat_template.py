@@ -1,0 +1,294 @@
+"""The chat template that comes with a tokenizer: a conversation as text, as tokens, and which of these count.
+
+A conversation is a list of messages {'role': ..., 'content': ...}. A template is a program in Jinja, which runs
+in Jinja's sandbox, with the variables, filters and extensions that Hugging Face's apply_chat_template has.
+"""
+import datetime
+import functools
+import json
+import os
+import re
+
+MAX_STEPS = 2 ** 20  # rounds of loops and calls in one rendering; a template with more is taken not to end
+MAX_LENGTH = 2 ** 26  # characters of a rendered conversation
+# Characters that Unicode reserves for the inside of programs. The first two enclose what looks like a special
+# token within a message, the others what {% generation %} marks.
+TEXT, END_TEXT, ANSWER, END_ANSWER = MARKS = '\ufdd0\ufdd1\ufdd2\ufdd3'
+
+# For tokenizers without a template. Without an end-of-text token, a newline ends a message.
+DEFAULT_TEMPLATE = """
+{%- for message in messages %}
+    {%- if message.role not in ('system', 'user', 'assistant') %}
+        {{- raise_exception('the role ' ~ message.role ~ ' is not system, user or assistant') }}
+    {%- endif %}
+    {{- message.role | capitalize ~ ': ' }}
+    {{- message.content if eos_token else message.content.split() | join(' ') }}
+    {{- (eos_token if message.role == 'assistant' else '') ~ '\n' }}
+{%- endfor %}
+{{- 'Assistant:' if add_generation_prompt else '' }}"""
+
+
+class ChatTemplate:
+    """The chat template of a Tokenizer; DEFAULT_TEMPLATE if it does not come with one.
+
+    Its methods raise ValueError, in one sentence, for messages that are not well-formed, for those that the
+    template refuses, and for a template that fails or does not end.
+    """
+
+    def __init__(self, tokenizer):
+        if not tokenizer.name:
+            raise ValueError('a conversation needs text, but the tokenizer is not known: set tokenizer to its name')
+        self.tokenizer = tokenizer
+        source = find_template(tokenizer.files)
+        self.where = f'the chat template in {tokenizer.folder}' if source else 'the default chat template'
+        self.variables = special_tokens(tokenizer.files)
+        if not source and tokenizer.eot is not None:
+            self.variables['eos_token'] = _text_of(tokenizer, tokenizer.eot)
+        self.environment, self.template = _compile(source or DEFAULT_TEMPLATE, self.where)
+        self.has_marks = bool(re.search(r'\{%-?\s*generation\s*-?%\}', source or ''))
+        special = sorted((_text_of(tokenizer, i) for i in tokenizer.special_ids), key=len, reverse=True)
+        special = '|'.join(map(re.escape, special)) or '(?!)'  # which matches nothing
+        self.to_mark = re.compile(f'({special})|[{MARKS}]')
+        self.marked = re.compile(f'{TEXT}({special}){END_TEXT}')
+
+    def render(self, messages, add_generation_prompt=False):
+        """The text of a conversation. add_generation_prompt: end with what begins an answer."""
+        text = self._render(messages, add_generation_prompt)
+        return re.sub(f'[{MARKS}]', '', text)
+
+    def encode(self, messages, add_generation_prompt=False):
+        """The ids of a conversation. What looks like a special token within a message is ordinary text."""
+        return self._encode(self._render(messages, add_generation_prompt))[0]
+
+    def tokens_and_counted(self, messages, roles=('assistant',)):
+        """(ids, counted): counted says of each token whether it is of an answer, or is the one that ends it.
+
+        If the template marks answers by {% generation %}, those tokens are counted. Otherwise an answer is what
+        the text has beyond that of the messages before it with the generation prompt, up to the first of
+        stop_ids.
+        roles: those whose messages are counted. Messages of other roles than 'assistant' include their header.
+        """
+        roles = tuple(roles)
+        for i, message in enumerate(check_messages(messages)):
+            if message['role'] in roles and not message['content'].strip():
+                raise ValueError(f'message {i} is an empty answer of the role {message["role"]}: leave it out')
+        text = self._render(messages)
+        ids, places, marked = self._encode(text)
+        if self.has_marks and roles == ('assistant',):
+            return ids, [_overlaps(place, marked) for place in places]
+        counted = [False] * len(ids)
+        text = re.sub(f'[{MARKS}]', '', text)
+        for i, message in enumerate(messages):
+            if message['role'] not in roles:
+                continue
+            span, is_whole = self._span_of(messages, i, text)
+            inside = [j for j, place in enumerate(places) if _overlaps(place, [span])]
+            end = next((j for j in inside if ids[j] in self.stop_ids), None)
+            if end is None and not is_whole:
+                raise ValueError(f'{self.where} writes message {i} differently when others follow: end the '
+                                 'conversation with it, and give each answer a conversation of its own')
+            for j in inside:
+                counted[j] = end is None or j <= end
+        return ids, counted
+
+    @functools.cached_property
+    def stop_ids(self):
+        """The ids that end an answer: those of generation_config.json, end-of-text, and the end of a turn."""
+        config = _read_json(self.tokenizer.files, 'generation_config.json')
+        named = config.get('eos_token_id')
+        found = {self.tokenizer.eot, *(named if isinstance(named, list) else [named])}
+        probe = [dict(role='user', content='question'), dict(role='assistant', content='answer')]
+        try:
+            text = self.render(probe)
+            ids, places, _ = self._encode(text)
+        except ValueError:  # a template that wants other messages, or an alphabet without these letters
+            text, ids, places = '', [], []
+        after = [i for i, (start, _) in zip(ids, places) if start >= text.rfind('answer')]
+        found.add(next((i for i in after if i in self.tokenizer.special_ids), None))
+        found.discard(None)
+        if not found and text.endswith('\n'):
+            found.add(ids[-1])
+        return frozenset(found)
+
+    def _span_of(self, messages, i, text):
+        """((start, end), whether the text goes on there as without later messages) of message i in the text."""
+        is_answer = messages[i]['role'] == 'assistant'
+        if is_answer and i == 0:
+            raise ValueError('message 0 is an answer, but no message comes before it: leave it out')
+        before = self.render(messages[:i], add_generation_prompt=is_answer) if i else ''
+        until = self.render(messages[:i + 1])
+        if not (text.startswith(before) and until.startswith(before)):
+            raise ValueError(f'{self.where} writes what comes before message {i} differently without it, so that '
+                             'the start of the answer is not known: give a template with {% generation %}')
+        end = len(until) if text.startswith(until) else len(os.path.commonprefix([text, until]))
+        return (len(before), end), end == len(until)
+
+    def _render(self, messages, add_generation_prompt=False):
+        """The text of a conversation with MARKS in it."""
+        import jinja2
+        marked = []
+        for message in check_messages(messages):
+            marked.append({key: self._mark(value) for key, value in message.items() if value is not None})
+        self.environment.steps, length, pieces = 0, 0, []
+        try:
+            for piece in self.template.generate(messages=marked, add_generation_prompt=add_generation_prompt,
+                                                tools=None, documents=None, **self.variables):
+                pieces.append(piece)
+                length += len(piece)
+                if length > MAX_LENGTH:
+                    raise ValueError(f'it writes more than {MAX_LENGTH:,} characters')
+        except jinja2.TemplateError as error:
+            raise ValueError(f'{self.where} refuses these messages: {error}') from None
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+            raise ValueError(f'{self.where} fails: {error}') from None
+        return ''.join(pieces).encode(errors='replace').decode()  # JSON can carry lone surrogates
+
+    def _mark(self, value):
+        """A message's entry, with what looks like a special token enclosed in TEXT and END_TEXT."""
+        if not isinstance(value, str):
+            return value
+        return self.to_mark.sub(lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] else '', value)
+
+    def _encode(self, text):
+        """(ids, [(start, end)] of the ids in the text, [(start, end)] of the answers) of a text with MARKS.
+
+        Places are counted in the text without MARKS.
+        """
+        answers, plain = [], ''
+        for part in re.split(f'([{ANSWER}{END_ANSWER}])', text):
+            place = sum(character not in MARKS for character in plain)
+            if part == ANSWER:
+                start = place
+            elif part == END_ANSWER:
+                answers.append((start, place))
+            else:
+                plain += part
+        ids, places, offset = [], [], 0
+        for number, piece in enumerate(self.marked.split(plain)):
+            piece = re.sub(f'[{MARKS}]', '', piece)  # a template that cuts a text can leave one
+            new_ids, new_places = self._encode_piece(piece, is_first=not ids, is_text=number % 2 == 1)
+            ids += new_ids
+            places += [(start + offset, end + offset) for start, end in new_places]
+            offset += len(piece)
+        # Some tokenizers leave spaces out of the places. A character in two tokens is in both places.
+        ends = [0, *(end for _, end in places)]
+        places = [(min(start, previous), end) for previous, (start, end) in zip(ends, places)]
+        return ids, places, answers
+
+    def _encode_piece(self, piece, is_first, is_text):
+        """(ids, places) of a part of a text. is_text: whether special tokens in the piece are ordinary text."""
+        if not is_first and piece:
+            # SentencePiece puts a space before a text. After a newline it does not.
+            newline = self.tokenizer.encode_places('\n', is_text)[0]
+            ids, places = self.tokenizer.encode_places(f'\n{piece}', is_text)
+            if ids[:len(newline)] == newline:
+                return ids[len(newline):], [(start - 1, end - 1) for start, end in places[len(newline):]]
+        return self.tokenizer.encode_places(piece, is_text)
+
+
+def find_template(files):
+    """The chat template of a tokenizer's files: chat_template.jinja, or an entry of tokenizer_config.json."""
+    template = _read_json(files, 'tokenizer_config.json').get('chat_template')
+    if isinstance(template, list):  # several templates with names
+        template = {entry['name']: entry['template'] for entry in template}.get('default')
+    return files.get('chat_template.jinja') or template
+
+
+def special_tokens(files):
+    """{'bos_token': '<s>', ...} of a tokenizer's files, the variables of a template."""
+    found = {}
+    for name in ('special_tokens_map.json', 'tokenizer_config.json'):
+        for key, token in _read_json(files, name).items():
+            token = token.get('content') if isinstance(token, dict) else token
+            if key.endswith('_token') and isinstance(token, str):
+                found[key] = token
+    return found
+
+
+def check_messages(messages):
+    """Return the messages. ValueError if they are not a list of objects with the texts `role` and `content`."""
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise ValueError(f'messages is {_shorten(messages)}: it must be a list of at least one '
+                         '{"role": ..., "content": ...}')
+    for i, message in enumerate(messages):
+        entries = [message.get(key) for key in ('role', 'content')] if isinstance(message, dict) else [None]
+        if not all(isinstance(entry, str) for entry in entries):
+            raise ValueError(f'message {i} is {_shorten(message)}: it must be '
+                             '{"role": ..., "content": ...} with two texts')
+    return messages
+
+
+def _compile(source, where):
+    """(environment, template) of a template's text. `environment.steps` counts rounds of loops and calls."""
+    import jinja2
+    import jinja2.ext
+    import jinja2.sandbox
+
+    class Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        steps = 0
+
+        def count(self, steps):
+            self.steps += steps
+            if self.steps > MAX_STEPS:
+                raise ValueError(f'it takes more than {MAX_STEPS:,} steps')
+
+        def call(self, context, function, *args, **kwargs):
+            self.count(1)
+            return super().call(context, function, *args, **kwargs)
+
+    class Generation(jinja2.ext.Extension):
+        """{% generation %} ... {% endgeneration %}, which encloses an answer in ANSWER and END_ANSWER."""
+        tags = {'generation'}
+
+        def parse(self, parser):
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(('name:endgeneration',), drop_needle=True)
+            return jinja2.nodes.CallBlock(self.call_method('enclose'), [], [], body).set_lineno(line)
+
+        def enclose(self, caller):
+            return f'{ANSWER}{caller()}{END_ANSWER}'
+
+    def counted(items):
+        items = list(items)
+        environment.count(len(items))
+        return items
+
+    def raise_exception(message):
+        raise jinja2.TemplateError(message)
+
+    def to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+        # Jinja's own filter escapes characters of HTML.
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols'])
+    environment.filters |= dict(tojson=to_json, counted=counted)
+    environment.globals |= dict(raise_exception=raise_exception,
+                                strftime_now=lambda form: datetime.datetime.now().strftime(form))
+    try:
+        tree = environment.parse(source)
+        for loop in tree.find_all(jinja2.nodes.For):
+            loop.iter = jinja2.nodes.Filter(loop.iter, 'counted', [], [], None, None)
+        return environment, environment.from_string(tree)
+    except jinja2.TemplateSyntaxError as error:
+        raise ValueError(f'{where} is not valid Jinja (line {error.lineno}: {error.message})') from None
+
+
+def _read_json(files, name):
+    """The JSON object of a tokenizer's file; {} without it."""
+    content = json.loads(files.get(name, '{}'))
+    return content if isinstance(content, dict) else {}
+
+
+def _text_of(tokenizer, token):
+    return tokenizer.decode_bytes([token]).decode()
+
+
+def _overlaps(place, spans):
+    """Whether a place (start, end) has characters of a span."""
+    return any(place[0] < end and place[1] > start for start, end in spans)
+
+
+def _shorten(value):
+    text = repr(value)
+    return text if len(text) <= 80 else f'{text[:80]}...'
