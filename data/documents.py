@@ -82,10 +82,11 @@ class DocumentLoader(TokenLoader):
 
     def describe(self):
         lengths, whole = self.sample
+        lines = super().describe()
         if whole is None:
-            return [f'documents   none begins in {SAMPLE} training sequences: is {self.separator} the token that '
+            return [*lines, f'documents   none begins in {SAMPLE} training sequences: is {self.separator} the token that '
                     'separates them? (write it into meta.json as "separator")']
-        return [f'documents   {np.mean(lengths):,.0f} tokens each within a sequence, {whole:.1%} of them whole; '
+        return [*lines, f'documents   {np.mean(lengths):,.0f} tokens each within a sequence, {whole:.1%} of them whole; '
                 'none cropped, none padded']
 
 

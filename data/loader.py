@@ -20,6 +20,7 @@ from data.storage import is_url
 SCAN_TOKENS = 2 ** 26
 # This many sequences are shuffled in one call: a step asks for few, and each call of numpy has a cost.
 SHUFFLE_BLOCK = 4096
+TARGET_SAMPLE = 256  # sequences in which the share of targets is measured
 # Micro-batches of remote files that are read at a time: at 26 ms each, the way there may take 400 ms.
 REMOTE_AHEAD = 16
 
@@ -190,8 +191,12 @@ class TokenLoader:
         return [self.block_size]
 
     def describe(self):
-        """Lines about the documents in training sequences."""
-        return []
+        """Lines about what is in training sequences."""
+        if not self.has_flags:
+            return []
+        sample = np.arange(min(TARGET_SAMPLE, self.per_epoch))
+        share = self.count_targets(self.train_batch, sample) / (len(sample) * self.block_size)
+        return [f'targets     {share:.1%} of the tokens: those of answers']
 
     @property
     def place(self):

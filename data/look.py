@@ -10,11 +10,13 @@ that occur most often, and random documents as text. Of a split with more than -
 import argparse
 import collections
 import hashlib
+import sys
 
 import numpy as np
 
 from data.datasets import find_shards, find_sources
 from data.documents import separator_of
+from data.flags import begins_of, ids_of, targets_of
 from data.loader import TokenLoader
 from data.mixtures import parse_mixture
 from data.tokenizer import describe_tokenizer, get_tokenizer
@@ -60,14 +62,17 @@ def look(source, split, options):
     n_read = sum(map(len, pieces))
     if n_read < loader.n_tokens:
         print(f'    {n_read:,} of them are read, in {len(pieces)} pieces; what follows is about these')
-    counts = sum(np.bincount(piece, minlength=loader.vocab_size) for piece in pieces)
+    counts = sum(np.bincount(ids_of(piece), minlength=loader.vocab_size) for piece in pieces)
     print(f'    {(counts > 0).sum():,} different tokens')
     tokenizer = get_tokenizer(source.meta)
     try:
         separator = separator_of(*source)
     except ValueError:
         separator = None
-    documents = [document for piece in pieces for document in split_documents(piece, separator)]
+    if loader.has_flags:
+        n_targets = sum((targets_of(piece) >= 0).sum() for piece in pieces)
+        print(f'    {n_targets / n_read:.1%} of the tokens are targets, the messages of: {source.meta.get("roles")}')
+    documents = [document for piece in pieces for document in split_documents(piece, separator, loader.has_flags)]
     if documents:
         print_lengths(np.array([len(document) for document in documents]))
         print_repeated(documents, tokenizer)
@@ -78,10 +83,10 @@ def look(source, split, options):
     order = np.random.default_rng(options.seed).permutation(len(documents))
     if source.meta.get('tokenizer'):
         sample = [documents[i] for i in order[:SAMPLED]]
-        n_bytes = sum(len(tokenizer.decode_bytes(document.tolist())) for document in sample)
+        n_bytes = sum(len(tokenizer.decode_bytes(ids_of(document).tolist())) for document in sample)
         print(f'    {n_bytes / sum(map(len, sample)):.3f} bytes per token, in {len(sample)} of the documents')
     for i in sorted(order[:options.samples].tolist()):
-        print(f'    --- document {i}, {len(documents[i]):,} tokens\n{shorten(documents[i], tokenizer)}')
+        print(f'    --- document {i}, {len(documents[i]):,} tokens\n{show(documents[i], tokenizer)}')
 
 
 def read_pieces(loader, max_tokens):
@@ -92,8 +97,11 @@ def read_pieces(loader, max_tokens):
     return loader.read_many(np.arange(PIECES) * loader.n_tokens // PIECES, length)
 
 
-def split_documents(tokens, separator):
-    """The documents between two separators, without these."""
+def split_documents(tokens, separator, has_flags=False):
+    """The documents between two separators, without these, or between two flags (data.flags)."""
+    if has_flags:
+        places = np.append(np.flatnonzero(begins_of(tokens, None)), len(tokens))
+        return [tokens[begin:end] for begin, end in zip(places[:-1], places[1:])]
     places = np.flatnonzero(tokens == separator) if separator is not None else []
     return [tokens[begin + 1:end] for begin, end in zip(places[:-1], places[1:]) if end > begin + 1]
 
@@ -128,8 +136,20 @@ def print_repeated(documents, tokenizer):
 
 def shorten(document, tokenizer, length=SHOWN):
     """The text of a document, up to `length` characters."""
-    text = tokenizer.decode(document[:length].tolist())
+    text = tokenizer.decode(ids_of(document[:length]).tolist())
     return text if len(text) <= length else f'{text[:length]}...'
+
+
+def show(document, tokenizer):
+    """The text of a document, of which the targets are green, or in brackets where nobody sees colours."""
+    is_target = targets_of(document) >= 0
+    if is_target.all():
+        return shorten(document, tokenizer)
+    before, after = ('\033[32m', '\033[0m') if sys.stdout.isatty() else ('[', ']')
+    ends = [*(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(document)]
+    parts = [document[begin:end] for begin, end in zip([0, *ends], ends)]
+    texts = [tokenizer.decode_bytes(ids_of(part).tolist()).decode(errors='replace') for part in parts]
+    return ''.join(f'{before}{text}{after}' if targets_of(part)[0] >= 0 else text for part, text in zip(parts, texts))
 
 
 if __name__ == '__main__':

@@ -123,6 +123,21 @@ def read_pieces(path, field='text'):
         raise ValueError(f'{path} cannot be read: {error}') from None
 
 
+def read_rows(path):
+    """Yield the rows of a file of documents, with all fields, as dicts. ValueError if it cannot be read."""
+    try:
+        if form_of(path) not in DOCUMENTS:
+            raise ValueError(f'{path} must end in {", ".join(DOCUMENTS)}')
+        for row in _read_parquet(path) if form_of(path) == '.parquet' else _read_json(path):
+            if not isinstance(row, dict):
+                raise ValueError(f'{path} has the row {repr(row)[:40]}, which must be an object')
+            yield row
+    except UnicodeDecodeError as error:
+        raise ValueError(f'{path} is not UTF-8 text ({error}): convert it, for example with iconv') from None
+    except OSError as error:
+        raise ValueError(f'{path} cannot be read: {error}') from None
+
+
 def _open_text(path):
     encoding = 'utf-8-sig'  # many books start with a byte order mark
     if not path.lower().endswith(COMPRESSED):
@@ -149,16 +164,19 @@ def _read_json(path):
             yield from rows if isinstance(rows, list) else [rows]
 
 
-def _read_parquet(path, field):
-    """Yield rows, of which only the column `field` is read; without such a column, one row of all columns."""
+def _read_parquet(path, field=None):
+    """Yield rows, of which only the column `field` is read; without such a column, one row of all columns.
+
+    field: None = read all columns.
+    """
     pyarrow = _import_pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             names = file.schema_arrow.names
-            if field not in names:
+            if field is not None and field not in names:
                 yield dict.fromkeys(names)
                 return
-            for batch in file.iter_batches(1024, columns=[field]):
+            for batch in file.iter_batches(1024, columns=field and [field]):
                 yield from batch.to_pylist()
     except pyarrow.ArrowException as error:
         raise OSError(error) from None

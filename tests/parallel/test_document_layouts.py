@@ -13,6 +13,7 @@ import pytest
 from test_islands import PLAIN_OUTER, islands_of
 from test_parallel import BASE, MODERN, SCHEDULES
 
+from data.flags import BEGIN, CONTEXT
 from data.prepare import write_random_tokens
 from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_weights, side_by_side
 from kilogpt.prove import compare, observer
@@ -20,7 +21,8 @@ from kilogpt.prove import compare, observer
 ITERATIONS = 3
 SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}', '--keep_checkpoints=0']
 KINDS = dict(mask='--documents=mask', pack='--documents=pack', window='--window=5 --window_pattern=SL',
-             both='--documents=mask --window=5 --window_pattern=SL')
+             both='--documents=mask --window=5 --window_pattern=SL',
+            answers='--documents=pack')  # conversations, in which a third of the tokens are targets
 EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --pos=rope'
 # Attention with a cap takes what queries see in another form, a mask of T² values.
 MODELS = dict(learned='--bias', rope=MODERN, capped=f'{MODERN} --attention_softcap=2', moe=EXPERTS)
@@ -47,7 +49,8 @@ LAYOUTS = {
         'tp2 cp2 pp2 zbv full': '--tp=2 --cp=2 --pp=2 --pp_schedule=zbv --activation_checkpoint=full'},
 }
 CAPPED = {(2, 'cp2'), (2, 'pp2 zbv full'), (2, 'zero2'), (4, 'tp2 cp2')}
-DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope')}
+DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope'), (2, 'ddp', 'answers', 'rope'),
+           (2, 'cp2', 'answers', 'rope')}
 
 
 def cases():
@@ -59,7 +62,7 @@ def cases():
         for i, j in itertools.product(range(len(KINDS)), range(len(models))):
             case = nproc, layout, list(KINDS)[i], models[j]
             # Of neighbours in the table, each kind and each model comes about as often.
-            is_slow = i == number % 4 and j == (number // 4 + i // 2) % min(2, len(models))
+            is_slow = i == number % 5 and j == (number // 4 + i // 2) % min(2, len(models))
             if j == 2:
                 is_slow = (nproc, layout) in CAPPED and list(KINDS)[i] == 'both'
             mark = pytest.mark.slow if is_slow else pytest.mark.matrix
@@ -76,7 +79,21 @@ def documents(tmp_path_factory):
 
 
 @pytest.fixture(scope='session')
-def document_run(request, train, documents, tmp_path_factory):
+def conversations(documents, tmp_path_factory):
+    """The folder of the same dataset with flags, of which a third of the tokens are targets, in runs."""
+    folder = tmp_path_factory.mktemp('conversations')
+    for split in ('train', 'val'):
+        ids = np.fromfile(documents / f'{split}.bin', '<u2')
+        generator = np.random.default_rng(len(split))
+        is_target = np.repeat(generator.random(len(ids) // 4 + 1) < 1 / 3, 4)[:len(ids)] & (ids > 0)
+        tokens = ids.astype('<u4') | np.where(is_target, 0, CONTEXT) | np.where(ids == 0, BEGIN, 0).astype('<u4')
+        tokens.astype('<u4').tofile(folder / f'{split}.bin')
+    (folder / 'meta.json').write_text('{"vocab_size": 65, "dtype": "uint32", "flags": true}')
+    return folder
+
+
+@pytest.fixture(scope='session')
+def document_run(request, train, documents, conversations, tmp_path_factory):
     """Function (nproc, layout, kind, model) -> its run, with `observations` of [iteration - 1][rank].
 
     The layout 'one' is one process. The first call runs what all selected tests compare, two at a time.
@@ -94,7 +111,8 @@ def document_run(request, train, documents, tmp_path_factory):
         # The experts of a token do not change with rounding in float64.
         env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if model == 'moe' else 'float32')
         text = LAYOUTS[nproc].get(layout, '')
-        run = train(*MODELS[model].split(), *KINDS[kind].split(), *text.split(), f'--dataset={documents}',
+        dataset = conversations if kind == 'answers' else documents
+        run = train(*MODELS[model].split(), *KINDS[kind].split(), *text.split(), f'--dataset={dataset}',
                     base=SHORT, nproc=nproc, check=False, env=env, faults=[FAULTS / 'dump_gradients.py'])
         if run.returncode == 0:
             run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
