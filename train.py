@@ -59,7 +59,7 @@ eval_tasks = ''  # tasks to score as well (docs/evaluate.md): 'capitals, my/task
 eval_tasks_interval = 0  # iterations from one scoring of tasks to the next; 0 = eval_interval
 eval_tasks_limit = 0  # score the first so many questions of each task; 0 = all
 sample_interval = 0  # iterations from one sample of text to the next; 0 = none
-sample_prompts = '\n'  # texts that the samples continue, separated by |
+sample_prompts = '\n'  # texts that the samples continue, separated by ||
 sample_tokens = 100  # tokens in each sample
 always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
 save_interval = 0  # also save every this many iterations; 0 = never for this reason

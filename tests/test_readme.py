@@ -61,7 +61,7 @@ FIGURE = [
 SESSIONS = dict(
     evaluate=[
         step('python train.py config/quickstart.py --eval_tasks=capitals --eval_tasks_interval=70 --sample_interval=70 '
-             '--sample_prompts="ROMEO:|My lord"', SMALL + ' --eval_tasks_interval=1'),
+             '--sample_prompts="ROMEO:||My lord"', SMALL + ' --eval_tasks_interval=1'),
         step('python -m kilogpt.evaluate out-quickstart --tasks=capitals', '--device=cpu'),
         step('torchrun --standalone --nproc_per_node=4 -m kilogpt.evaluate out-quickstart --tasks=capitals --tp=2 '
              '--pp=2', '--device=cpu --limit=3', nproc=4),

@@ -81,7 +81,7 @@ def evaluation_hooks(parallel, config, dtype, meta, keys, hooks, log, stamp, pol
         interval = keys['eval_tasks_interval'] or keys['eval_interval']
         found.append(Tasks(interval, scorer, hooks, log, suite, stamp))
     if keys['sample_interval']:
-        prompts = keys['sample_prompts'].split('|')
+        prompts = keys['sample_prompts'].split('||')
         found.append(Samples(keys['sample_interval'], scorer, hooks, log, tokenizer, prompts, keys['sample_tokens'],
                              keys['seed']))
     return found

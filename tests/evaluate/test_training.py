@@ -14,7 +14,7 @@ from kilogpt.layers.attention import starts_of
 LAYOUTS = dict(one=(1, ''), compiled=(1, '--compile=True'), dp2=(2, ''), zero3=(2, '--zero_stage=3'), tp2=(2, '--tp=2'),
                pp2=(2, '--pp=2 --pp_schedule=zbv'), cp2=(2, '--cp=2'), dropout=(2, '--dropout=0.2'))
 SLOW = 'compiled', 'cp2', 'dropout', 'zero3'
-EVALUATED = ['--eval_tasks_interval=2', '--sample_interval=3', '--sample_prompts=A|ROME AND', '--sample_tokens=6']
+EVALUATED = ['--eval_tasks_interval=2', '--sample_interval=3', '--sample_prompts=A||ROME AND', '--sample_tokens=6']
 SHORT = ['--max_iters=6', '--eval_interval=3']
 
 
