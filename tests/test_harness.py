@@ -23,10 +23,11 @@ TASKS = dict(
     rolling='output_type: loglikelihood_rolling\ndoc_to_text: ""\ndoc_to_target: "{{text}}"\nmetric_list:\n'
             + FIGURE.format('byte_perplexity', 'weighted_perplexity'),
     writing='output_type: generate_until\ndoc_to_text: "{{context}}"\ndoc_to_target: "{{word}}"\n'
-            'generation_kwargs: {until: [" the", ".\\n"], max_gen_toks: 24}\nmetric_list:\n'
+            'generation_kwargs: {until: [" ev", "``"], max_gen_toks: 24}\nmetric_list:\n'
             + FIGURE.format('exact_match', 'mean'))
 FIGURES = {'task/choosing/acc', 'task/choosing/acc_norm', 'task/guessing/acc', 'task/guessing/perplexity',
            'task/rolling/byte_perplexity', 'task/writing/exact_match'}
+WORDS = pathlib.Path(ROOT, 'docs', 'measuring.md').read_text(encoding='utf-8').split()
 HERE_ONLY = dict(HF_HUB_OFFLINE='1', HF_DATASETS_OFFLINE='1')
 
 
@@ -34,10 +35,11 @@ HERE_ONLY = dict(HF_HUB_OFFLINE='1', HF_DATASETS_OFFLINE='1')
 def model(train, tmp_path_factory):
     """A model of a vocabulary of its own: `run` is its folder, and `exported` one for transformers."""
     folder = tmp_path_factory.mktemp('model')
-    text = f'--input={ROOT}/README.md,{ROOT}/docs/measuring.md'
+    (folder / 'text.txt').write_text(' '.join(WORDS), encoding='utf-8')
+    text = f'--input={folder}/text.txt'
     run_forked('data/text/train_tokenizer.py', text, '--vocab_size=320', f'--out={folder}/tokenizer')
     run_forked('data/text/prepare.py', text, f'--tokenizer={folder}/tokenizer', f'--out={folder}/data', '--num_proc=1')
-    run = train(f'--dataset={folder}/data', '--block_size=96', '--max_iters=60', '--lr_decay_iters=60')
+    run = train(f'--dataset={folder}/data', '--block_size=96', '--max_iters=200', '--lr_decay_iters=200')
     run_forked('kilogpt.convert', 'export', run.out_dir, folder / 'hf')
     return SimpleNamespace(run=run.out_dir, exported=folder / 'hf')
 
@@ -46,16 +48,15 @@ def model(train, tmp_path_factory):
 def include(tmp_path_factory):
     """A folder of task files, with lines of the model's own text."""
     folder = tmp_path_factory.mktemp('include')
-    words = pathlib.Path(ROOT, 'docs', 'measuring.md').read_text(encoding='utf-8').split()
     documents = {name: [] for name in TASKS}
     for i in range(8):
         begin, count = 37 * i, 3 + 9 * (i % 4)  # lengths differ, and the longest exceed block_size
-        context, space = ' '.join(words[begin:begin + count]), ' ' * (i % 3)
-        following = [' '.join(words[at:at + 1 + i % 3]) for at in (begin + count, 5 * i + 9, 8 * i + 50, 400 + i)]
+        context, space = ' '.join(WORDS[begin:begin + count]), ' ' * (i % 3)
+        following = [' '.join(WORDS[at:at + 1 + i % 3]) for at in (begin + count, 5 * i + 9, 8 * i + 50, 400 + i)]
         documents['choosing'].append(dict(context=context + space, choices=following, answer=i % 4))
-        documents['guessing'].append(dict(context=context if i else '', word=words[begin + count]))
-        documents['rolling'].append(dict(text=' '.join(words[begin:begin + 12 * count])))
-        documents['writing'].append(dict(context=context, word=words[begin + count]))
+        documents['guessing'].append(dict(context=context if i else '', word=WORDS[begin + count]))
+        documents['rolling'].append(dict(text=' '.join(WORDS[begin:begin + 4 * count])))
+        documents['writing'].append(dict(context=context, word=WORDS[begin + count]))
     for name, lines in documents.items():
         path = folder / f'{name}.jsonl'
         path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
@@ -68,10 +69,10 @@ def include(tmp_path_factory):
 @pytest.fixture(scope='module')
 def answers(model, include, tmp_path_factory):
     """A function that runs tests/harness_samples.py: {task: [answer]} and {task: {figure: value}}."""
-    def answers(source, *arguments, runner=run_forked, tasks=TASKS, **options):
+    def answers(source, *arguments, runner=run_forked, **options):
         out = tmp_path_factory.mktemp('answers') / 'answers.json'
         env = HERE_ONLY | dict(HF_HOME=str(out.parent))
-        runner('tests/harness_samples.py', source, include, out, *tasks, *arguments, env=env, **options)
+        runner('tests/harness_samples.py', source, include, out, *TASKS, *arguments, env=env, **options)
         return json.loads(out.read_text())
     return answers
 
@@ -84,11 +85,11 @@ def theirs(model, answers):
 
 def assert_same_answers(ours, theirs):
     for task, expected in theirs['answers'].items():
-        if task in ours['answers']:
-            assert len(ours['answers'][task]) == len(expected) > 0
-            for answer, other in zip(ours['answers'][task], expected):
-                assert_same(answer[0], other[0])
-            assert ours['results'][task] == pytest.approx(theirs['results'][task], rel=1e-4)
+        assert len(ours['answers'][task]) == len(expected) > 0
+        for answer, other in zip(ours['answers'][task], expected):
+            assert_same(answer[0], other[0])
+        figures = {key: value for key, value in theirs['results'][task].items() if isinstance(value, float)}
+        assert {key: ours['results'][task][key] for key in figures} == pytest.approx(figures, rel=1e-4) and figures
 
 
 def assert_same(answer, other):
@@ -121,7 +122,7 @@ def test_command_writes_the_figures_of_the_harness(model, include, theirs, tmp_p
         _, task, figure = key.split('/')
         assert scores[key] == pytest.approx(theirs['results'][task][f'{figure},none'], rel=1e-4)
     assert 'task/choosing/acc_stderr' in scores and done.outputs[1].strip() == 'exit code 0'
-    line = [words for words in map(str.split, done.stdout.splitlines()) if words[:3] == ['choosing', '8', 'acc']]
+    line = [words for words in map(str.split, done.stdout.splitlines()) if WORDS[:3] == ['choosing', '8', 'acc']]
     assert line and float(line[0][3]) == pytest.approx(scores['task/choosing/acc'], abs=1e-4)
 
 
@@ -144,3 +145,15 @@ def test_limit_and_shots_reach_the_harness(model, include, tmp_path):
 
     (whole, perplexity), (some, _), (_, with_example) = score(), score('--limit=3'), score('--shots=1')
     assert set(whole) == {'8'} and set(some) == {'3'} and with_example != pytest.approx(perplexity, rel=1e-3)
+
+
+def test_comparison_script_prints_equal_log_likelihoods(model, tmp_path):
+    (tmp_path / 'text.txt').write_text(' '.join(WORDS), encoding='utf-8')
+    questions = tmp_path / 'questions.jsonl'
+    run_script('data/tasks/make.py', f'--input={tmp_path}/text.txt', f'--out={questions}', '--count=4',
+               '--context_words=8', '--choice_words=4')
+    done = run_script('dev/versus_lm_eval.py', model.exported, questions, '--rounds=1', '--batch_sizes=1,4',
+                      f'--text={tmp_path}/text.txt', '--text_bytes=2000')
+    table, (theirs, ours) = done.stdout.splitlines()[-3].split(), map(str.split, done.stdout.splitlines()[-2:])
+    assert table[5].rstrip(',') == table[6] and float(table[7]) < 1e-3
+    assert (theirs[0], ours[0]) == ('transformers', 'kiloGPT') and float(theirs[1]) == pytest.approx(float(ours[1]))
