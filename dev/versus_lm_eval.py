@@ -1,12 +1,12 @@
-"""Compare kiloGPT with lm-evaluation-harness's backend for transformers: log-likelihoods, accuracy and seconds.
+"""Compare kiloGPT with lm-evaluation-harness's own backend: log-likelihoods, accuracy and seconds.
 
     python data/tasks/make.py --input=book.txt --out=questions.jsonl --count=200
     OMP_NUM_THREADS=2 python dev/versus_lm_eval.py ../smollm2 questions.jsonl
     python dev/versus_lm_eval.py ../smollm2 --text=book.txt --text_bytes=100000
 
-Both get the same requests in the same process, in turns, in float32 on the CPU. First the backend scores some questions
-at each batch size, of which it then uses the fastest. --text compares bits per byte with a plain loop over the model
-of transformers, and the same pieces of the text.
+Both get the same requests in the same process, in turns, in float32 on the CPU. First the backend, which runs
+the model of transformers, scores some questions at each batch size, and then it uses the fastest one. --text
+compares bits per byte with a plain loop over that model and the same pieces of the text.
 """
 import argparse
 import math
@@ -49,15 +49,17 @@ def find_batch_size(theirs, questions, sizes):
 
 
 def accuracy(nats, questions):
-    right = [of_choices.index(max(of_choices)) == question.answer for of_choices, question in zip(nats, questions)]
-    return sum(right) / len(right)
+    right = 0
+    for of_choices, question in zip(nats, questions):
+        right += of_choices.index(max(of_choices)) == question.answer
+    return right / len(questions)
 
 
 def compare_questions(theirs, ours, questions, options):
-    find_batch_size(theirs, questions, options.batch_sizes)
+    find_batch_size(theirs, questions, map(int, options.batch_sizes.split(',')))
     print(f'{len(questions)} questions, batch_size {theirs.batch_size}, {torch.get_num_threads()} threads')
-    print(f'{"round":>5}  {"lm_eval s":>9}  {"kiloGPT s":>9}  {"ratio":>5}  {"CPU ratio":>9}  {"accuracies":>15}  '
-          f'{"largest difference":>18}')
+    print(f'{"round":>5}  {"lm_eval s":>9}  {"kiloGPT s":>9}  {"ratio":>5}  {"CPU ratio":>9}  '
+          f'{"accuracies":>15}  {"largest difference":>18}')
     for number in range(1, options.rounds + 1):
         their_nats, their_wall, their_cpu = score(theirs, questions)
         our_nats, our_wall, our_cpu = score(ours, questions)
@@ -79,22 +81,25 @@ def compare_bits_per_byte(theirs, ours, text):
         nats += torch.nn.functional.cross_entropy(logits, tokens[done:end], reduction='sum').item()
         done = end
     request = Instance('loglikelihood_rolling', {}, (text,), 0)
+    n_bytes = len(text.encode())
     for name, total in dict(transformers=nats, kiloGPT=-ours.loglikelihood_rolling([request])[0]).items():
-        print(f'{name:<12}  {total / math.log(2) / len(text.encode()):.7f} bits per byte of {len(text.encode()):,}')
+        print(f'{name:<12}  {total / math.log(2) / n_bytes:.7f} bits per byte of {n_bytes:,}')
 
 
 if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('weights', help='a Hugging Face folder with tokenizer.json')
     parser.add_argument('questions', nargs='?', help='a task with choices, as data/tasks/make.py writes them')
     parser.add_argument('--rounds', type=int, default=2)
-    parser.add_argument('--batch_sizes', type=lambda sizes: list(map(int, sizes.split(','))), default=[1, 4, 8, 16])
+    parser.add_argument('--batch_sizes', default='1,4,8,16', help='those to try (1,4,8,16)')
     parser.add_argument('--text', help='a file of text')
     parser.add_argument('--text_bytes', type=int, default=100_000)
     options = parser.parse_args()
     theirs = HFLM(pretrained=options.weights, device='cpu', dtype='float32', batch_size=1)
     opened = open_model(options.weights, 'best', '', 'cpu', 'float32')
-    ours = HarnessModel(Scorer(opened.parallel, opened.config, opened.dtype, opened.separator), opened.tokenizer)
+    scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator)
+    ours = HarnessModel(scorer, opened.tokenizer)
     if options.questions:
         compare_questions(theirs, ours, read_task(options.questions).questions, options)
     if options.text:

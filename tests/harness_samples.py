@@ -1,6 +1,6 @@
-"""Run tasks of lm-evaluation-harness on a model, ours or by the harness's own backend, and write every answer.
+"""Run tasks of lm-evaluation-harness on a model, by us or by its own backend, and write every answer.
 
-    python tests/harness_samples.py SOURCE INCLUDE OUT TASK... [--hf] [--tp=2]
+    python tests/harness_samples.py SOURCE INCLUDE OUT TASK... [--hf] [--tp=2] [--zero_stage=3]
 """
 import argparse
 import json
@@ -26,16 +26,16 @@ if __name__ == '__main__':
     parser.add_argument('--zero_stage', type=int, default=0)
     options = parser.parse_args()
     if options.hf:
-        # One text at a time: in a batch, the backend lets a text continue after its end until all are over.
-        model = dict(model='hf', model_args=dict(pretrained=options.source, dtype='float32'), device='cpu',
-                     batch_size=1)
+        # In a batch the backend lets a text continue after its end until all are over.
+        arguments = dict(pretrained=options.source, dtype='float32')
+        model = dict(model='hf', model_args=arguments, device='cpu', batch_size=1)
     else:
-        opened = open_model(options.source, 'latest', '', 'cpu', 'float32', tp=options.tp,
+        opened = open_model(options.source, 'best', '', 'cpu', 'float32', tp=options.tp,
                             zero_stage=options.zero_stage)
         scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator, 1024)
         model = dict(model=HarnessModel(scorer, opened.tokenizer))
-    results = simple_evaluate(**model, tasks=options.tasks, task_manager=TaskManager(include_path=options.include),
-                              bootstrap_iters=0)
+    manager = TaskManager(include_path=options.include)
+    results = simple_evaluate(**model, tasks=options.tasks, task_manager=manager, bootstrap_iters=0)
     if results is not None:
         answers = {}
         for task, samples in results['samples'].items():

@@ -10,8 +10,8 @@ WORDS = [f'word{i}' for i in range(400)]
 
 def make(folder, *arguments, **options):
     (folder / 'book.txt').write_text('\n'.join(WORDS))
-    return run_script('data/tasks/make.py', f'--input={folder}/book.txt', f'--out={folder}/questions.jsonl', *arguments,
-                     **options)
+    return run_script('data/tasks/make.py', f'--input={folder}/book.txt', f'--out={folder}/questions.jsonl',
+                      *arguments, **options)
 
 
 def test_right_choice_continues_the_passage_and_the_others_are_of_other_passages(tmp_path):
@@ -37,4 +37,4 @@ def test_same_seed_gives_the_same_questions(tmp_path):
 def test_too_little_text_is_one_sentence(tmp_path):
     done = make(tmp_path, '--count=6', check=False)
     assert done.returncode == 1
-    assert done.stderr.endswith('has 5 passages of 72 words, but 6 are needed: set count to less, or give more text\n')
+    assert 'has 5 passages of 72 words, but 6 are needed: set count to less, or give more' in done.stderr

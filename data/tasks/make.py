@@ -29,8 +29,8 @@ if __name__ == '__main__':
         if not input:
             raise ValueError("no text files given: set --input, such as --input='books/*.txt'")
         if min(count, context_words, choice_words) < 1:
-            raise ValueError(f'count is {count}, context_words {context_words} and choice_words {choice_words}, but '
-                             'each must be at least 1')
+            raise ValueError(f'count is {count}, context_words is {context_words} and choice_words is '
+                             f'{choice_words}, but each must be at least 1')
         passages = []  # (passage, its continuation); these do not overlap
         for text in read_texts(measure(find_files(input), text_field), text_field):
             words = text.split()
@@ -39,8 +39,9 @@ if __name__ == '__main__':
                 middle = begin + context_words
                 passages.append((' '.join(words[begin:middle]), ' '.join(words[middle:begin + size])))
         if len(passages) < max(count, CHOICES):
-            raise ValueError(f'{input} has {len(passages)} passages of {context_words + choice_words} words, but '
-                             f'{max(count, CHOICES)} are needed: set count to less, or give more text')
+            raise ValueError(
+                f'{input} has {len(passages)} passages of {context_words + choice_words} words, but '
+                f'{max(count, CHOICES)} are needed: set count to less, or give more text')
         generator = random.Random(seed)
         with open(out, 'w', encoding='utf-8') as file:
             file.write(json.dumps({'settings': {'prompt': '{question}'}}) + '\n')

@@ -99,8 +99,8 @@ def score_tasks(scorer, opened, options):
 def print_table(scores, questions):
     """A line for each figure: task, questions, figure, value and standard error."""
     keys = [key.split('/', 2)[1:] for key in scores]
-    task_width = max(len('task'), *(len(task) for task, _ in keys))
-    figure_width = max(len('figure'), *(len(figure) for _, figure in keys))
+    task_width = max(len(task) for task, _ in [('task', ''), *keys])
+    figure_width = max(len(figure) for _, figure in [('', 'figure'), *keys])
     print(f'{"task":<{task_width}}  {"questions":>9}  {"figure":<{figure_width}}  {"value":>8}')
     for (task, figure), score in zip(keys, scores.values()):
         count = f'{questions[task]:,}' if task in questions else ''

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from kilogpt.evaluate.scorer import left_padded_starts
+from kilogpt.layers.attention import starts_of
 from kilogpt.parallel.scoring import Scoring
 from model import draw_token
 
@@ -75,7 +76,7 @@ def _read(scoring, rows, length, separator, cache):
         x[i, :len(row)] = row
         y[i, len(row) - 1] = 0
     x = torch.from_numpy(x)
-    return scoring.run(x, torch.from_numpy(y), left_padded_starts(x, torch.zeros(height, dtype=int), separator))
+    return scoring.run(x, torch.from_numpy(y), starts_of(x, separator))
 
 
 def seeded_draw(seed, temperature=0.8, top_k=200, top_p=None):

@@ -1,12 +1,13 @@
 """Runs tasks of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness) on a model in any layout.
 
-All processes run the harness with the same requests. They share the work in the methods of HarnessModel, and the
-main process alone prints. How texts are encoded, cut and ended follows the harness's own backend for transformers
+All processes run the harness with the same requests and share the work in the methods of HarnessModel. The
+main process alone prints. Texts are encoded, cut and ended as by the harness's own backend for transformers
 (lm_eval/models/huggingface.py), so that both give the same figures.
 """
 import contextlib
 import io
 import logging
+from collections import ChainMap
 
 from kilogpt.evaluate.generation import generate, has_whole_model, seeded_draw
 from kilogpt.evaluate.suite import Score
@@ -55,10 +56,14 @@ class HarnessModel(TemplateLM):
         return super().loglikelihood(requests, disable_tqdm)
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=True):
-        """(log-likelihood, whether each token is the likeliest) for each (texts, context's ids, continuation's)."""
+        """[(log-likelihood, whether each token is the likeliest)] of the continuations.
+
+        requests: (texts, ids of the context, ids of the continuation).
+        """
         encoded = []
         for _, context, continuation in requests:
-            context = [] if context == [None] else context  # without a prefix token, the first is not scored
+            # Without a prefix token, the first token has nothing before it and is not scored.
+            context = [] if context == [None] else context
             encoded.append(self.encoder.within(context + continuation, max(1, len(context))))
         return self.scorer.score(encoded)
 
@@ -76,25 +81,24 @@ class HarnessModel(TemplateLM):
             settings.append(self._generation_settings(given))
             prompts.append(self.tok_encode(context) or [self.prefix_token_id or 0])  # at least one token
         processes, layout = self.scorer.parallel.processes, self.scorer.parallel.layout
-        alone = layout.world_size > 1 and has_whole_model(layout)
+        alone = has_whole_model(layout)
         batches = self._batches(prompts, settings, layout.dp if alone else 1)
         texts = {}
         for numbers in batches[processes.rank::layout.dp] if alone else batches:
             texts |= self._generate(numbers, prompts, settings[numbers[0]], alone)
         if alone:
-            for texts_of_rank in [processes.share(texts, rank) for rank in range(layout.world_size)]:
-                texts = texts | texts_of_rank
+            texts = ChainMap(*[processes.share(texts, rank) for rank in range(layout.world_size)])
         return [texts[number] for number in range(len(requests))]
 
     def _generation_settings(self, given):
         """What a task says about how text is generated, with the harness's defaults."""
         settings = normalize_gen_kwargs(given, default_max_gen_toks=256)
         if unknown := set(settings) - GENERATION:
-            raise ValueError(f'a task generates text with {", ".join(sorted(unknown))}, which kiloGPT does not have: '
-                             f'leave it out of generation_kwargs, where {", ".join(sorted(GENERATION))} are known')
+            raise ValueError(f'generation_kwargs of a task has {", ".join(sorted(unknown))}, which kiloGPT '
+                             f'does not know: use no others than {", ".join(sorted(GENERATION))}')
         if settings['max_gen_toks'] >= self.max_length:
             raise ValueError(f'a task generates up to {settings["max_gen_toks"]} tokens, but block_size is '
-                             f'{self.max_length}: set a smaller max_gen_toks in generation_kwargs of the task')
+                             f'{self.max_length}: set max_gen_toks in its generation_kwargs to less')
         settings['until'] = handle_stop_sequences(settings['until'], self.end)
         return settings
 
@@ -102,7 +106,11 @@ class HarnessModel(TemplateLM):
         """Lists of numbers of prompts to continue together: with the same settings, the longest first."""
         most_rows = -(-len(prompts) // n_shares)
         batches = []
-        for number in sorted(range(len(prompts)), key=lambda number: (str(settings[number]), -len(prompts[number]))):
+
+        def order(number):
+            return str(settings[number]), -len(prompts[number])
+
+        for number in sorted(range(len(prompts)), key=order):
             # The first prompt of a batch is its longest.
             first = batches[-1][0] if batches else number
             size = min(self.max_length, len(prompts[first]) + settings[first]['max_gen_toks'])
@@ -114,13 +122,13 @@ class HarnessModel(TemplateLM):
 
     def _generate(self, numbers, prompts, settings, alone):
         """{number of a prompt: text} of a batch."""
-        # As in transformers, where top_k is 50 if a task does not set it.
-        temperature = settings['temperature'] if settings['do_sample'] else 0
+        # The defaults are those of transformers.
+        temperature = settings.get('temperature', 1.0) if settings['do_sample'] else 0
         draw = seeded_draw(SEED, temperature, settings.get('top_k', 50), settings.get('top_p'))
         until, tokenizer = settings['until'], self.tokenizer
 
         def is_over(ids):
-            # The harness looks at the text with its special tokens too, here and not below.
+            # A stop string may be a special token, which the answer leaves out.
             text = tokenizer.decode(ids)
             return any(stop in text for stop in until)
 
@@ -134,9 +142,10 @@ class HarnessModel(TemplateLM):
 
 
 def run_harness(scorer, opened, options):
-    """({'task/NAME/FIGURE': Score}, {task: number of questions}) of the tasks in --lm_eval, on the main process.
+    """({'task/NAME/FIGURE': Score}, {task: number of questions}) of the tasks in --lm_eval.
 
-    Empty on other processes. ValueError if there is no such task, OSError if its data cannot be had.
+    Both are empty on all processes but the main one. ValueError if a task does not exist, OSError if its data
+    cannot be had.
     """
     processes = opened.parallel.processes
     manager = TaskManager(include_path=options.lm_eval_include or None)
@@ -155,20 +164,24 @@ def run_harness(scorer, opened, options):
             results = simple_evaluate(
                 model, tasks=manager.match_tasks(names), task_manager=manager, num_fewshot=options.shots,
                 limit=options.limit, log_samples=False,
-                bootstrap_iters=100_000 if processes.is_main else 0)  # for standard errors, which take a while
+                # The harness's default. Other processes need no standard errors, which take a while.
+                bootstrap_iters=100_000 if processes.is_main else 0)
         except OSError as error:
             raise OSError(f'the data of {options.lm_eval} cannot be had ({error})') from None
     if model.encoder.n_cut:
-        processes.say(f'warning: {model.encoder.n_cut} texts are longer than block_size={model.max_length}: the '
-                      'model does not see their beginnings')
+        processes.say(f'warning: {model.encoder.n_cut} texts are longer than block_size={model.max_length}: '
+                      'the model does not see their beginnings')
     if not processes.is_main:
         return {}, {}
-    return scores_of(results['results']), {
-        name: samples['effective'] for name, samples in results['n-samples'].items()}
+    questions = {name: samples['effective'] for name, samples in results['n-samples'].items()}
+    return scores_of(results['results']), questions
 
 
 def scores_of(results):
-    """{'task/NAME/FIGURE': Score} of the harness's {task: {'FIGURE,FILTER': value}}. FIGURE has a filter's name."""
+    """{'task/NAME/FIGURE': Score} of the harness's {task: {'FIGURE,FILTER': value}}.
+
+    FIGURE keeps the name of a filter other than 'none': 'exact_match,strict-match'.
+    """
     scores = {}
     for task, values in results.items():
         for key, value in values.items():
