@@ -268,6 +268,7 @@ NEEDS = {
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
     'python -m kilogpt.evaluate SmolLM2': 'a download: LOG.md has its figures',
+    'python data/tasks/make.py': 'no more than test_make_tasks.py does',
     'python -m kilogpt.evaluate out-quickstart --tasks=core:': 'files of 160 MB: test_tasks.py has small ones',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
     'python dev/versus.py --part=start config/quickstart.py --rounds=5': 'no more than the command without --rounds',

@@ -60,12 +60,12 @@ def main(argv=None):
         scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator, options.batch_tokens)
         if options.lm_eval:
             from kilogpt.evaluate.harness import run_harness  # a library that few have
-            scores = run_harness(scorer, opened, options)
+            scores, questions = run_harness(scorer, opened, options)
         else:
-            scores = score_tasks(scorer, opened, options)
+            scores, questions = score_tasks(scorer, opened, options)
         if processes.is_main:
-            line = describe_model(opened) | scores
-            keep(line, opened, options)
+            print_table(scores, questions)
+            keep(describe_model(opened) | as_line(scores), opened, options)
     processes.leave(0)
 
 
@@ -84,7 +84,7 @@ def describe_place(opened):
 
 
 def score_tasks(scorer, opened, options):
-    """The keys and values of a log's line for --tasks, after a table of them."""
+    """({'task/NAME/FIGURE': Score}, {task: number of questions}) of the tasks in --tasks."""
     suite = Suite(options.tasks, opened.parallel.processes, opened.tokenizer, opened.config.block_size,
                   options.shots, options.limit)
     for note in suite.notes:
@@ -92,25 +92,25 @@ def score_tasks(scorer, opened, options):
     began = time.perf_counter()
     scores = suite.score(scorer)
     seconds = time.perf_counter() - began
-    print_table(scores, suite, opened.parallel.processes.say)
     if options.details and opened.parallel.processes.is_main:
         with open(options.details, 'w', encoding='utf-8') as file:
             file.writelines(json.dumps(line) + '\n' for line in details(suite.tasks))
         print(f'wrote {options.details}')
     n_texts = sum(len(requests) for task in suite.tasks for requests in task.requests)
     opened.parallel.processes.say(f'{n_texts} texts in {seconds:.1f}s')
-    return as_line(scores)
+    return scores, {task.name: len(task.questions) for task in suite.tasks}
 
 
-def print_table(scores, suite, say):
+def print_table(scores, questions):
     """A line for each figure: task, questions, figure, value and standard error."""
-    questions = {task.name: f'{len(task.questions):,}' for task in suite.tasks}
-    width = max(len('task'), *(len(key.split('/')[1]) for key in scores))
-    say(f'{"task":<{width}}  {"questions":>9}  {"figure":<15}  {"value":>8}')
-    for key, score in scores.items():
-        _, task, figure = key.split('/')
+    keys = [key.split('/', 2)[1:] for key in scores]
+    task_width = max(len(task) for task, _ in [('task', ''), *keys])
+    figure_width = max(len(figure) for _, figure in [('', 'figure'), *keys])
+    print(f'{"task":<{task_width}}  {"questions":>9}  {"figure":<{figure_width}}  {"value":>8}')
+    for (task, figure), score in zip(keys, scores.values()):
+        count = f'{questions[task]:,}' if task in questions else ''
         error = '' if score.stderr is None else f' ± {score.stderr:.4f}'
-        say(f'{task:<{width}}  {questions.get(task, ""):>9}  {figure:<15}  {score.value:>8.4f}{error}')
+        print(f'{task:<{task_width}}  {count:>9}  {figure:<{figure_width}}  {score.value:>8.4f}{error}')
 
 
 def describe_model(opened):

@@ -44,7 +44,7 @@ class Scorer:
                             np.add.at(misses, rows, (~scores.is_likeliest).double().cpu().numpy())
         sums = self.parallel.processes.sums([*nats, *misses])
         nats, misses = np.array(sums).reshape(2, -1) / self.parallel.layout.tp  # whose ranks have the same
-        return [(-float(nat), miss == 0) for nat, miss in zip(nats, misses)]
+        return [(-float(nat), bool(miss == 0)) for nat, miss in zip(nats, misses)]
 
     def _of_this_process(self, batches):
         """The batches of this data-parallel rank: as many on each, with empty ones or None at the end."""

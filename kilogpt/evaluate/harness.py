@@ -1,0 +1,194 @@
+"""Runs tasks of lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness) on a model in any layout.
+
+All processes run the harness with the same requests and share the work in the methods of HarnessModel. The
+main process alone prints. Texts are encoded, cut and ended as by the harness's own backend for transformers
+(lm_eval/models/huggingface.py), so that both give the same figures.
+"""
+import contextlib
+import io
+import logging
+from collections import ChainMap
+
+from kilogpt.evaluate.generation import generate, has_whole_model, seeded_draw
+from kilogpt.evaluate.suite import Score
+from kilogpt.evaluate.tasks import Encoder, task_names
+
+try:
+    from lm_eval import simple_evaluate
+    from lm_eval.api.model import TemplateLM
+    from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+    from lm_eval.tasks import TaskManager
+except ImportError as error:
+    raise ImportError(f'lm_eval needs lm-evaluation-harness ({error}): pip install lm-eval') from None
+
+# What a task may say about how text is generated.
+GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
+SEED = 1234  # of drawn tokens: the seed that the harness gives to torch
+
+
+class HarnessModel(TemplateLM):
+    """A model as the harness sees it. scorer: a Scorer. tokenizer: a data.tokenizer.Tokenizer."""
+
+    def __init__(self, scorer, tokenizer):
+        super().__init__()
+        self.scorer, self.tokenizer = scorer, tokenizer
+        self.max_length = scorer.config.block_size
+        self.encoder = Encoder(tokenizer, self.max_length)
+        self.n_special = len(tokenizer.encode_prompt(''))  # tokens before each text, such as Llama's <s>
+        self.end = None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot])
+
+    @property
+    def eot_token_id(self):
+        return self.tokenizer.eot
+
+    @property
+    def prefix_token_id(self):
+        return self.tokenizer.bos
+
+    def tok_encode(self, string, add_special_tokens=None):
+        """The ids of a text, which does not get a second prefix token if it begins with one."""
+        tokens = self.tokenizer.encode_prompt(string)
+        has_prefix = self.prefix_token_id is not None and string.startswith(
+            self.tokenizer.decode([self.prefix_token_id]))
+        return tokens[self.n_special:] if add_special_tokens is False or has_prefix else tokens
+
+    def loglikelihood(self, requests, disable_tqdm=True):
+        return super().loglikelihood(requests, disable_tqdm)
+
+    def _loglikelihood_tokens(self, requests, disable_tqdm=True):
+        """[(log-likelihood, whether each token is the likeliest)] of the continuations.
+
+        requests: (texts, ids of the context, ids of the continuation).
+        """
+        encoded = []
+        for _, context, continuation in requests:
+            # Without a prefix token, the first token has nothing before it and is not scored.
+            context = [] if context == [None] else context
+            encoded.append(self.encoder.within(context + continuation, max(1, len(context))))
+        return self.scorer.score(encoded)
+
+    def loglikelihood_rolling(self, requests, disable_tqdm=True):
+        """The log-likelihood of each text, in pieces."""
+        pieces = [self.encoder.pieces(self.tok_encode(*request.args)) for request in requests]
+        scored = iter(self.scorer.score([piece for of_text in pieces for piece in of_text]))
+        return [sum(next(scored)[0] for _ in of_text) for of_text in pieces]
+
+    def generate_until(self, requests, disable_tqdm=True):
+        """The text that continues each context, up to one of the stop strings."""
+        prompts, settings = [], []
+        for request in requests:
+            context, given = request.args
+            settings.append(self._generation_settings(given))
+            prompts.append(self.tok_encode(context) or [self.prefix_token_id or 0])  # at least one token
+        processes, layout = self.scorer.parallel.processes, self.scorer.parallel.layout
+        alone = has_whole_model(layout)
+        batches = self._batches(prompts, settings, layout.dp if alone else 1)
+        texts = {}
+        for numbers in batches[processes.rank::layout.dp] if alone else batches:
+            texts |= self._generate(numbers, prompts, settings[numbers[0]], alone)
+        if alone:
+            texts = ChainMap(*[processes.share(texts, rank) for rank in range(layout.world_size)])
+        return [texts[number] for number in range(len(requests))]
+
+    def _generation_settings(self, given):
+        """What a task says about how text is generated, with the harness's defaults."""
+        settings = normalize_gen_kwargs(given, default_max_gen_toks=256)
+        if unknown := set(settings) - GENERATION:
+            raise ValueError(f'generation_kwargs of a task has {", ".join(sorted(unknown))}, which kiloGPT '
+                             f'does not know: use no others than {", ".join(sorted(GENERATION))}')
+        if settings['max_gen_toks'] >= self.max_length:
+            raise ValueError(f'a task generates up to {settings["max_gen_toks"]} tokens, but block_size is '
+                             f'{self.max_length}: set max_gen_toks in its generation_kwargs to less')
+        settings['until'] = handle_stop_sequences(settings['until'], self.end)
+        return settings
+
+    def _batches(self, prompts, settings, n_shares):
+        """Lists of numbers of prompts to continue together: with the same settings, the longest first."""
+        most_rows = -(-len(prompts) // n_shares)
+        batches = []
+
+        def order(number):
+            return str(settings[number]), -len(prompts[number])
+
+        for number in sorted(range(len(prompts)), key=order):
+            # The first prompt of a batch is its longest.
+            first = batches[-1][0] if batches else number
+            size = min(self.max_length, len(prompts[first]) + settings[first]['max_gen_toks'])
+            rows = min(most_rows, max(1, self.scorer.most_tokens // size))
+            if not batches or settings[first] != settings[number] or len(batches[-1]) == rows:
+                batches.append([])
+            batches[-1].append(number)
+        return batches
+
+    def _generate(self, numbers, prompts, settings, alone):
+        """{number of a prompt: text} of a batch."""
+        # The defaults are those of transformers.
+        temperature = settings.get('temperature', 1.0) if settings['do_sample'] else 0
+        draw = seeded_draw(SEED, temperature, settings.get('top_k', 50), settings.get('top_p'))
+        until, tokenizer = settings['until'], self.tokenizer
+
+        def is_over(ids):
+            # A stop string may be a special token, which the answer leaves out.
+            text = tokenizer.decode(ids)
+            return any(stop in text for stop in until)
+
+        drawn = generate(self.scorer, [prompts[number] for number in numbers], settings['max_gen_toks'],
+                         lambda logits, row, step: draw(logits, numbers[row], step), is_over, alone)
+        texts = {}
+        for number, ids in zip(numbers, drawn):
+            text = tokenizer.decode([i for i in ids if i not in tokenizer.special_ids])
+            texts[number] = postprocess_generated_text(text, until, None)
+        return texts
+
+
+def run_harness(scorer, opened, options):
+    """({'task/NAME/FIGURE': Score}, {task: number of questions}) of the tasks in --lm_eval.
+
+    Both are empty on all processes but the main one. ValueError if a task does not exist, OSError if its data
+    cannot be had.
+    """
+    processes = opened.parallel.processes
+    manager = TaskManager(include_path=options.lm_eval_include or None)
+    names = task_names(options.lm_eval)
+    for name in names:
+        if not manager.match_tasks([name]):
+            raise ValueError(f'lm-evaluation-harness has no task {name!r}: lm_eval ls tasks lists them, and '
+                             '--lm_eval_include adds a folder of others')
+    model = HarnessModel(scorer, opened.tokenizer)
+    logging.getLogger('lm_eval').setLevel(logging.ERROR)
+    with contextlib.ExitStack() as contexts:
+        if not processes.is_main:
+            contexts.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            contexts.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        try:
+            results = simple_evaluate(
+                model, tasks=manager.match_tasks(names), task_manager=manager, num_fewshot=options.shots,
+                limit=options.limit, log_samples=False,
+                # The harness's default. Other processes need no standard errors, which take a while.
+                bootstrap_iters=100_000 if processes.is_main else 0)
+        except OSError as error:
+            raise OSError(f'the data of {options.lm_eval} cannot be had ({error})') from None
+    if model.encoder.n_cut:
+        processes.say(f'warning: {model.encoder.n_cut} texts are longer than block_size={model.max_length}: '
+                      'the model does not see their beginnings')
+    if not processes.is_main:
+        return {}, {}
+    questions = {name: samples['effective'] for name, samples in results['n-samples'].items()}
+    return scores_of(results['results']), questions
+
+
+def scores_of(results):
+    """{'task/NAME/FIGURE': Score} of the harness's {task: {'FIGURE,FILTER': value}}.
+
+    FIGURE keeps the name of a filter other than 'none': 'exact_match,strict-match'.
+    """
+    scores = {}
+    for task, values in results.items():
+        for key, value in values.items():
+            figure, _, name = key.partition(',')
+            if not name or figure.endswith('_stderr') or not isinstance(value, (int, float)):
+                continue
+            error = values.get(f'{figure}_stderr,{name}')
+            shown = figure if name == 'none' else f'{figure},{name}'
+            scores[f'task/{task}/{shown}'] = Score(value, error if isinstance(error, float) else None)
+    return scores
