@@ -25,7 +25,8 @@ import torch
 
 from data.cache import start_copying
 from data.datasets import read_meta
-from data.loader import Batches, TokenLoader
+from data.batches import Batches
+from data.loader import TokenLoader
 
 BLOCK_SIZE, SHARD_TOKENS = 1024, 50_000_000
 FIRST = 20  # micro-batches in which connections are made

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import data.loader
-from data.loader import Batches, Prefetcher, TokenLoader, shuffled
+from data.batches import Batches, Prefetcher
+from data.loader import TokenLoader, shuffled
 from kilogpt.parallel.layout import Layout
 
 pytestmark = pytest.mark.quick

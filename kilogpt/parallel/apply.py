@@ -22,7 +22,7 @@ import warnings
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from data.loader import Batches
+from data.batches import Batches
 from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda, flex
 from kilogpt.devices.cuda_graph import GraphedPasses, can_record
@@ -154,7 +154,7 @@ class Parallel:
     # --- running --------------------------------------------------------------------------------------------
 
     def batches(self, read, sequences, ahead=1):
-        """The data.loader.Batches of this process. read, sequences, ahead: as in Batches."""
+        """The data.batches.Batches of this process. read, sequences, ahead: as in Batches."""
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
         return Batches(read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),

@@ -8,7 +8,7 @@ import torch
 
 import model
 from data.documents import PackedLoader
-from data.loader import Batches
+from data.batches import Batches
 from kilogpt.parallel.apply import Parallel
 from kilogpt.parallel.pipeline import Pipeline
 from model import GPT, Block
