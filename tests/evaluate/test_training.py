@@ -13,7 +13,7 @@ from kilogpt.layers.attention import starts_of
 
 LAYOUTS = dict(one=(1, ''), compiled=(1, '--compile=True'), dp2=(2, ''), zero3=(2, '--zero_stage=3'), tp2=(2, '--tp=2'),
                pp2=(2, '--pp=2 --pp_schedule=zbv'), cp2=(2, '--cp=2'), dropout=(2, '--dropout=0.2'))
-SLOW = 'compiled', 'cp2', 'dropout', 'zero3'
+SLOW = 'compiled', 'cp2', 'dropout', 'zero3', 'one', 'tp2', 'pp2'
 EVALUATED = ['--eval_tasks_interval=2', '--sample_interval=3', '--sample_prompts=A||ROME AND', '--sample_tokens=6']
 SHORT = ['--max_iters=6', '--eval_interval=3']
 
@@ -49,7 +49,7 @@ def of_one_process(train, questions):
 
 
 @pytest.mark.parametrize('layout', [
-    'dp2', 'tp2', 'pp2', *(pytest.param(name, marks=pytest.mark.slow) for name in ('zero3', 'cp2'))])
+    'pp2', *(pytest.param(name, marks=pytest.mark.slow) for name in ('dp2', 'tp2', 'zero3', 'cp2'))])
 def test_layout_has_the_scores_and_samples_of_one_process(train, questions, of_one_process, layout):
     nproc, arguments = LAYOUTS[layout]
     run = train(*SHORT, f'--eval_tasks={questions}', *EVALUATED, *arguments.split(), nproc=nproc)
@@ -138,7 +138,8 @@ def documents(dataset, tmp_path_factory):
 
 
 @pytest.mark.parametrize('layout', [
-    'one', 'tp2', 'pp2', *(pytest.param(name, marks=pytest.mark.slow) for name in ('dp2', 'compiled', 'zero3', 'cp2'))])
+    'tp2', *(pytest.param(name, marks=pytest.mark.slow)
+             for name in ('one', 'pp2', 'dp2', 'compiled', 'zero3', 'cp2'))])
 @pytest.mark.parametrize('kind', ['stream', pytest.param('mask', marks=pytest.mark.slow)])
 def test_bits_per_byte_are_of_the_targets_that_are_text(train, documents, layout, kind):
     meta = json.loads((documents / 'meta.json').read_text()) | dict(separator=0)
