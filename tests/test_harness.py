@@ -76,7 +76,8 @@ def answers(model, include, tmp_path_factory):
     def answers(source, *arguments, runner=run_forked, **options):
         out = tmp_path_factory.mktemp('answers') / 'answers.json'
         env = HERE_ONLY | dict(HF_HOME=str(out.parent))
-        runner('tests/harness_samples.py', source, include, out, *TASKS, *arguments, env=env, **options)
+        runner('tests/harness_samples.py', source, include, out, *TASKS, *arguments, env=env, timeout=900,
+               **options)
         return json.loads(out.read_text())
     return answers
 
