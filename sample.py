@@ -3,6 +3,7 @@
     python sample.py --out_dir=out-quickstart
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5
     python sample.py --out_dir=out-quickstart --interactive
+    python sample.py --init_from=SmolLM2-135M-Instruct --chat
 """
 import codecs
 import itertools
@@ -11,7 +12,10 @@ import sys
 
 import torch
 
+from data.chat_template import ChatTemplate
 from kilogpt import checkpoint
+from kilogpt.chat import terminal
+from kilogpt.chat.conversation import Conversation
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.devices import host
 from kilogpt.devices.compiler import compile_failure
@@ -30,8 +34,11 @@ tokenizer = ''  # for models that do not name theirs: 'gpt2', a tokenizer.json, 
 # prompt
 start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input
+# conversations, by the chat template of the tokenizer
+chat = False  # talk with the model, which keeps what it has read: /reset, /save FILE, /quit
+system = ''  # what a conversation tells the model first
 # sampling
-num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 if interactive
+num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 if people wait
 max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
 temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all
@@ -79,9 +86,13 @@ with exit_on_error():
     if 'val_loss' in state:
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
     separator = separator_in(state)
-    prompt = None if interactive else read_prompt()
+    template = ChatTemplate(tokenizer) if chat else None
+    if chat and num_samples not in (None, 1):
+        raise ValueError(f'num_samples is {num_samples}, but a conversation has one answer at a time: leave '
+                         'num_samples out')
+    prompt = None if interactive or chat else read_prompt()
 if num_samples is None:
-    num_samples = 1 if interactive else 10
+    num_samples = 1 if interactive or chat else 10
 if compile is None:
     # Compiling takes a minute and saves milliseconds for each token. After block_size tokens, the compiled
     # step is not used, since the whole window is read again for each token.
@@ -131,7 +142,10 @@ def show(prompt, tokens):
         print(text + '\n---------------')
 
 
-if interactive:
+if chat:
+    conversation = Conversation(model, template, separator, cache)
+    terminal.talk(conversation, system, max_new_tokens, temperature, top_k, top_p, generator)
+elif interactive:
     while True:
         try:
             line = input('> ')
