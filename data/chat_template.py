@@ -111,9 +111,9 @@ class ChatTemplate:
         return frozenset(found)
 
     def _span_of(self, messages, i, text):
-        """((start, end) of message i in the text, whether the text is the same to that end without later ones).
+        """(start, end) of message i in the text, and whether it ends there without later messages too.
 
-        Otherwise the end is where the text becomes another one.
+        Otherwise the end is where the text without later messages becomes another one.
         """
         is_answer = messages[i]['role'] == 'assistant'
         if is_answer and i == 0:

@@ -17,7 +17,7 @@ class Conversation:
     """
 
     def __init__(self, model, template, separator=None, cache=None):
-        """template: a ChatTemplate. separator: as in GPT.generate_tokens. cache: one of full length, or None."""
+        """template: a ChatTemplate. separator: as in GPT.generate_tokens. cache: one of full length."""
         self.model, self.template, self.separator = model, template, separator
         self.tokenizer = template.tokenizer
         self.block_size = model.config.block_size
@@ -26,7 +26,7 @@ class Conversation:
         self.reason = None
 
     def fit(self, messages, room):
-        """(ids, messages) of the prompt for an answer, without the oldest turns if they leave less than `room`.
+        """(ids, messages) of the prompt for an answer: without the oldest turns if `room` would not be left.
 
         A system message stays. ValueError if even the last turn is too long.
         """
@@ -38,8 +38,8 @@ class Conversation:
             first = int(messages[0]['role'] == 'system')
             turns = [i for i, message in enumerate(messages) if message['role'] == 'user' and i > first]
             if not turns:
-                raise ValueError(f'the message takes {len(ids)} tokens, but the model sees {self.block_size}, '
-                                 f'of which {room} are for the answer: shorten the message')
+                raise ValueError(f'the message takes {len(ids)} tokens, but the model sees {self.block_size} '
+                                 f'and needs {room} for the answer: shorten the message')
             del messages[first:turns[0]]
 
     def generate(self, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_ids):

@@ -113,7 +113,7 @@ def test_oldest_turns_are_left_out_but_the_system_message_stays():
     ids, seen = talk.fit([*messages, dict(role='user', content='last')], 20)
     assert seen == [system, *messages[7:], dict(role='user', content='last')]
     assert len(ids) + 20 <= LENGTH
-    with pytest.raises(ValueError, match=r'the message takes 10\d tokens, but the model sees 96, of which 20'):
+    with pytest.raises(ValueError, match=r'the message takes 10\d tokens, but the model sees 96 and needs 20'):
         talk.fit([dict(role='user', content='x' * 85)], 20)
 
 
