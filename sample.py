@@ -44,7 +44,7 @@ host = '127.0.0.1'  # address of the server; '0.0.0.0' lets other machines in
 port = 8000  # port of the server; 0 = any that is free
 api_key = ''  # what clients of the server must know; '' = nothing
 # sampling
-num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 if people wait
+num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 to interact
 max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
 temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all

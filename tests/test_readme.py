@@ -267,6 +267,7 @@ NEEDS = {
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
+    'python sample.py --init_from=SmolLM2': 'a download: tests/chat has a small model',
     'python -m kilogpt.evaluate SmolLM2': 'a download: LOG.md has its figures',
     'python -m kilogpt.evaluate out-quickstart --tasks=core:': 'files of 160 MB: test_tasks.py has small ones',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
