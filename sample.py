@@ -3,19 +3,25 @@
     python sample.py --out_dir=out-quickstart
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5
     python sample.py --out_dir=out-quickstart --interactive
+    python sample.py --init_from=SmolLM2-135M-Instruct --chat
+    python sample.py --init_from=SmolLM2-135M-Instruct --serve
 """
 import codecs
 import itertools
+import os
 import pathlib
 import sys
 
 import torch
 
+from data.chat_template import ChatTemplate
 from kilogpt import checkpoint
+from kilogpt.chat import server, terminal
+from kilogpt.chat.conversation import Conversation
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.devices import host
 from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
+from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.loaded.load import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
@@ -30,8 +36,15 @@ tokenizer = ''  # for models that do not name theirs: 'gpt2', a tokenizer.json, 
 # prompt
 start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input
+# conversations, by the chat template of the tokenizer
+chat = False  # talk with the model, which keeps what it has read: /reset, /save FILE, /quit
+system = ''  # what a conversation tells the model first
+serve = False  # answer programs that speak OpenAI's protocol, and show a page at the same address
+host = '127.0.0.1'  # address of the server; '0.0.0.0' lets other machines in
+port = 8000  # port of the server; 0 = any that is free
+api_key = ''  # what clients of the server must know; '' = nothing
 # sampling
-num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 if interactive
+num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 to interact
 max_new_tokens = 500  # tokens in each sample, fewer where `stop` ends it
 temperature = 0.8  # below 1: more likely text; above 1: more varied; 0 = always the likeliest token
 top_k: int | None = 200  # draw from the k likeliest tokens; 0 or None = all
@@ -66,7 +79,7 @@ with exit_on_error():
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
-    host.prepare(lambda line: print(line.strip(), file=sys.stderr))
+    prepare_host(lambda line: print(line.strip(), file=sys.stderr))
     if quantize == 'int8' and device.type != 'cpu':
         raise ValueError(f'quantize=int8 works only on CPUs, but the device is {device}: '
                          'set --dtype=bfloat16 instead, or --device=cpu')
@@ -79,9 +92,13 @@ with exit_on_error():
     if 'val_loss' in state:
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
     separator = separator_in(state)
-    prompt = None if interactive else read_prompt()
+    template = ChatTemplate(tokenizer) if chat or serve else None
+    if template and num_samples not in (None, 1):
+        raise ValueError(f'num_samples is {num_samples}, but a conversation has one answer at a time: leave '
+                         'num_samples out')
+    prompt = None if interactive or template else read_prompt()
 if num_samples is None:
-    num_samples = 1 if interactive else 10
+    num_samples = 1 if interactive or template else 10
 if compile is None:
     # Compiling takes a minute and saves milliseconds for each token. After block_size tokens, the compiled
     # step is not used, since the whole window is read again for each token.
@@ -131,7 +148,16 @@ def show(prompt, tokens):
         print(text + '\n---------------')
 
 
-if interactive:
+if template:
+    conversation = Conversation(model, template, separator, cache)
+    sampling = max_new_tokens, temperature, top_k, top_p, generator
+    with exit_on_error():
+        if serve:
+            name = os.path.basename(os.path.abspath(source))
+            server.run(conversation, name, host, port, api_key, *sampling)
+        else:
+            terminal.talk(conversation, system, *sampling)
+elif interactive:
     while True:
         try:
             line = input('> ')

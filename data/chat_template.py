@@ -1,7 +1,7 @@
 """The chat template that comes with a tokenizer: a conversation as text, as tokens, and which of these count.
 
-A conversation is a list of messages {'role': ..., 'content': ...}. A template is a program in Jinja, which runs
-in Jinja's sandbox, with the variables, filters and extensions that Hugging Face's apply_chat_template has.
+A conversation is a list of messages {'role': ..., 'content': ...}. A template is a program in Jinja, which
+runs in Jinja's sandbox, with the variables, filters and extensions of Hugging Face's apply_chat_template.
 """
 import datetime
 import functools
@@ -37,7 +37,7 @@ class ChatTemplate:
 
     def __init__(self, tokenizer):
         if not tokenizer.name:
-            raise ValueError('a conversation needs text, but the tokenizer is not known: set tokenizer to its name')
+            raise ValueError('the tokenizer is not known, but a conversation needs text: set tokenizer')
         self.tokenizer = tokenizer
         source = find_template(tokenizer.files)
         self.where = f'the chat template in {tokenizer.folder}' if source else 'the default chat template'
@@ -63,15 +63,15 @@ class ChatTemplate:
     def tokens_and_counted(self, messages, roles=('assistant',)):
         """(ids, counted): counted says of each token whether it is of an answer, or is the one that ends it.
 
-        If the template marks answers by {% generation %}, those tokens are counted. Otherwise an answer is what
-        the text has beyond that of the messages before it with the generation prompt, up to the first of
-        stop_ids.
-        roles: those whose messages are counted. Messages of other roles than 'assistant' include their header.
+        If the template marks answers by {% generation %}, those tokens are counted. Otherwise an answer is
+        what the text has beyond that of the messages before it with the generation prompt, up to the first
+        of stop_ids.
+        roles: those whose messages are counted. Other messages than answers are counted with their header.
         """
         roles = tuple(roles)
         for i, message in enumerate(check_messages(messages)):
             if message['role'] in roles and not message['content'].strip():
-                raise ValueError(f'message {i} is an empty answer of the role {message["role"]}: leave it out')
+                raise ValueError(f'message {i}, of the role {message["role"]}, is empty: leave it out')
         text = self._render(messages)
         ids, places, marked = self._encode(text)
         if self.has_marks and roles == ('assistant',):
@@ -111,15 +111,18 @@ class ChatTemplate:
         return frozenset(found)
 
     def _span_of(self, messages, i, text):
-        """((start, end), whether the text goes on there as without later messages) of message i in the text."""
+        """(start, end) of message i in the text, and whether it ends there without later messages too.
+
+        Otherwise the end is where the text without later messages becomes another one.
+        """
         is_answer = messages[i]['role'] == 'assistant'
         if is_answer and i == 0:
             raise ValueError('message 0 is an answer, but no message comes before it: leave it out')
         before = self.render(messages[:i], add_generation_prompt=is_answer) if i else ''
         until = self.render(messages[:i + 1])
         if not (text.startswith(before) and until.startswith(before)):
-            raise ValueError(f'{self.where} writes what comes before message {i} differently without it, so that '
-                             'the start of the answer is not known: give a template with {% generation %}')
+            raise ValueError(f'{self.where} writes what comes before message {i} differently without it: '
+                             'mark its answers by {% generation %} and {% endgeneration %}')
         end = len(until) if text.startswith(until) else len(os.path.commonprefix([text, until]))
         return (len(before), end), end == len(until)
 
@@ -176,7 +179,7 @@ class ChatTemplate:
         return ids, places, answers
 
     def _encode_piece(self, piece, is_first, is_text):
-        """(ids, places) of a part of a text. is_text: whether special tokens in the piece are ordinary text."""
+        """(ids, places) of a part of a text. is_text: special tokens in the piece are ordinary text."""
         if not is_first and piece:
             # SentencePiece puts a space before a text. After a newline it does not.
             newline = self.tokenizer.encode_places('\n', is_text)[0]
@@ -206,7 +209,7 @@ def special_tokens(files):
 
 
 def check_messages(messages):
-    """Return the messages. ValueError if they are not a list of objects with the texts `role` and `content`."""
+    """Return the messages. ValueError if they are not a list of dicts with the texts `role` and `content`."""
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f'messages is {_shorten(messages)}: it must be a list of at least one '
                          '{"role": ..., "content": ...}')
@@ -261,7 +264,8 @@ def _compile(source, where):
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
                           sort_keys=sort_keys)
 
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, 'jinja2.ext.loopcontrols'])
+    environment = Environment(trim_blocks=True, lstrip_blocks=True,
+                              extensions=[Generation, 'jinja2.ext.loopcontrols'])
     environment.filters |= dict(tojson=to_json, counted=counted)
     environment.globals |= dict(raise_exception=raise_exception,
                                 strftime_now=lambda form: datetime.datetime.now().strftime(form))

@@ -267,6 +267,7 @@ NEEDS = {
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
+    'python sample.py --init_from=SmolLM2': 'a download: tests/chat has a small model',
     'python -m kilogpt.evaluate SmolLM2': 'a download: LOG.md has its figures',
     'python data/conversations/prepare.py': 'files of conversations: test_conversations.py has some',
     'python data/chatterbot/prepare.py': 'a package and a tokenizer of weights: LOG.md has a run of it',

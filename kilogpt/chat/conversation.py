@@ -1,0 +1,109 @@
+"""Continue texts of which each usually begins with the last one, as the turns of a conversation do."""
+import codecs
+import os
+
+import torch
+
+from kilogpt.layers.attention import starts_of
+from model import draw_token
+
+SHORTEST_CACHE = 1024  # tokens; a longer text takes a cache of twice that length, and so on
+
+
+class Conversation:
+    """A model with the keys and values of the text that it has read last.
+
+    reason: why the last text ended, 'stop' (a token that ends texts) or 'length' (enough tokens, or no room).
+    """
+
+    def __init__(self, model, template, separator=None, cache=None):
+        """template: a ChatTemplate. separator: as in GPT.generate_tokens. cache: one of full length."""
+        self.model, self.template, self.separator = model, template, separator
+        self.tokenizer = template.tokenizer
+        self.block_size = model.config.block_size
+        self.cache = cache or model.new_cache(1, SHORTEST_CACHE)
+        self.read_ids = []  # the text in the cache
+        self.reason = None
+
+    def fit(self, messages, room):
+        """(ids, messages) of the prompt for an answer: without the oldest turns if `room` would not be left.
+
+        A system message stays. ValueError if even the last turn is too long.
+        """
+        messages = list(messages)
+        while True:
+            ids = self.template.encode(messages, add_generation_prompt=True)
+            if len(ids) + room <= self.block_size:
+                return ids, messages
+            first = int(messages[0]['role'] == 'system')
+            turns = [i for i, message in enumerate(messages) if message['role'] == 'user' and i > first]
+            if not turns:
+                raise ValueError(f'the message takes {len(ids)} tokens, but the model sees {self.block_size} '
+                                 f'and needs {room} for the answer: shorten the message')
+            del messages[first:turns[0]]
+
+    def generate(self, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_ids):
+        """Yield the ids that continue a text, without the one of stop_ids that ends it.
+
+        The arguments are those of GPT.generate_tokens. ValueError if the text fills the model's context.
+        """
+        if len(ids) >= self.block_size:
+            raise ValueError(f'the prompt has {len(ids)} tokens, but the model sees {self.block_size}: '
+                             'shorten it')
+        n_tokens = min(max_new_tokens, self.block_size - len(ids))
+        self._make_room(len(ids) + n_tokens)
+        new_ids = ids[self._keep_common(ids):]
+        self.reason = 'length'
+        for _ in range(n_tokens):
+            logits = self._read(new_ids)
+            token = int(draw_token(logits, temperature, top_k, top_p, generator))
+            if token in stop_ids:
+                self.reason = 'stop'
+                return
+            yield token
+            new_ids = [token]
+
+    def decode(self, ids):
+        """Yield the text of each of the ids, '' where a character is not complete, and then the rest."""
+        decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
+        for token in ids:
+            yield decoder.decode(self.tokenizer.decode_bytes([token]))
+        yield decoder.decode(b'', final=True)
+
+    def _make_room(self, length):
+        """Replace the cache by a longer one with the same content if it is shorter than `length` tokens."""
+        size = self.cache.size
+        if size >= length:
+            return
+        while size < length:
+            size *= 2
+        longer = self.model.new_cache(1, size)
+        for old, new in zip(self.cache.layers, longer.layers):
+            for old_tensor, new_tensor in zip(old, new):
+                new_tensor[:, :, :old_tensor.size(2)] = old_tensor
+        self.cache = longer
+
+    def _keep_common(self, ids):
+        """Keep of the cache what the text of ids begins with; returns how many of the ids that is."""
+        common = len(os.path.commonprefix([self.read_ids, ids[:-1]]))  # the last one gives the next logits
+        if common < len(self.read_ids) and any(self.cache.windows):
+            common = 0  # later tokens have taken the places of earlier ones
+        del self.read_ids[common:]
+        self.cache.length.fill_(common)
+        return common
+
+    def _read(self, ids):
+        """Read ids after those in the cache; returns logits (1, vocab_size) of the next token, in float32."""
+        text, device = self.read_ids + ids, self.cache.length.device
+        if any(self.cache.windows):
+            self.read_ids = []  # if Ctrl-C comes in between, some layers have lost what others have not
+        starts = None
+        if self.separator is not None:
+            starts = starts_of(torch.tensor([text], device=device), self.separator)[:, -len(ids):]
+        idx = torch.tensor([ids], device=device)
+        # Only the step of a single token has the shape that compile() compiles.
+        forward = self.model if len(ids) == 1 else self.model.forward
+        with torch.inference_mode(device.type == 'cpu'), torch.no_grad():
+            logits = forward(idx, starts=starts, cache=self.cache)[:, -1].float()
+        self.read_ids = text
+        return logits

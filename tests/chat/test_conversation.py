@@ -1,0 +1,184 @@
+"""Turns of a conversation: what is read, what is generated, and what a person sees on the terminal."""
+import json
+import signal
+import string
+
+import pytest
+import torch
+from helpers import run_forked, start_script
+
+from data.chat_template import ChatTemplate
+from data.tokenizer import CharTokenizer
+from kilogpt.chat import conversation as module
+from kilogpt.chat.conversation import Conversation
+from model import GPT, GPTConfig
+
+LENGTH = 96
+MODELS = {
+    'learned positions': dict(),
+    'rope': dict(pos='rope', n_kv_head=2),
+    'windows': dict(pos='rope', window=8, window_pattern='SL'),
+    'only windows': dict(pos='rope', window=24),
+}
+GREEDY = 0, None, None, None  # temperature, top_k, top_p, generator
+
+
+def build(options, separator=None, **more):
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=LENGTH, vocab_size=100, n_layer=2, n_head=4, n_embd=32, tie_weights=False,
+                          **options), seed=3).eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.5)  # so that the likeliest token depends on the text
+    return Conversation(model, ChatTemplate(CharTokenizer(string.printable)), separator, **more)
+
+
+def count_read(conversation, counts):
+    """Append to counts the number of tokens of each forward pass."""
+    conversation.model.transformer.wte.register_forward_hook(lambda _, inputs, __: counts.append(inputs[0].numel()))
+
+
+@pytest.mark.parametrize('separator', [None, 5])
+@pytest.mark.parametrize('name', MODELS)
+def test_cached_turns_give_the_tokens_that_uncached_ones_give(name, separator, monkeypatch):
+    """With turns that continue the last, that change its end, and that begin another text; the cache grows."""
+    monkeypatch.setattr(module, 'SHORTEST_CACHE', 16)
+    cached = build(MODELS[name], separator)
+    text, drawn = [], []
+    for turn in ([1, 2, 5, 3], [7, 8], [9, 5, 9, 9, 9], 'change', [4], 'reset', [1, 2, 9], [6] * 20):
+        if turn == 'change':
+            text = text[:-3] + [11, 12]
+        elif turn == 'reset':
+            text = [1, 2]
+        else:
+            text = text + turn
+        tokens = list(cached.generate(text, 6, *GREEDY, stop_ids=()))
+        assert tokens == list(build(MODELS[name], separator).generate(text, 6, *GREEDY, stop_ids=()))
+        idx = torch.tensor([text])
+        expected = cached.model.generate(idx, 6, temperature=0, separator=separator)
+        assert text + tokens == expected[0].tolist()
+        text = text + tokens
+        drawn += tokens
+    assert len(set(drawn)) > 8 and cached.cache.size == 64
+
+
+@pytest.mark.quick
+def test_only_new_tokens_are_read():
+    talk, counts = build(MODELS['rope']), []
+    count_read(talk, counts)
+    text = [1, 2, 3] + list(talk.generate([1, 2, 3], 4, *GREEDY, stop_ids=()))
+    assert counts == [3, 1, 1, 1]
+    list(talk.generate([*text, 8, 9], 2, *GREEDY, stop_ids=()))
+    assert counts[4:] == [3, 1]  # the last token that was drawn, and the two new ones
+    list(talk.generate([1, 2], 1, *GREEDY, stop_ids=()))
+    assert counts[6:] == [1]
+
+
+def test_answer_ends_before_a_stop_token_and_at_the_end_of_the_context():
+    talk = build(MODELS['rope'])
+    tokens = list(talk.generate([1], 10, *GREEDY, stop_ids=()))
+    assert talk.reason == 'length' and len(tokens) == 10
+    stop = tokens[4]
+    assert list(talk.generate([1], 10, *GREEDY, stop_ids={stop})) == tokens[:tokens.index(stop)]
+    assert talk.reason == 'stop'
+    assert len(list(talk.generate([1] * (LENGTH - 3), 10, *GREEDY, stop_ids=()))) == 3 and talk.reason == 'length'
+    with pytest.raises(ValueError, match=f'the prompt has {LENGTH} tokens, but the model sees {LENGTH}: shorten it'):
+        next(talk.generate([1] * LENGTH, 10, *GREEDY, stop_ids=()))
+
+
+@pytest.mark.parametrize('name', ['rope', 'windows'])
+def test_reading_that_was_interrupted_leaves_a_usable_cache(name, monkeypatch):
+    talk = build(MODELS[name])
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3
+    expected = list(build(MODELS[name]).generate([*text, 7], 6, *GREEDY, stop_ids=()))
+    list(talk.generate(text, 3, *GREEDY, stop_ids=()))
+    block = talk.model.transformer.h['1']
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    hook = block.register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        list(talk.generate([*text, 5, 5, 5, 5, 5], 6, *GREEDY, stop_ids=()))
+    hook.remove()
+    assert list(talk.generate([*text, 7], 6, *GREEDY, stop_ids=())) == expected
+
+
+def test_oldest_turns_are_left_out_but_the_system_message_stays():
+    talk = build(MODELS['rope'])
+    system = dict(role='system', content='Be kind')
+    messages = [system]
+    for i in range(4):
+        messages += [dict(role='user', content=f'question {i}'), dict(role='assistant', content=f'answer {i}')]
+    ids, seen = talk.fit([*messages, dict(role='user', content='last')], 20)
+    assert seen == [system, *messages[7:], dict(role='user', content='last')]
+    assert len(ids) + 20 <= LENGTH
+    with pytest.raises(ValueError, match=r'the message takes 10\d tokens, but the model sees 96 and needs 20'):
+        talk.fit([dict(role='user', content='x' * 85)], 20)
+
+
+# --- sample.py --chat ---------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def trained(train, tmp_path_factory):
+    """The folder of a short run with an alphabet in which conversations can be written."""
+    data = tmp_path_factory.mktemp('data')
+    text = [ord(character) - 32 for character in 'User: HI\nAssistant: HO\n'.replace('\n', '~')] * 400
+    for split in ('train', 'val'):
+        torch.tensor(text, dtype=torch.int16).numpy().astype('<u2').tofile(data / f'{split}.bin')
+    chars = [*map(chr, range(32, 126)), '\n']
+    (data / 'meta.json').write_text(json.dumps(dict(vocab_size=95, dtype='uint16', tokenizer='char', chars=chars)))
+    return train('--max_iters=60', '--lr_decay_iters=60', '--eval_interval=60', '--block_size=64',
+                 f'--dataset={data}').out_dir
+
+
+def chat(out_dir, stdin, *arguments, **options):
+    return run_forked('sample.py', f'--out_dir={out_dir}', '--device=cpu', '--chat', '--max_new_tokens=8', *arguments,
+                      stdin=stdin, **options)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('arguments', [[], ['--quantize=int8'], ['--dtype=float32']])
+def test_conversation_is_answered_saved_and_begun_again(trained, tmp_path, arguments):
+    path = tmp_path / 'saved.jsonl'
+    done = chat(trained, f'HI\n\n/save {path}\n/reset\n/save {path}\n/save /nonexistent/a\n/what\nHI\n/save {path}\n/quit\nHI\n',
+                '--system=S', '--temperature=0', *arguments)
+    assert done.stdout.startswith('> ') and done.stdout.count('> ') == 10
+    one, two, three = [json.loads(line)['messages'] for line in path.read_text().splitlines()]
+    assert [message['role'] for message in one] == ['system', 'user', 'assistant']
+    assert one[-1]['content'] and '\n' not in one[-1]['content'] and f'> {one[-1]["content"]}' in done.stdout
+    assert two == one[:1] and three == one
+    assert '/what is not a command' in done.stderr and '/nonexistent/a' in done.stderr
+
+
+def test_long_conversation_forgets_its_beginning_and_says_so_once(trained, tmp_path):
+    done = chat(trained, 'HI\n' * 6 + f'{"x" * 60}\n', '--temperature=0')
+    assert done.stderr.count('no longer sees the oldest turns') == 1
+    assert 'error: the message takes' in done.stderr and done.stdout.count('> ') == 8
+
+
+def test_character_outside_the_alphabet_does_not_end_the_conversation(trained):
+    done = chat(trained, 'é\nHI\n', '--temperature=0')
+    assert "the character 'é' is not among" in done.stderr and 'Traceback' not in done.stderr
+    assert len(done.stdout.splitlines()) == 2
+
+
+def test_ctrl_c_ends_only_the_answer(trained):
+    """At the prompt it ends nothing."""
+    command = f'--out_dir={trained}', '--device=cpu', '--chat', '--temperature=0'
+    with start_script('sample.py', *command) as process:
+        assert process.stdout.read(2) == '> '
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.read(2) == '> '
+        out, err = process.communicate('HI\n', timeout=60)
+    assert process.returncode == 0 and '/quit ends the conversation' in err and 'Traceback' not in err
+    assert out.count('> ') == 1 and len(out) > 4
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('arguments, words', [
+    (['--num_samples=2'], 'num_samples is 2, but a conversation has one answer at a time'),
+])
+def test_bad_input_is_refused_in_one_sentence(trained, arguments, words):
+    done = chat(trained, '', *arguments, check=False)
+    assert done.returncode == 1 and words in done.stderr and 'Traceback' not in done.stderr

@@ -1,0 +1,304 @@
+"""sample.py --serve, as programs use it: OpenAI's client, and raw HTTP for what that client does not send."""
+import collections
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers import ROOT, run_forked
+from test_conversation import build, count_read, trained  # noqa: F401  `trained` is a fixture
+
+from kilogpt.chat import server as server_module
+from kilogpt.chat.requests import RequestError, cut_at, parse
+
+DEFAULTS = dict(max_tokens=20, temperature=0.5, top_p=0.9)
+HI = [dict(role='user', content='HI')]
+
+
+# --- requests, without the server ---------------------------------------------------------------------------
+
+def request(is_chat=True, **entries):
+    content = dict(messages=HI) if is_chat else dict(prompt='HI')
+    return parse(json.dumps(content | entries).encode(), is_chat, 'tiny', DEFAULTS)
+
+
+@pytest.mark.quick
+def test_entries_of_a_body_are_read_and_those_that_are_missing_have_defaults():
+    found = request()
+    assert (found.messages, found.max_tokens, found.temperature, found.top_p) == (HI, 20, 0.5, 0.9)
+    assert found.stop == [] and not found.is_streamed and found.seed is None
+    assert request(False).max_tokens == 16 and request(False, prompt=[1, 2]).prompt == [1, 2]
+    assert request(False, prompt=['a']).prompt == 'a' and request(False, prompt=[[3]]).prompt == [3]
+    assert request(max_completion_tokens=3, max_tokens=9, stop='x', seed=-1).max_tokens == 3
+    parts = [dict(type='text', text='H'), dict(type='text', text='I')]
+    assert request(messages=[dict(role='user', content=parts)]).messages == HI
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('entries, status, words', [
+    (dict(model='gpt-5'), 404, "the model 'gpt-5' is not here: the only model is 'tiny'"),
+    (dict(messages='HI'), 400, "messages is 'HI': it must be a list"),
+    (dict(messages=[dict(role='user', content=[dict(type='image_url')])]), 400, 'a part that is not a text'),
+    (dict(n=2), 400, 'it must be 1: one text for each request'),
+    (dict(max_tokens=0), 400, 'max_tokens is 0: it must be an integer of at least 1'),
+    (dict(max_tokens=True), 400, 'max_tokens is True'),
+    (dict(temperature=3), 400, 'temperature is 3: it must be a number from 0 to 2'),
+    (dict(temperature='hot'), 400, "temperature is 'hot'"),
+    (dict(top_p=0), 400, 'top_p is 0'),
+    (dict(seed=2 ** 64), 400, 'seed is 18446744073709551616'),
+    (dict(stop=['']), 400, 'it must be up to 16 texts'),
+    (dict(stop=dict(a=1)), 400, 'it must be up to 16 texts'),
+    (dict(stream='yes'), 400, "stream is 'yes': it must be true or false"),
+    (dict(tools=[dict(type='function')]), 400, 'tools is not supported: leave it out'),
+    (dict(is_chat=False, prompt=['a', 'b']), 400, 'it must be one text, or one list of token ids'),
+])
+def test_bad_entry_is_named_with_its_value(entries, status, words):
+    with pytest.raises(RequestError) as error:
+        request(**entries)
+    assert error.value.status == status and words in str(error.value)
+
+
+@pytest.mark.quick
+def test_text_is_cut_at_the_first_stop_wherever_its_pieces_are_cut():
+    for pieces in (['one END two'], ['one E', 'ND two'], list('one END two'), ['one ', 'END', ' two']):
+        assert ''.join(filter(None, cut_at(['END', 'two'], pieces))) == 'one '
+        *texts, last = cut_at(['END', 'two'], pieces)
+        assert last is None
+    assert list(cut_at(['END'], ['E', 'N', 'x'])) == ['', '', 'ENx', '']
+    assert list(cut_at([], ['a', 'b'])) == ['a', 'b', '']
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize('is_late', [False, True])
+def test_text_ends_when_its_client_vanishes_or_takes_too_long(is_late, monkeypatch):
+    talk, counts, events = build(dict(pos='rope')), [], []
+    count_read(talk, counts)
+    job = SimpleNamespace(request=request(max_tokens=60), is_over=False, deadline=time.monotonic() + 9)
+
+    def receive(event):
+        events.append(event)
+        if is_late:
+            monkeypatch.setattr(server_module, 'MAX_SECONDS', -1)
+        elif isinstance(event, str):
+            job.is_over = True
+
+    job.send = receive
+    server_module.answer(talk, job, None, torch.Generator())
+    assert len(counts) <= 3 and isinstance(events[-1], server_module.End)
+    n_read = len(counts)
+    job.is_over = True
+    server_module.answer(talk, job, None, torch.Generator())
+    assert len(counts) == n_read
+    job.is_over, job.deadline = False, 0
+    with pytest.raises(RequestError, match='no turn came within') as error:
+        server_module.answer(talk, job, None, torch.Generator())
+    assert error.value.status == 503
+
+
+# --- the server ---------------------------------------------------------------------------------------------
+
+@contextlib.contextmanager
+def serving(*arguments):
+    """A context in which sample.py serves: its Popen, with `port`, `name`, and `log()`, what it printed so far."""
+    command = [sys.executable, os.path.join(ROOT, 'sample.py'), '--serve', '--port=0', '--device=cpu', *arguments]
+    with subprocess.Popen(command, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                          env=dict(os.environ, OMP_NUM_THREADS='1')) as process:
+        try:
+            for line in process.stderr:
+                if found := re.search(r'^(\S+) answers at http://([\d.]+):(\d+)/v1', line):
+                    break
+            process.name, process.port = found[1], int(found[3])
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope='module')
+def server(trained):  # noqa: F811
+    pytest.importorskip('starlette')
+    pytest.importorskip('uvicorn')
+    with serving(f'--out_dir={trained}', '--temperature=0', '--max_new_tokens=8') as process:
+        yield process
+
+
+def send(server, body, path='/v1/chat/completions', method='POST', **headers):
+    """(status, content) of the answer to a request; body: an object, or bytes."""
+    connection = http.client.HTTPConnection('127.0.0.1', server.port, timeout=60)
+    body = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {'Content-Type': 'application/json'} | {key.replace('_', '-'): value for key, value in headers.items()}
+    connection.request(method, path, body, headers)
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, json.loads(text) if text.startswith('{') else text
+
+
+def vanish(server, body, after):
+    """Send a request and close the connection after that many bytes of the answer; None = with half of the body."""
+    body = json.dumps(body).encode()
+    head = (f'POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+            f'Content-Length: {len(body)}\r\n\r\n').encode()
+    with socket.create_connection(('127.0.0.1', server.port), timeout=60) as connection:
+        if after is None:
+            connection.sendall(head + body[:len(body) // 2])
+        else:
+            connection.sendall(head + body)
+            received = 0
+            while received < after:
+                received += len(connection.recv(after))
+
+
+def memory(server):
+    """Megabytes of the server's memory."""
+    with open(f'/proc/{server.pid}/statm') as file:
+        return int(file.read().split()[1]) * os.sysconf('SC_PAGE_SIZE') / 1e6
+
+
+def use(server, client, n_requests, max_tokens, expected):
+    """Send requests of every kind as one of many clients; returns Counter of (kind, status).
+
+    expected: the answer to HI.
+    """
+    import openai
+    library = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='none', max_retries=0, timeout=300)
+    asked = dict(model=server.name, messages=HI, max_tokens=max_tokens, temperature=0)
+    found = collections.Counter()
+    for i in range(n_requests):
+        kind = (client + i) % 8
+        if kind in (0, 1, 2):
+            answer = library.chat.completions.create(**asked)
+            assert answer.choices[0].message.content == expected
+            found['whole', 200] += 1
+        elif kind in (3, 4):
+            chunks = list(library.chat.completions.create(stream=True, stream_options=dict(include_usage=True), **asked))
+            assert ''.join(chunk.choices[0].delta.content or '' for chunk in chunks[:-1]) == expected
+            assert chunks[-2].choices[0].finish_reason and chunks[-1].usage.completion_tokens
+            found['streamed', 200] += 1
+        elif kind == 5:
+            found['too long', send(server, asked | dict(messages=[dict(role='user', content='A ' * 20_000)]))[0]] += 1
+        elif kind == 6:
+            found['broken', send(server, json.dumps(asked).encode()[:-3 - i % 20])[0]] += 1
+        else:
+            vanish(server, asked | dict(stream=True, max_tokens=50), (None, 0, 1, 200)[i // 8 % 4])
+            found['vanished', 0] += 1
+    return found
+
+
+def use_by_many(server, n_clients, n_requests, max_tokens):
+    """The sum of what `use` returns for n_clients at the same time."""
+    asked = dict(messages=HI, max_tokens=max_tokens, temperature=0)
+    expected = send(server, asked)[1]['choices'][0]['message']['content']
+    with concurrent.futures.ThreadPoolExecutor(n_clients) as pool:
+        jobs = [pool.submit(use, server, client, n_requests, max_tokens, expected) for client in range(n_clients)]
+        return sum((job.result() for job in jobs), collections.Counter())
+
+
+@pytest.mark.slow
+def test_eight_clients_lose_nothing_and_memory_stays_flat(server):
+    """With bodies that are too long or broken, and clients that vanish."""
+    pytest.importorskip('openai')
+    use_by_many(server, 8, 8, 8)
+    before = memory(server)
+    found = use_by_many(server, 8, 24, 8)
+    assert found == {('whole', 200): 72, ('streamed', 200): 48, ('too long', 400): 24, ('broken', 400): 24,
+                     ('vanished', 0): 24}
+    assert memory(server) < before + 20
+    assert send(server, dict(messages=HI))[0] == 200 and server.poll() is None
+
+
+@pytest.mark.slow
+def test_openai_library_gets_models_texts_and_usage(server):
+    openai = pytest.importorskip('openai')
+    client = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='none', max_retries=0)
+    assert [model.id for model in client.models.list()] == [server.name]
+    answer = client.chat.completions.create(model=server.name, messages=HI)
+    assert answer.choices[0].finish_reason == 'stop' and answer.choices[0].message.role == 'assistant'
+    usage = answer.usage
+    assert usage.prompt_tokens == len('User: HI\nAssistant:') and usage.completion_tokens >= 2
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    text = client.completions.create(model=server.name, prompt='User: HI\nAssistant:')
+    assert text.choices[0].text.strip().startswith(answer.choices[0].message.content)
+    assert text.choices[0].finish_reason == 'length' and text.usage.completion_tokens == 16
+    cut = client.completions.create(model=server.name, prompt='User: HI\nAssistant:', stop='I')
+    assert cut.choices[0].text == text.choices[0].text.partition('I')[0] and cut.choices[0].finish_reason == 'stop'
+    drawn = [client.completions.create(model=server.name, prompt='U', seed=seed, temperature=2).choices[0].text
+             for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    with pytest.raises(openai.NotFoundError, match='the only model is'):
+        client.completions.create(model='other', prompt='')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('body, options, status, words', [
+    (b'', {}, 400, 'the body is not JSON'),
+    (b'[' * 100_000, {}, 400, 'the body is not JSON'),
+    (b'\xff\xfe{}', {}, 400, 'the body is not JSON'),
+    ([], {}, 400, 'the body is not a JSON object'),
+    (b' ' * (2 ** 22 + 1), {}, 413, 'the body has more than 4194304 bytes: shorten it'),
+    (dict(messages=HI), dict(Content_Type='text/plain'), 415, 'Content-Type: application/json'),
+    (dict(messages=[dict(role='tool', content='A')]), {}, 400, 'the role tool is not system, user or assistant'),
+    (dict(messages=[dict(role='user', content='é')]), {}, 400, "the character 'é' is not among"),
+    (dict(messages=[dict(role='user', content='A' * 99)]), {}, 400, 'the prompt has 116 tokens, but the model sees 64'),
+    (dict(prompt=[1, 95]), dict(path='/v1/completions'), 400, 'ids that are not from 0 to 94'),
+    (dict(prompt='A'), dict(path='/v1/embeddings'), 404, 'POST /v1/embeddings: Not Found'),
+    (b'', dict(method='GET'), 405, 'GET /v1/chat/completions: Method Not Allowed'),
+])
+def test_bad_request_has_a_status_and_a_sentence(server, body, options, status, words):
+    found, content = send(server, body, **options)
+    assert found == status and words in content['error']['message']
+    assert content['error']['type'] == 'invalid_request_error'
+
+
+@pytest.mark.slow
+def test_page_is_served_and_only_under_the_names_of_this_machine(server):
+    status, text = send(server, b'', '/', 'GET')
+    assert status == 200 and '<title>kiloGPT</title>' in text
+    assert send(server, dict(messages=HI), Host='elsewhere.example')[0] == 400
+
+
+@pytest.mark.slow
+def test_client_that_vanishes_ends_its_text_and_more_than_64_are_refused(trained):  # noqa: F811
+    """The only way to the next text is the end of those before."""
+    pytest.importorskip('uvicorn')
+    with serving(f'--out_dir={trained}', '--api_key=secret') as server:
+        key = dict(Authorization='Bearer secret')
+        assert send(server, dict(messages=HI))[0] == 401
+        assert send(server, dict(messages=HI), Authorization='Bearer wrong')[0] == 401
+        assert send(server, b'', '/v1/models', 'GET')[0] == 401
+        assert send(server, b'', '/v1/models', 'GET', **key)[0] == 200
+        head = (b'POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n'
+                b'Authorization: Bearer secret\r\nContent-Length: 100\r\n\r\n')
+        waiting = []
+        for _ in range(64):
+            waiting.append(socket.create_connection(('127.0.0.1', server.port)))
+            waiting[-1].sendall(head)
+        deadline = time.monotonic() + 30
+        while send(server, dict(messages=HI), **key)[0] != 429:
+            assert time.monotonic() < deadline
+        for connection in waiting:
+            connection.close()
+        while send(server, dict(messages=HI), **key)[0] != 200:
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.slow
+def test_port_that_is_taken_is_named(server, trained):  # noqa: F811
+    done = run_forked('sample.py', f'--out_dir={trained}', '--device=cpu', '--serve', f'--port={server.port}', check=False)
+    assert done.returncode == 1 and f'cannot listen at port {server.port} of 127.0.0.1' in done.stderr
+
+
+@pytest.mark.slow
+def test_missing_library_is_named(trained, tmp_path):  # noqa: F811
+    fault = tmp_path / 'fault.py'
+    fault.write_text("import sys\nsys.modules['starlette'] = None\nsys.modules['starlette.applications'] = None\n")
+    done = run_forked('sample.py', f'--out_dir={trained}', '--device=cpu', '--serve', faults=[fault], check=False)
+    assert done.returncode == 1 and 'pip install starlette uvicorn' in done.stderr and 'Traceback' not in done.stderr
