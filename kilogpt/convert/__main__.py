@@ -48,11 +48,14 @@ def print_checkpoint(path):
     state = checkpoint.read_state(path)
     print_row(path, {key: state[key] for key in STATE_KEYS} | dict(checksums='correct'))
     print_config(state['model'], state['config'], state['tokenizer'])
+    if state.get('base'):
+        print_row('base', state['base'])
     stored = {key: torch.empty(found.size, dtype=found.properties.dtype, device='meta')
               for key, found in checkpoint.stored_tensors(path).items()}
     with torch.device('meta'):
         model = GPT(GPTConfig(**state['model']), seed=None)
-    weights = {name: stored[f'model.{name}'] for name, _ in model.named_parameters()}
+    weights = {name: stored[f'model.{name}'] for name, parameter in model.named_parameters()
+               if parameter.requires_grad or not state.get('base')}
     moments = [tensor for key, tensor in stored.items() if key.startswith('optimizer.')]
     print_parameters(weights, moments)
 

@@ -22,6 +22,7 @@ from kilogpt import checkpoint
 from kilogpt.checkpoint_files import write_json
 from kilogpt.configurator import announced
 from kilogpt.convert import families, nanogpt
+from kilogpt.convert.adapters import digest_of, merged, plain_config
 from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
 from kilogpt.convert.folders import open_folder
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
@@ -207,6 +208,36 @@ def download_gpt2(name):
 
 # --- from a run ---------------------------------------------------------------------------------------------
 
+def open_run(path, state):
+    """(GPTConfig, {our name: Stored}) of a checkpoint, whose adapters are merged into their base.
+
+    state: its state.json. ValueError if the base is not there, or if it is another one.
+    """
+    config = GPTConfig(**state['model'])
+    if not config.lora_rank:
+        return config, open_weights(path, config)
+    weights = open_weights(path, config, open_base(state['base'], path))
+    return plain_config(config), merged(weights, config)
+
+
+def open_base(base, path):
+    """{our name: Stored} of the base of adapters. base: as in state.json. path: the checkpoint, for errors."""
+    source = base['source']
+    if not (storage.is_url(source) or os.path.exists(source) or source in GPT2_NAMES):
+        raise ValueError(f'{path} holds adapters for {source}, which does not exist: put that base there again, '
+                         'or a link to it')
+    if storage.exists(os.path.join(source, '.metadata')):
+        weights = open_weights(source, GPTConfig(**checkpoint.read_state(source)['model']))
+    else:
+        _, weights, _ = read_weights(source)
+    digest = digest_of(weights)
+    if digest != base['digest']:
+        raise ValueError(f'{path} holds adapters for {source}, which has other weights than then (digest {digest} '
+                         f'instead of {base["digest"]}): put the former weights there, or train new adapters '
+                         f'with --init_from={source} and another out_dir')
+    return weights
+
+
 def export_weights(source, target, which='best', dtype='float32', tokenizer='', family=''):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
 
@@ -235,9 +266,10 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
         if to_nanogpt:
             nanogpt.write_nanogpt(target, path, config, state, getattr(torch, dtype))
         else:
+            config, weights = open_run(path, state)
             with naming(path, 'exported'):
                 entries = families.entries_of(config, family)
-            tensors = families.to_theirs(open_weights(path, config), entries, config)
+            tensors = families.to_theirs(weights, entries, config)
             tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
             end = tokenizer.eot if tokenizer else None
             entries |= dict(bos_token_id=end, eos_token_id=end, pad_token_id=None)

@@ -116,8 +116,13 @@ def fill(named_parameters, value):
         local.copy_(value(name, parameter.shape, rows)[(slice(None), *columns)])
 
 
-def total_norm(gradients):
-    """The norm of all gradients, which may be DTensors on different meshes of the same processes."""
+def total_norm(gradients, device):
+    """The norm of all gradients, which may be DTensors on different meshes of the same processes.
+
+    A pipeline stage without adapters does not have gradients: 0, on the device.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
     by_mesh = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, 'device_mesh', None), []).append(gradient)
