@@ -373,8 +373,8 @@ class GPT(nn.Module):
         """Floating-point operations per token, forward and backward, in documents of `lengths` tokens.
 
         Each matrix element takes a multiply and an add forward and twice that backward, or once if frozen: 6
-        or 4. Attention adds two products a layer with H D elements for each position that a token sees, 6 each.
-        PaLM (Chowdhery et al. 2022, B) and nanoGPT count those that follow too. lengths: as in `mean_seen`.
+        or 4. Attention adds two products a layer with H D elements for each position that a token sees, 6
+        each. PaLM (Chowdhery et al. 2022) and nanoGPT count those that follow too. lengths: of `mean_seen`.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
         parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
@@ -484,7 +484,7 @@ class LossInParts(torch.autograd.Function):
     def forward(ctx, x, weight, targets, loss, size):
         total, grad_x, is_trained = 0, [], weight.requires_grad
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
-        head_weight = cast_for_linears(weight).detach().requires_grad_(is_trained)  # cast once, not for each part
+        head_weight = cast_for_linears(weight).detach().requires_grad_(is_trained)  # cast once for all parts
         for part, part_targets in zip(x.split(size), targets.split(size)):
             inputs = part.detach().requires_grad_(), head_weight
             with torch.enable_grad():

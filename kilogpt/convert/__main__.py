@@ -129,13 +129,17 @@ def build_parser():
     command.add_argument('--family', default='',
                          help='the model_type to write, such as qwen3 (default: the first that fits)')
     command.add_argument('--tokenizer', **tokenizer)
+    command.add_argument('--adapter', action='store_true',
+                         help='write the adapters of a run with lora_rank alone, in a folder for peft')
 
     command = commands.add_parser('import', help="make a run's folder from weights trained elsewhere")
     command.add_argument('source', metavar='SOURCE',
                          help="a Hugging Face folder, a GGUF file, nanoGPT's ckpt.pt, gpt2, gpt2-medium, "
-                              'gpt2-large or gpt2-xl')
+                              'gpt2-large or gpt2-xl, or a folder of peft with adapters')
     command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
     command.add_argument('--tokenizer', '--dataset', **tokenizer)
+    command.add_argument('--base', default='',
+                         help='for adapters: their base model (default: the one that the folder names)')
 
     command = commands.add_parser('inspect', help='print iteration, losses, config and parameters')
     command.add_argument('source', metavar='SOURCE',

@@ -37,7 +37,7 @@ def plain_config(config):
 
 
 def merged(weights, config):
-    """{name: Stored} in which W + scale B A takes the place of each adapted weight W, of its adapter's A and B."""
+    """{name: Stored} without adapters: W + scale B A takes the place of each weight W that has one."""
     found = {name: stored for name, stored in weights.items() if '.lora_' not in name}
     for name in weights:
         linear, _, kind = name.rpartition('.')
@@ -49,5 +49,8 @@ def merged(weights, config):
 
 def _with_update(weight, a, b, scale):
     """The Stored of a weight (outputs, inputs) plus scale B A, in float32."""
-    return Stored(weight.shape, torch.float32,
-                  lambda rows: torch.addmm(weight[rows].float(), b[rows].float(), a.whole().float(), alpha=scale))
+
+    def read(rows):
+        return torch.addmm(weight[rows].float(), b[rows].float(), a.whole().float(), alpha=scale)
+
+    return Stored(weight.shape, torch.float32, read)

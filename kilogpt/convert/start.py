@@ -1,14 +1,11 @@
 """What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer."""
 import dataclasses
-import os
 
-from data.storage import is_url
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
-from kilogpt.convert.adapters import digest_of
 from kilogpt.convert.checkpoint_tensors import open_weights
 from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import GPT2_NAMES, open_base, read_weights
+from kilogpt.convert.weights import describe_base, open_base, read_weights
 from kilogpt.layers import lora
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
@@ -17,11 +14,11 @@ TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 
 
 def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
-    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments, meta, base).
+    """The start of a run: (checkpoint, tensors, state to resume, GPTConfig arguments, meta, base).
 
     Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
-    model has another tokenizer than the dataset. With adapters (LoRA), base says whose they are, as state.json
-    keeps it; the tensors are those of the base, and the checkpoint, if any, holds the adapters.
+    model has another tokenizer than the dataset. With adapters (LoRA), base is what state.json keeps of their
+    base, the tensors are its weights, and the checkpoint, if any, holds the adapters.
     keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
     meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
         not name one.
@@ -65,14 +62,11 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
 def with_adapters(source, tensors, arguments, keys):
     """A start of `find_start` to which the keys add adapters: (None, tensors, GPTConfig arguments, base)."""
     if not source and not tensors:
-        raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: set '
-                         'init_from to its weights, or lora_rank to 0')
+        raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: '
+                         'set init_from to its weights, or lora_rank to 0')
     tensors = tensors or open_weights(source, GPTConfig(**arguments))
-    place = source or keys['init_from']
-    if not is_url(place) and place not in GPT2_NAMES:
-        place = os.path.abspath(place)
-    return None, tensors, arguments | {key: keys[key] for key in lora.KEYS}, dict(
-        source=place, digest=digest_of(tensors))
+    arguments = arguments | {key: keys[key] for key in lora.KEYS}
+    return None, tensors, arguments, describe_base(source or keys['init_from'], tensors)
 
 
 def with_longer_context(arguments, keys):
@@ -119,7 +113,7 @@ def initial_values(tensors, model, seed):
 
 
 def find_initial(init_from, processes):
-    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta, base).
+    """The weights of a new run: (checkpoint, tensors, GPTConfig arguments, tokenizer meta, base).
 
     init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
     read_weights, for tensors ({name: Stored}; checkpoint is None). Raises the errors of read_weights, and

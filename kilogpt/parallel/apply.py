@@ -142,8 +142,7 @@ class Parallel:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=self.micro_batch,
                 micro_steps=self.micro_steps, block_size=block_size, n_embd=model.config.n_embd, dtype=dtype,
-                tied={} if self.has_adapters else model.tied,  # frozen copies stay equal
-                splits_backward=splits_backward)
+                tied={} if self.has_adapters else model.tied, splits_backward=splits_backward)
         self._named_parameters = [pair for stage in self.stages.values()
                                   for pair in name_parameters(stage, model.tied, processes)]
         self._passes = functools.partial(run_passes, self.network, self._autocast)

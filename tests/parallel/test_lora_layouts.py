@@ -18,7 +18,7 @@ SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}']
 EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --router_balance_rate=0.01 --pos=rope'
 # {model: (keys of its base, keys of its adapters)}
 MODELS = dict(gpt2=('--bias', '--lora_rank=3'), modern=(MODERN, '--lora_rank=4 --lora_rank_stabilised'),
-              few=(MODERN, '--lora_rank=2 --lora_targets=c_q,mlp.c_proj'),
+              few=(MODERN, '--lora_rank=1 --lora_targets=c_q,mlp.c_proj'),
               muon=(MODERN, '--lora_rank=4 --optimizer=muon'),
               shallow=('--n_layer=2', '--lora_rank=4'),
               moe=(EXPERTS, '--lora_rank=4 --lora_targets=attention'))
