@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kilogpt.layers.attention import (
-    CappedAttention, NormOverHeads, build_mask, first_seen, starts_of)
+from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
 from kilogpt.layers.cache import Cache
-from kilogpt.layers.mixture import (
-    GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears)
+from kilogpt.layers.lora import add_adapters, initial_std
+from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
 from kilogpt.layers.options import ModelOptions
 from kilogpt.layers.rope import rope_tables, rotate
 
@@ -65,10 +64,6 @@ class GPTConfig(MixtureConfig, ModelOptions):
             raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_width} wide: '
                              'choose n_embd and n_head so that n_embd / n_head is even')
         self.check_options()
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
-        if self.softcap < 0:
-            raise ValueError(f'softcap is {self.softcap}: it must be positive, or 0 for none')
         if not self.n_hidden:  # a gated MLP's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
             gated_hidden = -(-8 * self.n_embd // 3 // 64) * 64
             self.n_hidden = gated_hidden if self.mlp_form in GATED else 4 * self.n_embd
@@ -264,6 +259,8 @@ class GPT(nn.Module):
             if config.pos == 'learned':
                 self.transformer['wpe'] = build_embedding(torch.empty(config.block_size, config.n_embd))
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
+            if config.lora_rank:
+                add_adapters(self, self.transformer.h.values(), config)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
         self.build_mask = build_mask
@@ -291,8 +288,8 @@ class GPT(nn.Module):
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
-        std = 0.02
-        if 'c_proj' in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
+        std = initial_std(name, shape) if 'lora_' in name else 0.02
+        if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
         size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
         first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
@@ -375,15 +372,16 @@ class GPT(nn.Module):
     def flops_per_token(self, lengths):
         """Floating-point operations per token, forward and backward, in documents of `lengths` tokens.
 
-        Each matrix element takes one multiply and one add forward and twice that backward: 6. Attention adds
-        two products a layer with H D elements for each position that a token sees, 6 each. PaLM (Chowdhery et
-        al. 2022, appendix B) and nanoGPT count those that follow too. lengths: as in `mean_seen`.
+        Each matrix element takes a multiply and an add forward and twice that backward, or once if frozen: 6
+        or 4. Attention adds two products a layer with H D elements for each position that a token sees, 6
+        each. PaLM (Chowdhery et al. 2022) and nanoGPT count those that follow too. lengths: of `mean_seen`.
         """
         layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
-        matrices = sum(p.numel() for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1)
-        matrices -= self.num_params() - self.num_active_params()
+        parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
+        of_matrices = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
+        of_matrices -= (self.num_params() - self.num_active_params()) * (4 if self.config.lora_rank else 6)
         seen = self.config.n_layer * self.config.mean_seen(lengths)
-        return 6 * matrices + int(12 * seen * self.config.n_head * self.config.head_width)
+        return of_matrices + int(12 * seen * self.config.n_head * self.config.head_width)
 
     @torch.no_grad()
     def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None,
@@ -484,23 +482,25 @@ class LossInParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, loss, size):
-        total, grad_x, grad_weight = 0, [], torch.zeros_like(weight, dtype=torch.float32)
-        head_weight = cast_for_linears(weight).detach().requires_grad_()  # cast once, not for each part
+        total, grad_x, is_trained = 0, [], weight.requires_grad
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
+        head_weight = cast_for_linears(weight).detach().requires_grad_(is_trained)  # cast once for all parts
         for part, part_targets in zip(x.split(size), targets.split(size)):
             inputs = part.detach().requires_grad_(), head_weight
             with torch.enable_grad():
                 part_loss = loss(*inputs, part_targets)
-            part_grad_x, part_grad_weight = torch.autograd.grad(part_loss, inputs)
+            part_grad_x, *part_grad_weight = torch.autograd.grad(part_loss, inputs[:1 + is_trained])
             grad_x.append(part_grad_x)
-            grad_weight += part_grad_weight
+            if is_trained:
+                grad_weight += part_grad_weight[0]
             total = total + part_loss.detach()
-        ctx.save_for_backward(torch.cat(grad_x), grad_weight.type_as(weight))
+        ctx.save_for_backward(torch.cat(grad_x), grad_weight.type_as(weight) if is_trained else None)
         return total
 
     @staticmethod
     def backward(ctx, grad):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad * grad_x, grad * grad_weight, None, None, None
+        return grad * grad_x, None if grad_weight is None else grad * grad_weight, None, None, None
 
 
 def draw_token(logits, temperature, top_k, top_p, generator):

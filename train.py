@@ -187,8 +187,8 @@ with exit_on_error():
     sources = open_dataset(dataset, processes)
     shards = processes.share(fingerprint(sources) if processes.is_main else None)
     watchdog.beat()
-    # source: a checkpoint; tensors: weights from elsewhere; saved: the state of a run to resume, or {}
-    source, tensors, saved, model_args, meta = find_start(
+    # source: a checkpoint; tensors: weights from elsewhere, or the base of adapters; saved: a state to resume
+    source, tensors, saved, model_args, meta, base = find_start(
         init_from, config, next(iter(sources.values())).meta, all_islands.find_checkpoint, processes, out_dir)
     watchdog.beat()
 
@@ -211,10 +211,10 @@ with exit_on_error():
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
     parallel.attach(optimizer)
     all_islands.attach(parallel, model)
-    if source:
-        checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
-    else:
+    if tensors or not source:
         fill(parallel.named_parameters(), initial_values(tensors, model, seed))
+    if source:  # with adapters, it holds these alone, and the tensors are their base
+        checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
     watchdog.beat()
     bits = BitsPerByte(parallel, sources)
     run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
@@ -277,7 +277,7 @@ def save(in_background=False):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
     state = run.state() | guard.state() | hook_states(hooks) | dict(
         wandb_id=log.wandb_id, model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
-        shards=shards, machine=processes.machine())
+        shards=shards, base=base, machine=processes.machine())
     with watchdog.waits_for_storage():
         saver.wait()
         log.save_written(run.iteration, run.clock.now())

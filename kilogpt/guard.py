@@ -7,6 +7,7 @@ import torch
 
 from kilogpt import checkpoint
 from kilogpt.configurator import exit_on_error
+from kilogpt.parallel.apply import saved_parameters
 from kilogpt.run import Hook, restore_hooks
 
 NO_LIMIT = torch.finfo(torch.float32).max  # any finite norm is at most this; infinity and NaN are not
@@ -244,7 +245,7 @@ class Rollback(Hook):
             processes.say(f'{spikes.in_a_row} spikes in a row: going back to {path}, '
                           'to continue with the batches after the spikes')
             with exit_on_error():  # a checkpoint with NaN
-                checkpoint.load(path, parallel.named_parameters(), self.guard.optimizer)
+                checkpoint.load(path, saved_parameters(parallel), self.guard.optimizer)
             restore_hooks(self.hooks, path, state, processes)
             parallel.zero_grad()
             parallel.balance.forget()

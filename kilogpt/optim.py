@@ -25,7 +25,8 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas):
     for name, parameter in named_parameters:
         (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
     groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
-    groups = [group for group in groups if group['params']]  # a pipeline stage may have no vectors
+    # A pipeline stage may have no vectors, and with adapters no trained parameters at all.
+    groups = [group for group in groups if group['params']] or [groups[0] | dict(param_names=[])]
     return LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
 
 

@@ -48,11 +48,14 @@ def print_checkpoint(path):
     state = checkpoint.read_state(path)
     print_row(path, {key: state[key] for key in STATE_KEYS} | dict(checksums='correct'))
     print_config(state['model'], state['config'], state['tokenizer'])
+    if state.get('base'):
+        print_row('base', state['base'])
     stored = {key: torch.empty(found.size, dtype=found.properties.dtype, device='meta')
               for key, found in checkpoint.stored_tensors(path).items()}
     with torch.device('meta'):
         model = GPT(GPTConfig(**state['model']), seed=None)
-    weights = {name: stored[f'model.{name}'] for name, _ in model.named_parameters()}
+    weights = {name: stored[f'model.{name}'] for name, parameter in model.named_parameters()
+               if parameter.requires_grad or not state.get('base')}
     moments = [tensor for key, tensor in stored.items() if key.startswith('optimizer.')]
     print_parameters(weights, moments)
 
@@ -126,13 +129,17 @@ def build_parser():
     command.add_argument('--family', default='',
                          help='the model_type to write, such as qwen3 (default: the first that fits)')
     command.add_argument('--tokenizer', **tokenizer)
+    command.add_argument('--adapter', action='store_true',
+                         help='write the adapters of a run with lora_rank alone, in a folder for peft')
 
     command = commands.add_parser('import', help="make a run's folder from weights trained elsewhere")
     command.add_argument('source', metavar='SOURCE',
                          help="a Hugging Face folder, a GGUF file, nanoGPT's ckpt.pt, gpt2, gpt2-medium, "
-                              'gpt2-large or gpt2-xl')
+                              'gpt2-large or gpt2-xl, or a folder of peft with adapters')
     command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
     command.add_argument('--tokenizer', '--dataset', **tokenizer)
+    command.add_argument('--base', default='',
+                         help='for adapters: their base model (default: the one that the folder names)')
 
     command = commands.add_parser('inspect', help='print iteration, losses, config and parameters')
     command.add_argument('source', metavar='SOURCE',

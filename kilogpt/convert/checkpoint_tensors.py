@@ -26,14 +26,17 @@ def drop_copied_head(tensors):
         del tensors['lm_head.weight']
 
 
-def open_weights(path, config):
+def open_weights(path, config, base=()):
     """{name: Stored} of a checkpoint's weights, without the padding of the vocabulary.
 
+    base: {name: Stored} of the weights that a checkpoint of adapters does not hold.
     ValueError if the checkpoint has another model than `config`, or, when a tensor is read, NaN or infinity.
     """
     found = open_checkpoint(path)
-    weights = {}
+    weights = dict(base)
     for name, shape in expected_shapes(config).items():
+        if name in weights:
+            continue
         stored = found.get(f'model.{name}')
         if stored is None or stored.shape[1:] != shape[1:] or stored.shape[0] < shape[0]:
             raise ValueError(f'{path} holds {stored and stored.shape} where the model has {name} {shape}')

@@ -56,8 +56,8 @@ def refuse_adapter(folder):
     if 'adapter_config.json' in names and not has_model:
         adapter = read_json(os.path.join(folder, 'adapter_config.json'))
         base = adapter.get('base_model_name_or_path', 'unknown')
-        raise ValueError(f'{folder} is an adapter for the model {base}, and not a model: merge the adapter '
-                         'into its base model first, with merge_and_unload of peft')
+        raise ValueError(f'{folder} is an adapter for the model {base}, and not a model: make a run of '
+                         f'it with python -m kilogpt.convert import {folder} OUT_DIR')
 
 
 def refuse_quantized(folder, theirs):

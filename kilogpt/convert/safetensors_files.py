@@ -95,12 +95,12 @@ def write_safetensors(folder, tensors, dtype):
         shards[-1][name] = stored
         room -= size
     if len(shards) == 1:
-        _write_file(os.path.join(folder, 'model.safetensors'), tensors, dtype)
+        write_tensors(os.path.join(folder, 'model.safetensors'), tensors, dtype)
         return
     weight_map = {}
     for number, shard in enumerate(shards, 1):
         file_name = f'model-{number:05d}-of-{len(shards):05d}.safetensors'
-        _write_file(os.path.join(folder, file_name), shard, dtype)
+        write_tensors(os.path.join(folder, file_name), shard, dtype)
         weight_map |= dict.fromkeys(shard, file_name)
     elements = sum(math.prod(stored.shape) for stored in tensors.values())
     metadata = dict(total_parameters=elements, total_size=elements * dtype.itemsize)
@@ -108,7 +108,8 @@ def write_safetensors(folder, tensors, dtype):
                dict(metadata=metadata, weight_map=dict(sorted(weight_map.items()))))
 
 
-def _write_file(path, tensors, dtype):
+def write_tensors(path, tensors, dtype):
+    """Write {name: Stored} in a dtype into one file."""
     header, end = {'__metadata__': dict(format='pt')}, 0
     for name, stored in tensors.items():
         start, end = end, end + math.prod(stored.shape) * dtype.itemsize

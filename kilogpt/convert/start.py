@@ -3,8 +3,10 @@ import dataclasses
 
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
+from kilogpt.convert.checkpoint_tensors import open_weights
 from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import read_weights
+from kilogpt.convert.weights import describe_base, open_base, read_weights
+from kilogpt.layers import lora
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
@@ -12,10 +14,11 @@ TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 
 
 def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
-    """The start of a run: (checkpoint, tensors, state of the run to resume, GPTConfig arguments, meta).
+    """The start of a run: (checkpoint, tensors, state to resume, GPTConfig arguments, meta, base).
 
     Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
-    model has another tokenizer than the dataset.
+    model has another tokenizer than the dataset. With adapters (LoRA), base is what state.json keeps of their
+    base, the tensors are its weights, and the checkpoint, if any, holds the adapters.
     keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
     meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
         not name one.
@@ -24,12 +27,13 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
     block_size = new_model['block_size']
-    source, tensors, saved, arguments, model_meta = None, None, {}, new_model, None
+    source, tensors, saved, arguments, model_meta, base = None, None, {}, new_model, None, None
     if init_from in ('resume', 'auto'):
         source, saved = find_checkpoint()
         arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
+        base = saved.get('base')
     elif init_from != 'scratch':
-        source, tensors, arguments, model_meta = find_initial(init_from, processes)
+        source, tensors, arguments, model_meta, base = find_initial(init_from, processes)
         if keys['rope_scaling']:
             arguments = with_longer_context(arguments, keys)
     if init_from == 'resume' and not source:
@@ -44,7 +48,25 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only '
                          f'{longest} positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
-    return source, tensors, saved, arguments, meta
+    if base:
+        tensors = open_base(base, source)
+        if keys['lora_rank'] not in (0, arguments['lora_rank']):
+            raise ValueError(f'lora_rank is {keys["lora_rank"]}, but {source} has adapters of rank '
+                             f'{arguments["lora_rank"]}: set that, or start from its weights as '
+                             'python -m kilogpt.convert export writes them')
+    elif keys['lora_rank'] and not saved:
+        source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys)
+    return source, tensors, saved, arguments, meta, base
+
+
+def with_adapters(source, tensors, arguments, keys):
+    """A start of `find_start` to which the keys add adapters: (None, tensors, GPTConfig arguments, base)."""
+    if not source and not tensors:
+        raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: '
+                         'set init_from to its weights, or lora_rank to 0')
+    tensors = tensors or open_weights(source, GPTConfig(**arguments))
+    arguments = arguments | {key: keys[key] for key in lora.KEYS}
+    return None, tensors, arguments, describe_base(source or keys['init_from'], tensors)
 
 
 def with_longer_context(arguments, keys):
@@ -82,13 +104,16 @@ def initial_values(tensors, model, seed):
 
     tensors: as returned by `find_start`.
     """
-    if tensors:
-        return lambda name, shape, rows: pad_rows(tensors[name], shape, rows)
-    return lambda name, shape, rows: model.initial_value(name, shape, seed, rows)
+    def value(name, shape, rows):
+        if tensors and name in tensors:
+            return pad_rows(tensors[name], shape, rows)
+        return model.initial_value(name, shape, seed, rows)  # adapters beside loaded weights, too
+
+    return value
 
 
 def find_initial(init_from, processes):
-    """The weights that a new run starts from: (checkpoint, tensors, GPTConfig arguments, tokenizer meta).
+    """The weights of a new run: (checkpoint, tensors, GPTConfig arguments, tokenizer meta, base).
 
     init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
     read_weights, for tensors ({name: Stored}; checkpoint is None). Raises the errors of read_weights, and
@@ -97,8 +122,8 @@ def find_initial(init_from, processes):
     path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
     if not path:
         arguments, tensors, meta = read_weights(init_from)
-        return None, tensors, arguments, meta
+        return None, tensors, arguments, meta, None
     if problem := checkpoint.damage_on_any(path, processes):
         raise ValueError(f'{path} is damaged ({problem}): delete it, and the next best one is used')
     state = checkpoint.read_state(path)
-    return path, None, state['model'], state['tokenizer']
+    return path, None, state['model'], state['tokenizer'], state.get('base')

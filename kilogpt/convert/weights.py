@@ -21,7 +21,8 @@ from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.checkpoint_files import write_json
 from kilogpt.configurator import announced
-from kilogpt.convert import families, nanogpt
+from kilogpt.convert import families, nanogpt, peft
+from kilogpt.convert.adapters import digest_of, merged, plain_config
 from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
 from kilogpt.convert.folders import open_folder
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
@@ -207,8 +208,50 @@ def download_gpt2(name):
 
 # --- from a run ---------------------------------------------------------------------------------------------
 
-def export_weights(source, target, which='best', dtype='float32', tokenizer='', family=''):
+def open_run(path, state):
+    """(GPTConfig, {our name: Stored}) of a checkpoint, whose adapters are merged into their base.
+
+    state: its state.json. ValueError if the base is not there, or if it is another one.
+    """
+    config = GPTConfig(**state['model'])
+    if not config.lora_rank:
+        return config, open_weights(path, config)
+    weights = open_weights(path, config, open_base(state['base'], path))
+    return plain_config(config), merged(weights, config)
+
+
+def open_source(source):
+    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a run, or of a source of read_weights."""
+    path = checkpoint.choose(source)
+    if not path:
+        return read_weights(source)
+    state = checkpoint.read_state(path)
+    config, weights = open_run(path, state)
+    return dataclasses.asdict(config), weights, state['tokenizer']
+
+
+def open_base(base, path):
+    """{our name: Stored} of the base of adapters.
+
+    base: as in state.json. path: of the checkpoint of the adapters.
+    """
+    source = base['source']
+    if not (storage.is_url(source) or os.path.exists(source) or source in GPT2_NAMES):
+        raise ValueError(f'{path} holds adapters for {source}, which does not exist: put that base there '
+                         'again, or a link to it')
+    _, weights, _ = open_source(source)
+    digest = digest_of(weights)
+    if digest != base['digest']:
+        raise ValueError(f'{path} holds adapters for {source}, which has other weights now (digest {digest} '
+                         f'instead of {base["digest"]}): put the former weights there, or train new adapters '
+                         f'by --init_from={source} and another out_dir')
+    return weights
+
+
+def export_weights(source, target, which='best', dtype='float32', tokenizer='', family='', adapter=False):
     """Write the weights of a run for other software. ValueError if the model has no standard form.
+
+    adapter: write a run's adapters alone, for PEFT, rather than merge them into their base.
 
     source, which: as in checkpoint.choose. dtype: 'float32', 'bfloat16', 'float16', or 'q8_0' for GGUF.
     tokenizer: as in choose_tokenizer. family: as in families.entries_of.
@@ -230,14 +273,24 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
     if to_nanogpt and (unknown := nanogpt.keys_without_form(config)):
         raise ValueError(f'{path} has {", ".join(unknown)}, which nanoGPT does not have: '
                          'use the checkpoint with our own sample.py and train.py')
+    if adapter and (to_nanogpt or to_gguf or not config.lora_rank):
+        raise ValueError(f'--adapter writes the adapters of a run into a folder, but {path} has lora_rank='
+                         f'{config.lora_rank}, and the target is {target}: leave --adapter out')
     state['tokenizer'] = choose_tokenizer(tokenizer, state['tokenizer'], path, config.vocab_size)
     with announced(f'writing {target}'):
         if to_nanogpt:
             nanogpt.write_nanogpt(target, path, config, state, getattr(torch, dtype))
         else:
             with naming(path, 'exported'):
-                entries = families.entries_of(config, family)
-            tensors = families.to_theirs(open_weights(path, config), entries, config)
+                entries = families.entries_of(plain_config(config), family)
+            if adapter:
+                weights = open_weights(path, config, open_base(state['base'], path))
+                peft.write_adapter(target, weights, config, state['base'], entries['model_type'],
+                                   getattr(torch, dtype))
+                print(f'wrote {target} from {path}')
+                return
+            config, weights = open_run(path, state)
+            tensors = families.to_theirs(weights, entries, config)
             tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
             end = tokenizer.eot if tokenizer else None
             entries |= dict(bos_token_id=end, eos_token_id=end, pad_token_id=None)
@@ -280,15 +333,19 @@ def write_hugging_face(target, config, state, entries, tensors, tokenizer, dtype
 
 # --- to a run -----------------------------------------------------------------------------------------------
 
-def import_weights(source, out_dir, tokenizer=''):
+def import_weights(source, out_dir, tokenizer='', base=''):
     """Make a run's folder out_dir with a checkpoint of weights of other software.
 
-    source: as in read_weights. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
+    source: as in read_weights, or a folder of PEFT with adapters, whose base is `base`, as in open_source, if
+    the folder does not name it. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
     tokenizer: as in choose_tokenizer. ValueError if out_dir has checkpoints.
     """
     if checkpoint.find(out_dir):
         raise ValueError(f'{out_dir} already has checkpoints: choose another folder')
-    arguments, weights, meta = read_weights(source)
+    if peft.is_adapter(source):
+        arguments, weights, meta, base = read_adapter(source, base)
+    else:
+        arguments, weights, meta = read_weights(source)
     meta = choose_tokenizer(tokenizer, meta, source, arguments['vocab_size'])
     with announced(f'reading {source}'):
         check_finite_values(weights)
@@ -301,11 +358,12 @@ def import_weights(source, out_dir, tokenizer=''):
     state = dict(
         iteration=iteration, tokens=sequences * run.get('block_size', 0), val_loss=loss, best_val_loss=loss,
         skipped=[0, 0], wandb_id=None, scaler=torch.amp.GradScaler('cpu').state_dict(),
-        model=arguments, tokenizer=meta, config=run)
+        model=arguments, tokenizer=meta, config=run, base=base or None)
     saver = checkpoint.Saver(out_dir, keep=1)
     copy_tokenizer(meta, tokenizer_folder(out_dir))
     with torch.device('meta'):
-        parameters = list(GPT(GPTConfig(**arguments), seed=None).named_parameters())
+        model = GPT(GPTConfig(**arguments), seed=None)
+    parameters = [(name, p) for name, p in model.named_parameters() if name in weights]
     values = {f'model.{name}': partial(pad_rows, weights[name], p.shape) for name, p in parameters}
     optimizer = nanogpt_optimizer(source, saved, parameters, values)
     with announced(f'writing {out_dir}'):
@@ -314,6 +372,32 @@ def import_weights(source, out_dir, tokenizer=''):
         raise OSError(f'{out_dir} could not be written ({saver.problem})')
     print(f'wrote {path}: continue with python sample.py --out_dir={out_dir}, '
           f'or train.py --init_from={out_dir}')
+
+
+def read_adapter(folder, base):
+    """(GPTConfig arguments, {our name: Stored}, tokenizer meta, base for state.json) of adapters of PEFT.
+
+    base: the source of its base, or '' for the one that adapter_config.json names.
+    """
+    entries = peft.read_entries(folder)
+    base = base or entries['base_model_name_or_path']
+    arguments, weights, meta = open_source(base)
+    model_type = families.entries_of(GPTConfig(**arguments))['model_type']
+    keys, adapters = peft.read_adapter(folder, entries, arguments['n_layer'], model_type)
+    arguments |= keys
+    expected = expected_shapes(GPTConfig(**arguments))
+    for name, stored in adapters.items():
+        if stored.shape != expected[name]:
+            raise ValueError(f'{folder} has {name} with shape {stored.shape}, but the base {base} requires '
+                             f'{expected[name]}: name its base with --base')
+    return arguments, adapters, meta, describe_base(base, weights)
+
+
+def describe_base(source, weights):
+    """What state.json keeps of a base. source: as in open_source. weights: {our name: Stored}."""
+    if not storage.is_url(source) and source not in GPT2_NAMES:
+        source = os.path.abspath(checkpoint.choose(source) or source)
+    return dict(source=source, digest=digest_of(weights))
 
 
 def nanogpt_optimizer(path, saved, parameters, values):

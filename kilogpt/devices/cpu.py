@@ -4,11 +4,13 @@ import math
 import numpy as np
 import torch
 import torch.nn as nn
+from torch.nn import functional as F
 
 from kilogpt.devices import cpu_attention, cpu_kernels
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_all, replace_parts
 from kilogpt.layers.attention import CappedAttention, build_mask
+from kilogpt.layers.lora import LoraLinear
 from kilogpt.layers.mixture import GATED
 
 # Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
@@ -37,6 +39,9 @@ def use_faster_parts(model, use_kernels=False):
     for owner, name in find_parts(model, 'loss'):
         getattr(owner, name).max_logits = MAX_LOGITS
     replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            module.dropout = fast_dropout
     group_products(model, [torch.float32, torch.bfloat16])
 
 
@@ -63,10 +68,15 @@ class FastDropout(nn.Dropout):
     """PyTorch's dropout with the masks of `dropout_mask`."""
 
     def forward(self, x):
-        if not self.training or self.p == 0 or hasattr(x, 'placements'):
-            return super().forward(x)
-        # A tensor is passed rather than a shape, since the compiler merges calls with equal arguments.
-        return x * dropout_mask(x.detach(), self.p).type_as(x) * (1 / (1 - self.p))
+        return fast_dropout(x, self.p, self.training)
+
+
+def fast_dropout(x, p, training):
+    """F.dropout with the masks of `dropout_mask`."""
+    if not training or p == 0 or hasattr(x, 'placements'):
+        return F.dropout(x, p, training)
+    # A tensor is passed rather than a shape, since the compiler merges calls with equal arguments.
+    return x * dropout_mask(x.detach(), p).type_as(x) * (1 / (1 - p))
 
 
 @torch.library.custom_op('kilogpt::dropout_mask', mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))

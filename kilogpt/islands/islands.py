@@ -30,7 +30,7 @@ from data.shares import ranges
 from kilogpt import checkpoint
 from kilogpt.islands.client import ExchangeResult
 from kilogpt.islands.outer_optimizer import OuterOptimizer
-from kilogpt.parallel.apply import refresh
+from kilogpt.parallel.apply import refresh, saved_parameters
 from kilogpt.run import Hook
 from kilogpt.settings import OUTER_INTERVAL
 
@@ -157,7 +157,7 @@ class Islands(Hook):
             return
         settings = self.settings
         trained = parallel.optimizer_parameters()
-        others = [(name, p) for name, p in parallel.named_parameters() if not p.requires_grad]
+        others = [(name, p) for name, p in saved_parameters(parallel) if not p.requires_grad]
         self.optimizer = OuterOptimizer(
             trained + others, partial(fragment_of, model.split_plan['blocks'], settings.outer_fragments),
             settings.outer_fragments, settings.outer_lr, settings.outer_momentum, settings.outer_compress,
@@ -173,7 +173,7 @@ class Islands(Hook):
     def parameters(self):
         """[(name, parameter)] that a checkpoint keeps as its model: those that all islands share."""
         if self.islands == 1:
-            return self.parallel.named_parameters()
+            return saved_parameters(self.parallel)
         names = [name for name, _ in self.optimizer.parameters]
         return list(zip(names, self.optimizer.state['outer']))
 

@@ -191,6 +191,8 @@ class Router(nn.Module):
             if is_counted is None or not self.training:
                 return chosen, weights
             self._count(chosen, is_counted)
+            if not self.weight.requires_grad:  # a frozen router cannot become more balanced
+                return chosen, weights
             losses = self._losses(logits, affinities, is_counted)
             return chosen, AddLoss.apply(weights, losses, self.loss_scale)
 

@@ -1,10 +1,11 @@
 """The keys of the model for parts that families after GPT-2 have: norms, biases, rotary angles, scales.
 
-Imports rope.py alone. `model.py` reads these fields of its config, and `kilogpt/convert/families.py` sets
-them for the weights of each family. Any of them may be combined.
+Imports rope.py and lora.py alone. `model.py` reads these fields of its config, and
+`kilogpt/convert/families.py` sets them for the weights of each family. Any of them may be combined.
 """
 from dataclasses import dataclass
 
+from kilogpt.layers.lora import check_adapters
 from kilogpt.layers.rope import check_scaling
 
 
@@ -32,6 +33,11 @@ class ModelOptions:
     logit_scale: float = 1.0  # factor of the logits, before softcap
     router_norm: bool = True  # divide the weights of a token's experts by their sum, if it has more than one
     router_scale: float = 1.0  # factor of the weights of a token's experts
+    lora_rank: int = 0  # train adapters of this rank beside frozen weights (docs/lora.md); 0 = all weights
+    lora_alpha: float = 16.0  # the adapters' products are multiplied by lora_alpha / lora_rank
+    lora_targets: str = 'all'  # linears with adapters: attention, mlp, all, or names such as c_q,c_v
+    lora_dropout: float = 0.0  # dropout of the adapters' inputs
+    lora_rank_stabilised: bool = False  # multiply by lora_alpha / sqrt(lora_rank) instead
 
     def check_options(self):
         """Raise ValueError, with the key to change, if no model can have these options."""
@@ -40,10 +46,14 @@ class ModelOptions:
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
         for key in ('head_width', 'n_hidden', 'norm_eps', 'window', 'rope_theta_window', 'attention_scale',
-                    'attention_softcap'):
+                    'attention_softcap', 'softcap', 'lora_rank'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
-        for key in ('rope_theta', 'embedding_scale', 'residual_scale', 'logit_scale', 'router_scale'):
+        for key in ('dropout', 'lora_dropout'):
+            if not 0 <= getattr(self, key) < 1:
+                raise ValueError(f'{key} is {getattr(self, key)}: it must be in [0, 1)')
+        for key in ('rope_theta', 'embedding_scale', 'residual_scale', 'logit_scale', 'router_scale',
+                    'lora_alpha'):
             if not getattr(self, key) > 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be above 0')
         if self.bias_of and not set(self.bias_of.split('+')) <= {'qkv', 'proj', 'mlp'}:
@@ -62,6 +72,7 @@ class ModelOptions:
             raise ValueError(f'rope_share={self.rope_share} rotates {self.rotary_width} of the '
                              f'{self.head_width} features of a head: it must be a positive even number')
         check_scaling(self.rope_scaling)
+        check_adapters(self)
 
     @property
     def rotary_width(self):

@@ -1,4 +1,5 @@
 """Load a trained model and its tokenizer; generate text and measure the loss of a text with them."""
+import dataclasses
 import os
 import sys
 
@@ -104,6 +105,9 @@ def open_source(source, which, tokenizer):
     if path:
         state = checkpoint.read_state(path)
         meta = state['tokenizer']
+        if state.get('base'):  # adapters, which are merged into their base
+            config, tensors = weights.open_run(path, state)
+            state['model'] = dataclasses.asdict(config)
     else:
         arguments, tensors, meta = weights.read_weights(source)
         state = dict(model=arguments)
@@ -116,8 +120,8 @@ def open_source(source, which, tokenizer):
 
 
 def fill_model(named_parameters, path, tensors):
-    """Load a checkpoint, or the tensors of other weights, into parameters that may be sharded."""
-    if path:
+    """Load a checkpoint, or tensors if there are any, into parameters that may be sharded."""
+    if tensors is None:
         checkpoint.load(path, named_parameters)
     else:
         fill(named_parameters, lambda name, shape, rows: pad_rows(tensors[name], shape, rows))

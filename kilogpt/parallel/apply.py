@@ -129,7 +129,7 @@ class Parallel:
                 came_apart = model.tied.keys() & dict(stage.named_parameters()).keys()
                 assert not came_apart, 'the tied weights came apart'
 
-        self.network = model
+        self.network, self.has_adapters = model, model.config.lora_rank > 0
         self._is_ddp = layout.world_size > 1 and not layout.uses_fsdp
         self._accumulates = self.micro_steps > 1
         if self._is_ddp:
@@ -142,7 +142,7 @@ class Parallel:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=self.micro_batch,
                 micro_steps=self.micro_steps, block_size=block_size, n_embd=model.config.n_embd, dtype=dtype,
-                tied=model.tied, splits_backward=splits_backward)
+                tied={} if self.has_adapters else model.tied, splits_backward=splits_backward)
         self._named_parameters = [pair for stage in self.stages.values()
                                   for pair in name_parameters(stage, model.tied, processes)]
         self._passes = functools.partial(run_passes, self.network, self._autocast)
@@ -248,13 +248,13 @@ class Parallel:
         counted = [p.grad for p in parameters if p is not second_copy]
         if self._zero1:  # DTensor's norm would take ten times as long as that of plain tensors
             counted = [local_part(gradient) for gradient in counted]
-        norm = total_norm(counted)
+        norm = total_norm(counted, self.device)
         if self.pipeline or self._zero1:  # each process has gradients of other elements
             squares = norm.square()
             group = self.mesh.get_group('pp' if self.pipeline else 'dp_shard_cp')
             torch.distributed.all_reduce(squares, group=group)
             norm = squares.sqrt()
-        if max_norm:
+        if max_norm and parameters:
             gradients = [local_part(p.grad) for p in parameters]
             torch._foreach_mul_(gradients, (max_norm / (norm + 1e-6)).clamp(max=1).to(gradients[0].device))
         if self._powersgd:  # an update above the limit is skipped
@@ -297,6 +297,12 @@ class Parallel:
         dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+def saved_parameters(parallel):
+    """The named_parameters of a Parallel that a checkpoint holds: of a model with adapters, these alone."""
+    return [(name, parameter) for name, parameter in parallel.named_parameters()
+            if parameter.requires_grad or not parallel.has_adapters]
 
 
 def describe_layout(parallel, optimizer, batch_size, islands):

@@ -37,8 +37,13 @@ def split_tensors(model, mesh):
             for name in model.split_plan[kind]:
                 if name not in modules or kind != 'sequence' and not list(modules[name].parameters()):
                     continue
+                # The few rows of an adapter's A would give ranks empty parts, so each rank has all of them.
+                whole = modules[name]._parameters.pop('lora_A', None) if kind == 'colwise' else None
                 for style in steps:
                     parallelize_module(modules[name], mesh, style)
+                if whole is not None:
+                    whole = distribute_tensor(whole.detach(), mesh, [Replicate()], src_data_rank=None)
+                    modules[name].lora_A = torch.nn.Parameter(whole)
                 if kind == 'across':
                     weight = modules[name].weight.detach()
                     weight = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
@@ -116,8 +121,13 @@ def fill(named_parameters, value):
         local.copy_(value(name, parameter.shape, rows)[(slice(None), *columns)])
 
 
-def total_norm(gradients):
-    """The norm of all gradients, which may be DTensors on different meshes of the same processes."""
+def total_norm(gradients, device):
+    """The norm of all gradients, which may be DTensors on different meshes of the same processes.
+
+    A pipeline stage without adapters does not have gradients: 0, on the device.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
     by_mesh = {}
     for gradient in gradients:
         by_mesh.setdefault(getattr(gradient, 'device_mesh', None), []).append(gradient)

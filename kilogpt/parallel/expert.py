@@ -215,5 +215,7 @@ class ExpertBalance:
             dist.all_reduce(counts)
         self.n_tokens = counts // self.tp  # tensor-parallel ranks have the same tokens
         for name, router in self.routers.items():
+            if not router.weight.requires_grad:  # frozen beside adapters, as its bias then is
+                continue
             router.rebalance(self.n_tokens[self.names.index(name)].float(), is_applied)
         self.forget()

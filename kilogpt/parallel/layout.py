@@ -269,6 +269,9 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
     if async_tp and layout.tp == 1:
         raise ValueError('async_tp=True runs collectives of tensor parallelism beside products, but tp is '
                          '1: set tp above 1, or async_tp to False')
+    if fp8 and model.config.lora_rank:
+        raise ValueError('fp8=True would take the place of linears with adapters: set fp8 to False, or '
+                         'lora_rank to 0')
     if fp8 and (dtype != 'bfloat16' or layout.tp > 1):
         raise ValueError(f'fp8=True goes with dtype=bfloat16 and tp=1, but they are {dtype} and {layout.tp}: '
                          'change those, or set fp8 to False')

@@ -49,7 +49,8 @@ class Pipeline:
 
     stages: {index: module}.
     tied: {name of the head's weight: name of the embedding's} where the two are one parameter. On different
-    stages they are two copies, the `tied_pair`, that each get the sum of both gradients.
+    stages they are two copies, the `tied_pair`, that each get the sum of both gradients. {} if they are
+    frozen.
     splits_backward: whether the schedule may compute the gradients of weights later than those of inputs.
     """
 

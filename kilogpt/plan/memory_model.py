@@ -105,12 +105,12 @@ def reserve(parts, work):
 def state(shape, layout, work, rank):
     """{'parameters', 'gradients', 'moments': bytes} on the fullest process of a pipeline rank."""
     stages = shape.stages(layout, work.block_size)[rank]
-    sharded, _ = shape.sharded(stages, layout)
-    updated, updated_in_block_matrices = shape.updated(stages, layout)
+    sharded, trained = (each.sharded(stages, layout)[0] for each in (shape, shape.trained))
+    updated, updated_in_block_matrices = shape.trained.updated(stages, layout)
     moments = 2 * updated
     if work.optimizer == 'muon':  # keeps one moment of a block's matrix, AdamW two
         moments -= updated_in_block_matrices
-    return dict(parameters=FLOAT32 * sharded, gradients=FLOAT32 * sharded, moments=FLOAT32 * moments)
+    return dict(parameters=FLOAT32 * sharded, gradients=FLOAT32 * trained, moments=FLOAT32 * moments)
 
 
 def phases(shape, layout, work, rank):
@@ -164,6 +164,7 @@ def phases(shape, layout, work, rank):
     if work.cpu_offload and work.device != 'cpu':  # the state is in host memory
         sharded = dict.fromkeys(sharded, 0)
         gradients_before = gradients = 0
+    # A checkpoint holds the trained parameters alone, of which each has a gradient of its size.
     copies = _copied_bytes(sharded, layout) if work.saves_in_background else 0
     resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers,
                     copies=copies)
@@ -193,7 +194,7 @@ def _muon_bytes(shape, layout, work, stages):
     attention = 2 * (config.n_head + config.n_kv_head) * config.head_width
     together = 2 if config.mlp_form in GATED else 1  # c_fc and c_gate have one shape
     share = together * hidden / ((together + 1) * hidden + attention)
-    elements = min(2 ** 26, share * shape.updated(stages, layout)[1])
+    elements = min(2 ** 26, share * shape.trained.updated(stages, layout)[1])
     # float32: gradient, direction, the matrix before and after a step of Newton-Schulz, three Gram matrices
     # of about a third of its size. bfloat16: gradient and direction before the cast have the peak.
     return elements * (19 if work.width == FLOAT32 else 12)
@@ -203,7 +204,7 @@ def _copied_bytes(sharded, layout):
     """Bytes that a process copies for a checkpoint. Processes that hold the same tensors share the work."""
     replicas = layout.dp_replicate if layout.uses_fsdp else layout.dp * layout.cp
     of_moments = 1 if layout.zero_stage == 1 else replicas  # ZeRO-1 has divided the moments already
-    return sharded['parameters'] / replicas + sharded['moments'] / of_moments
+    return sharded['gradients'] / replicas + sharded['moments'] / of_moments
 
 
 class WholeBytes(NamedTuple):
@@ -217,16 +218,17 @@ class WholeBytes(NamedTuple):
 def _whole_bytes(shape, layout, work, stages):
     """The WholeBytes of the stages of a pipeline rank."""
     all_parts, ends = shape.totals(stages, layout)
+    trained_parts, trained_ends = shape.trained.totals(stages, layout)
     if not layout.uses_fsdp:
         gathered = 0
         if work.width < FLOAT32:  # autocast's copies
             gathered = work.width * (all_parts.split_in_matrices - ends.split_in_matrices + ends.split)
-        return WholeBytes(FLOAT32 * all_parts.split, gathered, 0, 0)
+        return WholeBytes(FLOAT32 * trained_parts.split, gathered, 0, 0)
     merged = Stage.sum(stages)
     counts = {part: shape.counts(part, layout) for part in ('dense', 'sparse', 'experts')}
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
-    largest_unit = max((counts[unit].gathered for unit in units), default=0)
+    largest_unit = max((shape.trained.counts(unit, layout).gathered for unit in units), default=0)
     blocks_gathered = all_parts.gathered - ends.gathered
     if layout.zero_stage == 3:  # the parameters of two blocks, but the experts of only one
         two_blocks = [0]
@@ -235,13 +237,13 @@ def _whole_bytes(shape, layout, work, stages):
         if merged.n_sparse:
             two_blocks.append(2 * counts['sparse'].gathered + counts['experts'].gathered)
         blocks_gathered = min(blocks_gathered, max(two_blocks))
-    gradients, width = FLOAT32 * shape.sharded(stages, layout)[0], work.width + FLOAT32
+    gradients, width = FLOAT32 * shape.trained.sharded(stages, layout)[0], work.width + FLOAT32
     if layout.pp > 1:  # gradients stay whole until the last micro-batch
-        gradients = FLOAT32 * all_parts.gathered
+        gradients = FLOAT32 * trained_parts.gathered
     if layout.pp > 1 or layout.dp_shard * layout.cp == 1:
         width = FLOAT32
     return WholeBytes(gradients, work.width * (blocks_gathered + ends.gathered), width * largest_unit,
-                      width * ends.gathered)
+                      width * trained_ends.gathered)
 
 
 def tokens_of(layout, work):
@@ -371,4 +373,6 @@ def loss_bytes(shape, layout, work):
     if size == rows:
         return per_logit * rows * vocabulary
     gradients = (FLOAT32 + 2 * work.width) * vocabulary * config.n_embd + work.width * rows * config.n_embd
+    if config.lora_rank:  # the head is frozen, and at most cast
+        gradients = work.width * ((work.width < FLOAT32) * vocabulary + rows) * config.n_embd
     return per_logit * size * vocabulary + gradients

@@ -52,9 +52,12 @@ class Shape:
     parts: {part: [(name, shape, dimension that tp splits, or None)]}. The parts are 'before' and 'after' (the
     parameters before and after the blocks), 'dense' (one block without experts), and 'sparse' and 'experts'
     (one block with experts: the experts' matrices, and everything else in it).
+    trained: the Shape of the trained parameters alone, which is another one if the model has adapters (LoRA).
     """
 
-    def __init__(self, model):
+    def __init__(self, model, trained_alone=False):
+        has_frozen = model.config.lora_rank > 0 and not trained_alone
+        self.trained = Shape(model, trained_alone=True) if has_frozen else self
         plan = model.split_plan
         blocks = model.get_submodule(plan['blocks'])
         self.model, self.config, self.n_blocks = model, model.config, len(blocks)
@@ -68,13 +71,15 @@ class Shape:
             block = next((prefix for prefix in first_blocks if name.startswith(prefix)), '')
             entry = name, tuple(parameter.shape)
             module, _, kind = name.removeprefix(block).rpartition('.')
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and not has_frozen:
                 continue
             if module == f'{plan["experts"]}.experts':
                 self.parts['experts'].append((*entry, 2 if kind == 'c_proj' else 1))
                 continue
             tp_dimension = None
-            if module in plan['colwise'] + plan['across'] + plan['embedding'] + plan['head']:
+            if kind == 'lora_A':  # dtensor.py does not split it
+                pass
+            elif module in plan['colwise'] + plan['across'] + plan['embedding'] + plan['head']:
                 tp_dimension = 0
             elif module in plan['rowwise'] and kind == 'weight':
                 tp_dimension = 1

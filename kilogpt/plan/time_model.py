@@ -83,7 +83,7 @@ def _step_seconds(shape, layout, work, machine, stage):
         rate = machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
         head = 2 * s * config.n_embd * vocabulary / rate
         forward += head + 8 * s * vocabulary / machine.bandwidth
-        backward += 2 * head + 12 * s * vocabulary / machine.bandwidth
+        backward += (1 if config.lora_rank else 2) * head + 12 * s * vocabulary / machine.bandwidth
     repeats = 1 if work.activation_checkpoint == 'none' else 1.375  # 11 collectives instead of 8
     stream = s * config.n_embd * work.width
     tp_seconds = stage.n_blocks * 8 * repeats * machine.ring(stream, 1, tp)
@@ -111,19 +111,24 @@ def _block_seconds(shape, layout, work, machine, has_experts):
     """Seconds of computation of a block for a micro-batch: (forward, backward)."""
     config, s, tp = shape.config, tokens_of(layout, work), layout.tp
     dtype = 'float8' if work.fp8 else work.dtype
-    products = 0.0
-    for _, sizes, tp_dimension in shape.parts['sparse' if has_experts else 'dense']:
+    products = of_frozen = 0.0
+    part = 'sparse' if has_experts else 'dense'
+    trained = {name for each in (part, 'experts') for name, *_ in shape.trained.parts[each]}
+    for name, sizes, tp_dimension in shape.parts[part]:
         if len(sizes) > 1:
             sizes = _divided(sizes, tp_dimension, tp)
-            products += 2 * s * math.prod(sizes) / machine.rate(dtype, min(s, *sizes))
+            seconds = 2 * s * math.prod(sizes) / machine.rate(dtype, min(s, *sizes))
+            products += seconds
+            of_frozen += seconds * (name not in trained)
     operators = OPERATORS[work.compile]
     if has_experts:
         n_experts = config.n_experts / layout.ep  # experts of this process: a product for each one's rows
         n_rows = s * config.n_active_experts * (work.load_imbalance if layout.ep > 1 else 1)
-        for _, sizes, tp_dimension in shape.parts['experts']:
+        for name, sizes, tp_dimension in shape.parts['experts']:
             _, *sizes = _divided(sizes, tp_dimension, tp)
             rate = machine.rate(work.dtype, min(n_rows / n_experts, *sizes))
             products += 2 * n_rows * math.prod(sizes) / rate
+            of_frozen += 2 * n_rows * math.prod(sizes) / rate * (name not in trained)
         operators = [count + routed for count, routed in zip(operators, ROUTED_OPERATORS)]
     heads = config.n_head * config.head_width
     seen = work.seen or config.mean_seen([work.block_size])
@@ -131,7 +136,7 @@ def _block_seconds(shape, layout, work, machine, has_experts):
     whole = block_activations(config, layout, work, has_experts).whole
     pointwise = [passes * whole / machine.bandwidth for passes in TRAFFIC[work.compile]]
     forward = products + attention + pointwise[0]
-    backward = 2 * products + 2.5 * attention + pointwise[1]
+    backward = 2 * products - of_frozen + 2.5 * attention + pointwise[1]
     if work.activation_checkpoint == 'full':
         backward += forward
     elif work.activation_checkpoint == 'selective':
@@ -166,7 +171,7 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
     n_blocks = stage.n_blocks
     n_shards, stride = layout.dp_shard * layout.cp, layout.tp
     if not layout.uses_fsdp:
-        elements = sum(count * shape.counts(part, layout).split for part, count in stage.parts.items())
+        elements = sum(count * shape.trained.counts(part, layout).split for part, count in stage.parts.items())
         sent = elements * {'none': 4, 'bf16': 2, 'powersgd': 0.2}[work.grad_compress]
         last_bucket = min(1.0, 25 * 2 ** 20 / sent)
         reduced = machine.ring(sent, 1, world)
@@ -189,19 +194,23 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
         copies = 2 * byte_count / machine.bandwidth
         return machine.ring(byte_count, stride * spacing, n_shards // spacing) + copies + host
 
-    gathered = {part: shape.counts(part, layout).gathered for part in shape.parts}
+    def gathered_elements(shape):
+        return {part: shape.counts(part, layout).gathered for part in shape.parts}
 
-    def of_blocks(width):
-        """Seconds of the collectives of all blocks. width: bytes of an element."""
+    def of_blocks(gathered, width):
+        """Seconds of the collectives of all blocks. gathered: {part: elements}. width: bytes of an element."""
         of_part = dict(dense=collective_seconds(width * gathered['dense']),
                        sparse=collective_seconds(width * gathered['sparse']),
                        experts=collective_seconds(width * gathered['experts'], spacing=layout.ep))
         return sum(stage.parts[part] * seconds for part, seconds in of_part.items())
 
-    ends = sum(stage.parts[part] * gathered[part] for part in ('before', 'after'))
-    gather, reduce = of_blocks(work.width), of_blocks(FLOAT32)
-    gather_ends, reduce_ends = collective_seconds(work.width * ends), collective_seconds(FLOAT32 * ends)
-    shard_bytes = FLOAT32 * shape.sharded(stages, layout)[0]
+    whole, trained = gathered_elements(shape), gathered_elements(shape.trained)
+    ends, trained_ends = (sum(stage.parts[part] * elements[part] for part in ('before', 'after'))
+                          for elements in (whole, trained))
+    gather, reduce = of_blocks(whole, work.width), of_blocks(trained, FLOAT32)
+    gather_ends = collective_seconds(work.width * ends)
+    reduce_ends = collective_seconds(FLOAT32 * trained_ends)
+    shard_bytes = FLOAT32 * shape.trained.sharded(stages, layout)[0]
     replicas = 2 * machine.ring(shard_bytes, stride * n_shards, layout.dp_replicate)
 
     def exposed(communication, computation):
@@ -235,7 +244,7 @@ def _optimizer_seconds(shape, layout, work, machine):
         flops = matrix_bytes = 0
         all_blocks = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), False)
         for part, count in all_blocks.parts.items():
-            for _, sizes, _ in shape.parts[part]:
+            for _, sizes, _ in shape.trained.parts[part]:
                 if count and len(sizes) > 1:
                     short, long = sorted(sizes[-2:])
                     n_matrices = count / layout.pp * math.prod(sizes[:-2])

@@ -154,7 +154,7 @@ def test_adapter_is_refused_by_name(tmp_path):
     (tmp_path / 'adapter_config.json').write_text('{"base_model_name_or_path": "meta-llama/Llama-3.2-1B"}')
     (tmp_path / 'adapter_model.safetensors').write_bytes(b'')
     assert_refused(tmp_path, 'is an adapter for the model meta-llama/Llama-3.2-1B',
-                   'merge the adapter into its base model first')
+                   'python -m kilogpt.convert import')
 
 
 @pytest.mark.parametrize('method', ['gptq', 'awq', 'bitsandbytes', 'fp8'])

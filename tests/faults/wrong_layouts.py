@@ -92,7 +92,7 @@ if fault == 'rows not gathered':
 if fault == 'matrices in parts':
     Parallel.apply_to_whole_matrices = lambda self, function, parameter, parts: function(parts)
 if fault == 'local norm':
-    apply.total_norm = lambda gradients: torch.nn.utils.get_total_norm(
+    apply.total_norm = lambda gradients, device: torch.nn.utils.get_total_norm(
         [optim.local_part(gradient) for gradient in gradients])
 if fault == 'no decay of shards':
     build_adamw = optim.build_adamw

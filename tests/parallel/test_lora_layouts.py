@@ -1,0 +1,114 @@
+"""Every layout trains adapters as one process does: losses, evaluations, norms, each gradient, and no base.
+
+All runs begin with adapters that were trained before, since with B = 0 the gradients of A would be zero.
+"""
+import functools
+import shutil
+
+import pytest
+import torch
+from test_document_layouts import wrong_gradients
+from test_parallel import BASE, MODERN
+
+from helpers import FAULTS, assert_near, newest_weights, side_by_side
+from kilogpt.prove import observer
+
+ITERATIONS = 3
+SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}']
+EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --router_balance_rate=0.01 --pos=rope'
+# {model: (keys of its base, keys of its adapters)}
+MODELS = dict(gpt2=('--bias', '--lora_rank=3'), modern=(MODERN, '--lora_rank=4 --lora_rank_stabilised'),
+              few=(MODERN, '--lora_rank=1 --lora_targets=c_q,mlp.c_proj'),
+              muon=(MODERN, '--lora_rank=4 --optimizer=muon'),
+              shallow=('--n_layer=2', '--lora_rank=4'),
+              moe=(EXPERTS, '--lora_rank=4 --lora_targets=attention'))
+# {processes: {layout, whose name begins with its model: its arguments}}
+LAYOUTS = {
+    1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True'},
+    2: {'gpt2 ddp': '', 'modern zero1': '--zero_stage=1', 'modern zero3': '--zero_stage=3', 'gpt2 tp2': '--tp=2',
+        'modern cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'moe ep2': '--ep=2',
+        'muon zero3': '--zero_stage=3'},
+    4: {'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
+}
+SLOW_LAYOUTS = {
+    2: {'gpt2 zero2 selective': '--zero_stage=2 --activation_checkpoint=selective', 'gpt2 pp2 1f1b': '--pp=2',
+        'modern offload': '--zero_stage=3 --cpu_offload', 'few tp2': '--tp=2', 'few zero3': '--zero_stage=3',
+        'modern tp2 full': '--tp=2 --activation_checkpoint=full', 'muon zero1': '--zero_stage=1',
+        'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
+        'modern pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full',
+        'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2'},
+    3: {'gpt2 zero3': '--zero_stage=3'},
+    4: {'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
+        'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp4 zb': '--pp=2 --pp_schedule=interleavedzb'},
+}
+
+
+def cases():
+    """Parameters (nproc, layout)."""
+    params = []
+    for layouts, marks in ((LAYOUTS, ()), (SLOW_LAYOUTS, pytest.mark.slow)):
+        for nproc, of_nproc in layouts.items():
+            params += [pytest.param(nproc, layout, marks=marks) for layout in of_nproc]
+    return params
+
+
+@pytest.fixture(scope='session')
+def lora_run(request, train, tmp_path_factory):
+    """Function (nproc, layout) -> its run, with `observations` of [iteration - 1][rank].
+
+    The layout 'MODEL one' is one process. The first call runs what all selected tests compare, two at a time.
+    """
+    selected = []
+    for item in request.session.items:
+        params = getattr(item, 'callspec', None) and item.callspec.params
+        if params and params.keys() == {'nproc', 'layout'} and item.path.name == 'test_lora_layouts.py':
+            selected += [(params['nproc'], params['layout']), (1, f'{params["layout"].split()[0]} one')]
+    done, starts = {}, {}
+
+    def prepare(model):
+        """The folder of a run that has trained adapters beside a base that was trained as well."""
+        of_base, of_adapters = MODELS[model]
+        options = ['--eval_iters=0', '--learning_rate=2e-2', '--min_lr=2e-2']
+        base = train(*of_base.split(), *options, base=SHORT)
+        return train(f'--init_from={base.out_dir}', *of_adapters.split(), *options, base=SHORT).out_dir
+
+    def start(nproc, layout):
+        folder = tmp_path_factory.mktemp('gradients')
+        model = layout.split()[0]
+        # The experts of a token do not change with rounding in float64.
+        env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if model == 'moe' else 'float32')
+        arguments = (LAYOUTS[nproc] | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
+        optimizer = ['--optimizer=muon'] * (model == 'muon')
+        run = train(f'--init_from={starts[model]}', *optimizer, *arguments, base=SHORT, nproc=nproc, check=False,
+                    env=env, faults=[FAULTS / 'dump_gradients.py'])
+        if run.returncode == 0:
+            run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
+            shutil.rmtree(folder)
+        return run
+
+    def get(*case):
+        if case not in done:
+            missing = [each for each in dict.fromkeys([case, *selected]) if each not in done]
+            models = dict.fromkeys(layout.split()[0] for _, layout in missing)
+            new = [model for model in models if model not in starts]
+            starts.update(zip(new, side_by_side(*(functools.partial(prepare, model) for model in new))))
+            runs = side_by_side(*(functools.partial(start, *each) for each in missing))
+            done.update(zip(missing, runs))
+        assert done[case].returncode == 0, '\n'.join(done[case].outputs)
+        return done[case]
+
+    return get
+
+
+@pytest.mark.parametrize('nproc, layout', cases())
+def test_layout_trains_adapters_as_one_process_does(lora_run, nproc, layout):
+    run, one = lora_run(nproc, layout), lora_run(1, f'{layout.split()[0]} one')
+    assert list(one.lines) == [1, 2, 3] and list(one.evals) == [0, 3]
+    assert_near(run, one)
+    for found, expected, tolerance in zip(run.observations, one.observations, (1e-3, 1e-2, 1e-2)):
+        assert all('.lora_' in name for name, _ in expected[0].gradients)
+        assert wrong_gradients(found, expected, tolerance) == []
+    saved, saved_by_one = newest_weights(run.out_dir), newest_weights(one.out_dir)
+    assert saved.keys() == saved_by_one.keys() and all('.lora_' in name for name in saved)
+    for name, tensor in saved.items():
+        torch.testing.assert_close(tensor, saved_by_one[name], rtol=0, atol=1e-3)

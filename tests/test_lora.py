@@ -1,0 +1,215 @@
+"""Adapters of low rank: their gradients, their checkpoints, and what is said about wrong ones."""
+import functools
+import shutil
+
+import pytest
+import torch
+
+from helpers import assert_same_tensors, curve, newest_state, newest_tensors, run_forked, saved_iterations
+from kilogpt.layers.lora import GROUPS, scale_of
+from kilogpt.loaded.load import load_model
+from model import GPT, GPTConfig
+
+SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, pos='rope', norm='rmsnorm',
+             mlp='swiglu')
+MODERN = '--pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'.split()
+
+
+def adapted(**keys):
+    """(a model in float64 with adapters whose B is not zero, the same model without adapters)."""
+    model = GPT(GPTConfig(**SMALL, **dict(lora_rank=4, lora_alpha=6.0) | keys)).double()
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if name.endswith('lora_B'):
+            parameter.data.normal_(0, 0.1, generator=generator)
+    plain = GPT(GPTConfig(**SMALL)).double()
+    plain.load_state_dict({name: value for name, value in model.state_dict().items() if '.lora_' not in name})
+    return model, plain
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(65, (3, 16), generator=generator), torch.randint(65, (3, 16), generator=generator)
+
+
+@pytest.mark.parametrize('keys', [{}, dict(lora_targets='c_q,mlp.c_proj', lora_rank_stabilised=True)])
+def test_gradients_are_those_of_the_merged_weights(keys):
+    """Autograd on W + scale B A, by the chain rule: a plain model whose weights are functions of A and B."""
+    model, plain = adapted(**keys)
+    loss = model(*batch())
+    loss.backward()
+    adapters = {name: value.detach().clone().requires_grad_() for name, value in model.named_parameters()
+                if '.lora_' in name}
+    weights = dict(plain.named_parameters())
+    for name, a in adapters.items():
+        linear, _, kind = name.rpartition('.')
+        if kind == 'lora_A':
+            update = adapters[f'{linear}.lora_B'] @ a
+            weights[f'{linear}.weight'] = weights[f'{linear}.weight'] + scale_of(model.config) * update
+    expected = torch.func.functional_call(plain, weights, batch())
+    expected.backward()
+    torch.testing.assert_close(loss, expected)
+    assert len(adapters) == 2 * 2 * (7 if not keys else 2)
+    for name, parameter in model.named_parameters():
+        if name in adapters:
+            torch.testing.assert_close(parameter.grad, adapters[name].grad)
+            assert parameter.grad.abs().max() > 1e-3
+        else:
+            assert parameter.grad is None and not parameter.requires_grad
+
+
+def test_adapters_of_full_rank_make_the_update_of_the_merged_weight():
+    """With A = 1 and scale = 1, a step of B alone is the step that full finetuning of W makes."""
+    model, plain = adapted(lora_rank=32, lora_alpha=32.0, lora_targets='c_q')
+    for name, parameter in model.named_parameters():
+        if name.endswith('lora_A'):
+            parameter.data.copy_(torch.eye(32))
+            parameter.requires_grad_(False)
+        if name.endswith('lora_B'):
+            parameter.data.zero_()
+    before = {name: value.clone() for name, value in plain.state_dict().items() if 'c_q' in name}
+    for trained in (model, plain):
+        parameters = [p for name, p in trained.named_parameters() if 'c_q' in name and p.requires_grad]
+        trained(*batch()).backward()
+        torch.optim.SGD(parameters, lr=0.1).step()
+    for name, weight in before.items():
+        linear = model.get_submodule(name.removesuffix('.weight'))
+        torch.testing.assert_close(plain.state_dict()[name], linear.weight + linear.lora_B @ linear.lora_A)
+        assert (plain.state_dict()[name] - weight).abs().max() > 1e-4
+
+
+def test_new_adapters_change_nothing():
+    model, plain = GPT(GPTConfig(**SMALL, lora_rank=4)), GPT(GPTConfig(**SMALL))
+    torch.testing.assert_close(model(*batch()), plain(*batch()), rtol=0, atol=0)
+
+
+def test_loss_in_parts_has_no_gradient_of_a_frozen_head(monkeypatch):
+    model, _ = adapted()
+    model(*batch()).backward()
+    whole = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
+    model.zero_grad()
+    monkeypatch.setattr('model.MAX_LOGITS', 1024)
+    model(*batch()).backward()
+    assert model.lm_head.weight.grad is None
+    for name, gradient in whole.items():
+        torch.testing.assert_close(model.get_parameter(name).grad, gradient)
+
+
+def test_dropout_is_of_the_adapters_inputs_alone():
+    """With B = 0 it makes no difference; with B ≠ 0 it makes one, in training alone."""
+    new = GPT(GPTConfig(**SMALL, lora_rank=4, lora_dropout=0.5))
+    torch.testing.assert_close(new(*batch()), new.eval()(*batch()), rtol=0, atol=0)
+    model, _ = adapted(lora_dropout=0.5)
+    trained = model(*batch())
+    model.eval()
+    torch.testing.assert_close(model(*batch()), adapted()[0](*batch()))
+    assert not torch.allclose(trained, model(*batch()))
+
+
+@pytest.mark.parametrize('keys, sentence', [
+    (dict(lora_rank=-1), 'lora_rank is -1: it cannot be negative'),
+    (dict(lora_alpha=0.0), 'lora_alpha is 0.0: it must be above 0'),
+    (dict(lora_dropout=1.0), 'lora_dropout is 1.0: it must be in'),
+    (dict(lora_targets='attention,c_x'), "'c_x' is not a linear of a block: join some of attention, mlp, all, c_fc"),
+    (dict(lora_targets='c_gate', mlp='gelu'), 'the blocks of this model do not have such linears'),
+    (dict(mlp='moe'), 'experts cannot have adapters: set lora_targets to attention')])
+def test_impossible_adapters_are_refused_in_one_sentence(keys, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        GPT(GPTConfig(**SMALL | dict(lora_rank=2) | keys))
+
+
+def test_targets_are_groups_or_names():
+    for text, paths in (('attention', GROUPS['attention']), ('c_q, c_v', ('attn.c_q', 'attn.c_v')),
+                        ('c_proj', ('attn.c_proj', 'mlp.c_proj')), ('mlp.c_proj', ('mlp.c_proj',))):
+        model = GPT(GPTConfig(**SMALL, lora_rank=2, lora_targets=text))
+        found = {name.partition('h.0.')[2].rpartition('.')[0] for name, p in model.named_parameters()
+                 if p.requires_grad and 'h.0.' in name}
+        assert found == set(paths), text
+
+
+# --- runs -----------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def base(train):
+    """The folder of a run whose weights the tests adapt."""
+    return train(*MODERN, '--max_iters=6', '--lr_decay_iters=6', '--eval_interval=6').out_dir
+
+
+ADAPTERS = ['--lora_rank=4', '--lora_alpha=8', '--lora_dropout=0.1', '--save_interval=6']
+
+
+@pytest.fixture(scope='module')
+def tuned(train, base):
+    return train(f'--init_from={base}', *ADAPTERS)
+
+
+def test_checkpoint_holds_adapters_alone_and_names_their_base(tuned, base):
+    tensors, state = newest_tensors(tuned.out_dir), newest_state(tuned.out_dir)
+    assert tensors and all('.lora_' in name for name in tensors)
+    assert {name.partition('.')[0] for name in tensors} == {'model', 'optimizer'}
+    assert state['base']['source'] == str(base / 'ckpt' / 'iter_00000006')
+    assert tuned.evals[12]['val_loss'] < tuned.evals[0]['val_loss'] - 0.01
+
+
+def test_resumed_run_equals_the_unbroken_one_to_the_bit(train, tuned, tmp_path):
+    out_dir = shutil.copytree(tuned.out_dir, tmp_path / 'out')
+    shutil.rmtree(out_dir / 'ckpt' / 'iter_00000012')
+    resumed = train(*ADAPTERS, '--init_from=resume', out_dir=out_dir)
+    assert 'at iteration 6' in resumed.stdout
+    assert curve(resumed) == curve(tuned) and resumed.evals == tuned.evals
+    assert_same_tensors(newest_tensors(out_dir), newest_tensors(tuned.out_dir))
+
+
+def test_sharded_checkpoint_continues_on_one_process(train, tuned, base, tmp_path):
+    sharded = train(f'--init_from={base}', *ADAPTERS, '--zero_stage=3', '--lora_dropout=0', '--max_iters=6', nproc=2)
+    whole = train(f'--init_from={base}', *ADAPTERS, '--lora_dropout=0', '--eval_interval=6')
+    assert saved_iterations(sharded.out_dir) == [6]
+    resumed = train('--init_from=resume', out_dir=sharded.out_dir)
+    for iteration in range(7, 13):
+        assert resumed.lines[iteration]['loss'] == pytest.approx(whole.lines[iteration]['loss'], abs=1e-5)
+
+
+def test_loaded_model_and_samples_have_the_merged_weights(tuned, base):
+    """The loss is that of the run's last evaluation; sampling and scoring go the same way."""
+    merged, _, _, state = load_model(str(tuned.out_dir))
+    plain, *_ = load_model(str(base))
+    assert merged.config == plain.config and all(p.requires_grad for p in merged.parameters())
+    tensors = newest_tensors(tuned.out_dir)
+    linear = 'transformer.h.1.mlp.c_proj'
+    update = tensors[f'model.{linear}.lora_B'] @ tensors[f'model.{linear}.lora_A']
+    torch.testing.assert_close(merged.get_submodule(linear).weight,
+                               plain.get_submodule(linear).weight + 8 / 4 * update)
+    sampled = run_forked('sample.py', f'--out_dir={tuned.out_dir}', '--device=cpu', '--start=A', '--num_samples=1',
+                         '--max_new_tokens=3')
+    assert sampled.stdout.startswith('A')
+
+
+def test_continued_adapters_start_where_they_were(train, tuned):
+    """A new run from a run with adapters trains the same adapters on, with the same base."""
+    run = train(f'--init_from={tuned.out_dir}', '--max_iters=1', '--lora_rank=4')
+    assert run.evals[0]['val_loss'] == pytest.approx(tuned.evals[12]['val_loss'], abs=1e-5)
+    assert newest_state(run.out_dir)['base'] == newest_state(tuned.out_dir)['base']
+
+
+def test_wrong_bases_and_ranks_are_refused_in_one_sentence(train, tuned, base, tmp_path):
+    path, place = tuned.out_dir / 'ckpt' / 'iter_00000012', base / 'ckpt' / 'iter_00000006'
+    other = train(*MODERN, '--seed=1', '--max_iters=6', '--eval_interval=6').out_dir / 'ckpt' / 'iter_00000006'
+    calls = {
+        'lora_rank is 4, but adapters need a trained model beside them: set init_from': ['--lora_rank=4'],
+        'lora_rank is 2, but .* has adapters of rank 4': [f'--init_from={tuned.out_dir}', '--lora_rank=2'],
+        'lora_rank is -1: it cannot be negative': [f'--init_from={base}', '--lora_rank=-1'],
+    }
+    for sentence, arguments in calls.items():
+        with pytest.raises(AssertionError, match=f'error: {sentence}'):
+            train(*arguments, runner=run_forked)
+    moved = shutil.move(place, tmp_path / 'moved')
+    try:
+        with pytest.raises(ValueError, match='which does not exist: put that base there again'):
+            load_model(str(tuned.out_dir))
+        shutil.copytree(other, place)
+        resume = functools.partial(train, '--init_from=resume', '--max_iters=13', out_dir=tuned.out_dir)
+        with pytest.raises(AssertionError, match=f'error: {path} holds adapters for {place}, which has other weights'):
+            resume()
+        shutil.rmtree(place)
+    finally:
+        shutil.move(moved, place)
