@@ -46,8 +46,9 @@ class ChatTemplate:
             self.variables['eos_token'] = _text_of(tokenizer, tokenizer.eot)
         self.environment, self.template = _compile(source or DEFAULT_TEMPLATE, self.where)
         self.has_marks = bool(re.search(r'\{%-?\s*generation\s*-?%\}', source or ''))
-        special = sorted((_text_of(tokenizer, i) for i in tokenizer.special_ids), key=len, reverse=True)
-        special = '|'.join(map(re.escape, special)) or '(?!)'  # which matches nothing
+        special = {_text_of(tokenizer, i) for i in tokenizer.special_ids} - {''}
+        longest_first = sorted(special, key=len, reverse=True)
+        special = '|'.join(map(re.escape, longest_first)) or '(?!)'  # which matches nothing
         self.to_mark = re.compile(f'({special})|[{MARKS}]')
         self.marked = re.compile(f'{TEXT}({special}){END_TEXT}')
 
@@ -142,7 +143,7 @@ class ChatTemplate:
                     raise ValueError(f'it writes more than {MAX_LENGTH:,} characters')
         except jinja2.TemplateError as error:
             raise ValueError(f'{self.where} refuses these messages: {error}') from None
-        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
+        except Exception as error:  # whatever else a program that comes with weights can raise
             raise ValueError(f'{self.where} fails: {error}') from None
         return ''.join(pieces).encode(errors='replace').decode()  # JSON can carry lone surrogates
 
@@ -173,9 +174,6 @@ class ChatTemplate:
             ids += new_ids
             places += [(start + offset, end + offset) for start, end in new_places]
             offset += len(piece)
-        # Some tokenizers leave spaces out of the places. A character in two tokens is in both places.
-        ends = [0, *(end for _, end in places)]
-        places = [(min(start, previous), end) for previous, (start, end) in zip(ends, places)]
         return ids, places, answers
 
     def _encode_piece(self, piece, is_first, is_text):

@@ -138,16 +138,19 @@ def test_answers_are_counted_up_to_the_token_that_ends_them(family, i):
     assert family.end in family.ours.stop_ids
 
 
-def test_answers_that_a_template_marks_are_counted_as_transformers_counts_them(tmp_path):
-    folder = write_folder(tmp_path, *FAMILIES['marked'])
+@pytest.mark.parametrize('end', ["{% endgeneration %}{{ '\\n' }}", "{{ '\\n' }}{% endgeneration %}"])
+def test_answers_that_a_template_marks_are_counted_as_transformers_counts_them(end, tmp_path):
+    template, *rest = FAMILIES['marked']
+    template = template.replace("{% endgeneration %}{{ '\\n' }}", end)
+    folder = write_folder(tmp_path, template, *rest)
     ours, theirs = ChatTemplate(JsonTokenizer(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
     assert ours.has_marks
     for messages in CONVERSATIONS:
         expected = theirs.apply_chat_template(messages, return_assistant_tokens_mask=True)
         ids, counted = ours.tokens_and_counted(messages)
         assert ids == expected['input_ids'] and list(map(int, counted)) == expected['assistant_masks']
-    ours.has_marks = False
-    assert ours.tokens_and_counted(messages) == (ids, counted)  # by prefixes of the conversation
+    ours.has_marks = False  # now by prefixes of the conversation, which do not count the newline
+    assert (ours.tokens_and_counted(messages) == (ids, counted)) == end.startswith('{% end')
 
 
 def test_roles_say_whose_messages_are_counted(tmp_path):

@@ -22,8 +22,8 @@ FLOORS = [
     {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/profiler.py',
      'kilogpt/remote_run.py', 'kilogpt/run.py', 'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
     {'kilogpt/convert', 'kilogpt/plot'},
-    {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove', 'kilogpt/replay',
-     'kilogpt/scaling'},
+    {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
+     'kilogpt/replay', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},
     {'bench.py', 'kilogpt/meet.py', 'sample.py', 'train.py'},
 ]

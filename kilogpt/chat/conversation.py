@@ -45,11 +45,8 @@ class Conversation:
     def generate(self, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_ids):
         """Yield the ids that continue a text, without the one of stop_ids that ends it.
 
-        The arguments are those of GPT.generate_tokens. ValueError if the text fills the model's context.
+        The arguments are those of GPT.generate_tokens. The text ends where the model's context is full.
         """
-        if len(ids) >= self.block_size:
-            raise ValueError(f'the prompt has {len(ids)} tokens, but the model sees {self.block_size}: '
-                             'shorten it')
         n_tokens = min(max_new_tokens, self.block_size - len(ids))
         self._make_room(len(ids) + n_tokens)
         new_ids = ids[self._keep_common(ids):]
