@@ -66,6 +66,14 @@ SESSIONS = dict(
         step('torchrun --standalone --nproc_per_node=4 -m kilogpt.evaluate out-quickstart --tasks=capitals --tp=2 '
              '--pp=2', '--device=cpu --limit=3', nproc=4),
     ],
+    lora=[
+        step('python train.py config/quickstart.py --init_from=quickstart-hf --lora_rank=8 --learning_rate=1e-3 '
+             '--out_dir=out-lora', SMALL),
+        step('python sample.py --out_dir=out-lora --start="ROMEO:"', FEW_TOKENS),
+        step('python -m kilogpt.convert export out-lora lora-merged'),
+        step('python -m kilogpt.convert export out-lora lora-adapter --adapter'),
+        step('python -m kilogpt.convert import lora-adapter out-lora-imported'),
+    ],
     own_text=[
         step("python data/text/prepare.py --input='books/*.txt' --tokenizer=gpt2 --out=mybooks",
              '--num_proc=1'),

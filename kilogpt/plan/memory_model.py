@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kilogpt.devices import cpu
+from kilogpt.layers.lora import find_targets
 from kilogpt.layers.mixture import GATED
 from kilogpt.plan.shape import Stage
 
@@ -286,6 +287,12 @@ def block_activations(config, layout, work, has_experts):
     norm_input = residual * C
     if config.norm == 'rmsnorm' and on_cpu:  # not fused: keeps the float32 input and the normalized input
         norm_input = 2 * FLOAT32 * C
+    # Beside adapters, what gradients of frozen weights would need is not kept: normalized inputs, and inputs
+    # of linears without an adapter.
+    is_frozen, targets = config.lora_rank > 0, find_targets(config.lora_targets)
+    if is_frozen:
+        norm_input = min(norm_input, FLOAT32 * C)
+    keeps_input = not is_frozen or targets & {'attn.c_q', 'attn.c_k', 'attn.c_v'}
     # q, k, v, the result, and a log-sum-exp for each head
     attention = width * (2 * heads + 2 * kv_heads) + FLOAT32 * config.n_head
     if on_cpu and (width < FLOAT32 or config.dropout) and work.block_size <= 1024:  # cpu.PlainAttention
@@ -300,7 +307,7 @@ def block_activations(config, layout, work, has_experts):
     if config.qk_norm:
         # Inputs are float32. If FSDP2 gathers the weights in 16 bits, the norm is not fused on GPUs either.
         is_fused = not on_cpu and (width == FLOAT32 or not layout.uses_fsdp)
-        attention += FLOAT32 * (heads + kv_heads) * (1 if is_fused else 2)
+        attention += FLOAT32 * (heads + kv_heads) * (1 if is_fused or is_frozen else 2)
         attention += width * heads * (not is_fused)
     # Tensors of the width of an MLP's hidden layer; half of them are results of products.
     n_hidden = 4 if config.mlp_form in GATED else 2
@@ -308,10 +315,13 @@ def block_activations(config, layout, work, has_experts):
         mlp, mlp_products, mlp_selective = _expert_activations(config, layout, work, n_hidden)
     else:
         mlp = width * (C + n_hidden * F / tp)
+        if is_frozen:
+            mlp -= width * C * targets.isdisjoint({'mlp.c_fc', 'mlp.c_gate'})
+            mlp -= width * F / tp * ('mlp.c_proj' not in targets)
         # The result of a row-wise product, here and in attention, is summed over tp and whole on each rank.
         mlp_products = mlp_selective = width * (C + n_hidden // 2 * F / tp)
     n_norms = 4 if config.norm_place == 'both' else 2
-    whole = n_norms * norm_input / tp + width * C + attention / tp + mlp
+    whole = n_norms * norm_input / tp + width * C * bool(keeps_input) + attention / tp + mlp
     if config.dropout:
         whole += 2 * C / tp * (width if on_cpu else 1)
     products = width * ((heads + 2 * kv_heads) / tp + C) + mlp_products

@@ -89,6 +89,23 @@ def test_memory_is_what_a_sharded_run_holds(train):
     assert {'parameters', 'gradients', 'moments', 'gathered', 'activations', 'logits'} <= parts.keys()
 
 
+@pytest.mark.parametrize('nproc, keys', [
+    (2, '--zero_stage=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (1, ''), (2, '--tp=2'), (2, '--zero_stage=1 --lora_targets=c_q,c_v')))])
+def test_frozen_weights_have_neither_gradients_nor_moments(train, nproc, keys):
+    shape_of_base = [*arguments_of(1, 'modern'), *SHAPE]
+    base = train(*shape_of_base, '--keep_checkpoints=1', '--max_iters=1', base=BASE).out_dir
+    arguments = [*shape_of_base, *keys.split(), '--lora_rank=4']
+    run = train(*arguments, f'--init_from={base}', base=BASE, nproc=nproc, faults=[FAULTS / 'peak_bytes.py'])
+    shape, layout, work = formula_inputs(nproc, [*BASE, *arguments])
+    measured = json.load(open(f'{run.out_dir}.peak.0'))
+    state, parts = memory_model.state(shape, layout, work, 0), memory_model.memory(shape, layout, work)
+    assert state['gradients'] < state['parameters'] / 5
+    del state['parameters']
+    assert {part: measured[part] for part in state} == pytest.approx(state, rel=0.01)
+    assert sum(parts.values()) == pytest.approx(measured['peak'], rel=0.1)
+
+
 # Runs on CPUs whose memory is mostly: the state and its copies for saves, activations, a large vocabulary.
 # The second iteration saves in the background, so the copies exist in the last one.
 SAVES = '--keep_checkpoints=1 --eval_iters=1 --eval_interval=2 --max_iters=3 --gradient_accumulation_steps=1'
