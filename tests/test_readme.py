@@ -279,6 +279,7 @@ NEEDS = {
     'python -m kilogpt.evaluate SmolLM2': 'a download: LOG.md has its figures',
     'python data/conversations/prepare.py': 'files of conversations: test_conversations.py has some',
     'python data/chatterbot/prepare.py': 'a package and a tokenizer of weights: LOG.md has a run of it',
+    'python sample.py --out_dir=out-chat': 'the run of the command before',
     'python -m data.look mychats': 'the dataset of the command before',
     'python train.py config/finetune_chat.py': 'weights of a real model: LOG.md has figures',
     'python data/tasks/make.py': 'no more than test_make_tasks.py does',
