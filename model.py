@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
 from kilogpt.layers.cache import Cache
-from kilogpt.layers.lora import add_adapters, initial_std
+from kilogpt.layers.lora import add_adapters, describe_adapters, initial_std
 from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
 from kilogpt.layers.options import ModelOptions
 from kilogpt.layers.rope import rope_tables, rotate
@@ -363,7 +363,8 @@ class GPT(nn.Module):
     def describe_size(self):
         """The number of parameters, in words."""
         total, active = self.num_params(), self.num_active_params()
-        return f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
+        return (f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
+                + describe_adapters(self))
 
     def num_active_params(self):
         """Parameters that a token meets, which do not include those of experts that it does not go to."""

@@ -67,6 +67,8 @@ SESSIONS = dict(
              '--pp=2', '--device=cpu --limit=3', nproc=4),
     ],
     lora=[
+        step('python train.py config/quickstart.py', SMALL),
+        step('python -m kilogpt.convert export out-quickstart quickstart-hf'),
         step('python train.py config/quickstart.py --init_from=quickstart-hf --lora_rank=8 --learning_rate=1e-3 '
              '--out_dir=out-lora', SMALL),
         step('python sample.py --out_dir=out-lora --start="ROMEO:"', FEW_TOKENS),

@@ -56,6 +56,12 @@ def add_adapters(model, blocks, config):
                          'such linears: set lora_targets to all')
 
 
+def describe_adapters(model):
+    """How many parameters are trained, in words; nothing if the model does not have adapters."""
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    return f', of which {trained:,} in adapters are trained' if model.config.lora_rank else ''
+
+
 def initial_std(name, shape):
     """The standard deviation of an adapter's first values: 0 for B, and for A that of PEFT's first values."""
     return 0.0 if name.endswith('lora_B') else 1 / math.sqrt(3 * shape[1])

@@ -39,7 +39,7 @@ SLOW_LAYOUTS = {
         'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2'},
     3: {'gpt2 zero3': '--zero_stage=3'},
     4: {'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
-        'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp4 zb': '--pp=2 --pp_schedule=interleavedzb'},
+        'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb'},
 }
 
 
@@ -77,7 +77,7 @@ def lora_run(request, train, tmp_path_factory):
         model = layout.split()[0]
         # The experts of a token do not change with rounding in float64.
         env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if model == 'moe' else 'float32')
-        arguments = (LAYOUTS[nproc] | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
+        arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
         optimizer = ['--optimizer=muon'] * (model == 'muon')
         run = train(f'--init_from={starts[model]}', *optimizer, *arguments, base=SHORT, nproc=nproc, check=False,
                     env=env, faults=[FAULTS / 'dump_gradients.py'])
