@@ -67,7 +67,8 @@ def test_adapters_of_full_rank_make_the_update_of_the_merged_weight():
             parameter.requires_grad_(False)
         if name.endswith('lora_B'):
             parameter.data.zero_()
-    before = {name: value.clone() for name, value in plain.state_dict().items() if name.endswith('c_q.weight')}
+    before = {name: value.clone() for name, value in plain.state_dict().items()
+              if name.endswith('c_q.weight')}
     for trained in (model, plain):
         parameters = [p for name, p in trained.named_parameters() if 'c_q' in name and p.requires_grad]
         trained(*batch()).backward()
@@ -170,7 +171,8 @@ def test_resumed_run_equals_the_unbroken_one_to_the_bit(train, tuned, tmp_path):
 
 
 def test_sharded_checkpoint_continues_on_one_process(train, tuned, base, tmp_path):
-    sharded = train(f'--init_from={base}', *ADAPTERS, '--zero_stage=3', '--lora_dropout=0', '--max_iters=6', nproc=2)
+    sharded = train(f'--init_from={base}', *ADAPTERS, '--zero_stage=3', '--lora_dropout=0', '--max_iters=6',
+                    nproc=2)
     whole = train(f'--init_from={base}', *ADAPTERS, '--lora_dropout=0', '--eval_interval=6')
     assert saved_iterations(sharded.out_dir) == [6]
     resumed = train('--init_from=resume', out_dir=sharded.out_dir)
@@ -217,7 +219,8 @@ def test_wrong_bases_and_ranks_are_refused_in_one_sentence(train, tuned, base, t
             load_model(str(tuned.out_dir))
         shutil.copytree(other, place)
         resume = functools.partial(train, '--init_from=resume', '--max_iters=13', out_dir=tuned.out_dir)
-        with pytest.raises(AssertionError, match=f'error: {path} holds adapters for {place}, which has other weights'):
+        sentence = f'error: {path} holds adapters for {place}, which has other weights'
+        with pytest.raises(AssertionError, match=sentence):
             resume()
         shutil.rmtree(place)
     finally:

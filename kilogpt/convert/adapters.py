@@ -6,7 +6,6 @@ weights, and a digest by which to see whether they are still the same.
 import dataclasses
 import hashlib
 import math
-import os
 
 import torch
 

@@ -122,8 +122,8 @@ def read_adapter(folder, entries, n_layer, model_type):
     if set(found.values()) != tensors.keys():
         name = sorted(set(found.values()) ^ tensors.keys())[0]
         place = 'has' if name in tensors else 'lacks'
-        raise ValueError(f'{path} {place} {name}: our adapters are beside the same linears of every block, here '
-                         f'of the family {model_type}, and beside nothing else')
+        raise ValueError(f'{path} {place} {name}: our adapters are beside the same linears of every block '
+                         f'(family {model_type}), and beside nothing else')
     keys = dict(lora_rank=entries['r'], lora_alpha=float(entries['lora_alpha']),
                 lora_dropout=float(entries.get('lora_dropout', 0.0)), lora_targets=','.join(targets),
                 lora_rank_stabilised=entries.get('use_rslora', False))

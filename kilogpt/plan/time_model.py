@@ -171,7 +171,8 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
     n_blocks = stage.n_blocks
     n_shards, stride = layout.dp_shard * layout.cp, layout.tp
     if not layout.uses_fsdp:
-        elements = sum(count * shape.trained.counts(part, layout).split for part, count in stage.parts.items())
+        elements = sum(count * shape.trained.counts(part, layout).split
+                       for part, count in stage.parts.items())
         sent = elements * {'none': 4, 'bf16': 2, 'powersgd': 0.2}[work.grad_compress]
         last_bucket = min(1.0, 25 * 2 ** 20 / sent)
         reduced = machine.ring(sent, 1, world)
@@ -198,7 +199,7 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
         return {part: shape.counts(part, layout).gathered for part in shape.parts}
 
     def of_blocks(gathered, width):
-        """Seconds of the collectives of all blocks. gathered: {part: elements}. width: bytes of an element."""
+        """Seconds of the collectives of all blocks. gathered: {part: elements}. width: of an element."""
         of_part = dict(dense=collective_seconds(width * gathered['dense']),
                        sparse=collective_seconds(width * gathered['sparse']),
                        experts=collective_seconds(width * gathered['experts'], spacing=layout.ep))
