@@ -24,14 +24,13 @@ MODELS = dict(gpt2=('--bias', '--lora_rank=3'), modern=(MODERN, '--lora_rank=4 -
               moe=(EXPERTS, '--lora_rank=4 --lora_targets=attention'))
 # {processes: {layout, whose name begins with its model: its arguments}}
 LAYOUTS = {
-    1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True'},
-    2: {'gpt2 ddp': '', 'modern zero1': '--zero_stage=1', 'modern zero3': '--zero_stage=3', 'gpt2 tp2': '--tp=2',
-        'modern cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'moe ep2': '--ep=2',
-        'muon zero3': '--zero_stage=3'},
-    4: {'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
+    2: {'gpt2 ddp': '', 'modern zero3': '--zero_stage=3', 'gpt2 tp2': '--tp=2',
+        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv'},
 }
 SLOW_LAYOUTS = {
-    2: {'gpt2 zero2 selective': '--zero_stage=2 --activation_checkpoint=selective', 'gpt2 pp2 1f1b': '--pp=2',
+    1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True'},
+    2: {'modern zero1': '--zero_stage=1', 'modern cp2': '--cp=2', 'moe ep2': '--ep=2', 'muon zero3': '--zero_stage=3',
+        'gpt2 zero2 selective': '--zero_stage=2 --activation_checkpoint=selective', 'gpt2 pp2 1f1b': '--pp=2',
         'modern offload': '--zero_stage=3 --cpu_offload', 'few tp2': '--tp=2', 'few zero3': '--zero_stage=3',
         'modern tp2 full': '--tp=2 --activation_checkpoint=full', 'muon zero1': '--zero_stage=1',
         'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
@@ -39,7 +38,8 @@ SLOW_LAYOUTS = {
         'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2'},
     3: {'gpt2 zero3': '--zero_stage=3'},
     4: {'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
-        'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb'},
+        'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
+        'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
 }
 
 
