@@ -59,7 +59,7 @@ class DocumentLoader(TokenLoader):
         return (document_starts(tokens, self.separator),)
 
     def train_tokens(self, sequences):
-        """Inputs, and the tokens that follow, (B, block_size) as in the file, of training sequences; their starts."""
+        """Inputs and the tokens that follow, (B, block_size) as in the file, and starts, of sequences."""
         tokens = self.read_rows(self.train_starts(sequences))
         return tokens[:, :-1], tokens[:, 1:], *self.more_arrays(tokens[:, :-1])
 
@@ -114,7 +114,8 @@ class PackedLoader(DocumentLoader):
 
     def train_tokens(self, sequences):
         shape = len(sequences), self.block_size
-        inputs, following, starts = np.zeros(shape, self.dtype), np.zeros(shape, self.dtype), np.zeros(shape, np.int64)
+        inputs, following = np.zeros(shape, self.dtype), np.zeros(shape, self.dtype)
+        starts = np.zeros(shape, np.int64)
         for row in np.flatnonzero(sequences >= 0):
             _, tokens, pieces = self._row(int(sequences[row]))
             places = np.concatenate([np.arange(begin, begin + length) for begin, length in pieces])

@@ -61,7 +61,7 @@ def _is_val(text, val_fraction):
 
 
 def read_conversations(path):
-    """Yield each conversation of a file as JSON: its messages, and its place for an error. ValueError if it has none."""
+    """Yield each conversation of a file as JSON: its messages, and its place for an error."""
     for number, row in enumerate(read_rows(path), 1):
         place = f'{path}, conversation {number}'
         try:

@@ -1,4 +1,4 @@
-"""Which texts a model reads together, so that it reads what they share once and pads little. Arithmetic alone.
+"""Which texts a model reads together, so that it reads what they share once. Arithmetic alone.
 
 A request is a list of token ids and `begin`: the ids from there on are to be scored, given those before. The
 model reads all but the last id, and a text's length is what it reads.
@@ -37,7 +37,7 @@ def common_length(a, b):
 
 
 def find_groups(requests, most_tokens):
-    """The Groups of all requests: neighbours in the order of their ids share a beginning where that saves work.
+    """The Groups of all requests: neighbours in the order of their ids share a beginning if that saves work.
 
     most_tokens: of the texts of a group, all together.
     """

@@ -7,17 +7,19 @@ from kilogpt.parallel.scoring import Recorder
 
 
 class BitsPerByte:
-    """Counts the bytes of text among the targets that a Parallel evaluates, and the nats of the other targets.
+    """Counts the bytes of text among the targets that a Parallel evaluates, and the nats of other targets.
 
-    Tokens that stand for no text, such as the one that ends a document, have no bytes, and their losses do not
-    count: bits per byte is Σ nats / (ln 2 · Σ bytes) over the other targets, as in nanochat.
+    Tokens that stand for no text, such as the one that ends a document, have no bytes, and their losses do
+    not count: bits per byte is Σ nats / (ln 2 · Σ bytes) over the other targets, as in nanochat.
 
     sources: of open_dataset. They have one tokenizer; if it is not known, nothing is counted.
     """
 
     def __init__(self, parallel, sources):
         self.parallel, self.n_bytes, self.other_nats = parallel, 0, 0.0
-        sizes = next((sizes for source in sources.values() if (sizes := bytes_of_tokens(*source)) is not None), None)
+        known = [sizes for sizes in (bytes_of_tokens(*source) for source in sources.values())
+                 if sizes is not None]
+        sizes = known[0] if known else None
         self.is_known = sizes is not None
         if not self.is_known:
             return
@@ -43,14 +45,15 @@ class BitsPerByte:
             self.other_nats = self.other_nats + Recorder(loss)(x, head, others)
 
     def take(self, nats, n_tokens):
-        """(nats of the targets that are text, their bytes, tokens) since the last call; None if that is not known.
+        """(nats of the targets that are text, their bytes, tokens) since the last call; None if not known.
 
         nats, n_tokens: those of all targets. All are sums over all processes.
         """
         layout = self.parallel.layout
         n_bytes, self.n_bytes = self.n_bytes, 0
         other_nats, self.other_nats = self.other_nats, 0.0
-        n_bytes = self.parallel.processes.sum(int(n_bytes)) / (layout.tp * layout.pp)  # whose ranks count the same
+        # Tensor-parallel and pipeline ranks count the same targets.
+        n_bytes = self.parallel.processes.sum(int(n_bytes)) / (layout.tp * layout.pp)
         if not n_bytes:
             return None
         return nats - self.parallel.sum_losses(torch.as_tensor(other_nats)), n_bytes, n_tokens

@@ -59,8 +59,8 @@ def read_core_task(folder, entry, limit):
     for number, question in enumerate(questions):
         others = [other for other in range(len(questions)) if other != number]
         if len(others) < shots:
-            raise ValueError(f'limit is {limit}, but {entry["label"]} takes {shots} other questions as examples: '
-                             f'set limit to {shots + 1} or more')
+            raise ValueError(f'limit is {limit}, but {entry["label"]} takes {shots} other questions as '
+                             f'examples: set limit to {shots + 1} or more')
         examples = random.Random(EXAMPLES_SEED + number).sample(others, shots)
         before = ''.join(''.join(texts[i]) + SEPARATOR for i in examples)
         pairs = [(before + context, continuation) for context, continuation in question.pairs]
@@ -71,7 +71,8 @@ def read_core_task(folder, entry, limit):
 def read_multiple_choice(line, delimiter, place):
     """A query and choices, of which `gold` is right."""
     query, choices = of_type(line, 'query', str, place), of_type(line, 'choices', list, place)
-    return Question('choice', [(query, delimiter + choice) for choice in choices], gold_of(line, choices, place))
+    pairs = [(query, delimiter + choice) for choice in choices]
+    return Question('choice', pairs, gold_of(line, choices, place))
 
 
 def read_schema(line, delimiter, place):
@@ -88,11 +89,13 @@ def read_language_modeling(line, delimiter, place):
     return Question('cloze', [(context.strip(), delimiter + continuation)])
 
 
-READERS = dict(multiple_choice=read_multiple_choice, schema=read_schema, language_modeling=read_language_modeling)
+READERS = dict(multiple_choice=read_multiple_choice, schema=read_schema,
+               language_modeling=read_language_modeling)
 
 
 def gold_of(line, choices, place):
     gold = line.get('gold')
     if type(gold) is not int or not 0 <= gold < len(choices):
-        raise ValueError(f'{place}: gold is {gold!r}, with {len(choices)} choices: give the number of the right one')
+        raise ValueError(f'{place}: gold is {gold!r}, with {len(choices)} choices: give the number of the '
+                         'right one')
     return gold

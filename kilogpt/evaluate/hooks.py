@@ -69,8 +69,8 @@ def evaluation_hooks(parallel, config, dtype, meta, keys, hooks, log, stamp, pol
     if not (keys['eval_tasks'] or keys['sample_interval']):
         return []
     if not meta.get('tokenizer'):
-        raise ValueError('eval_tasks and sample_interval need the tokenizer, which the meta.json of the dataset does '
-                         'not name: name it there, or leave these keys out')
+        raise ValueError('eval_tasks and sample_interval need the tokenizer, which the meta.json of the '
+                         'dataset does not name: name it there, or leave these keys out')
     separator = separator_in(dict(config=keys, tokenizer=meta))
     scorer, tokenizer, found = Scorer(parallel, config, dtype, separator, poll=poll), get_tokenizer(meta), []
     if keys['eval_tasks']:
@@ -82,6 +82,6 @@ def evaluation_hooks(parallel, config, dtype, meta, keys, hooks, log, stamp, pol
         found.append(Tasks(interval, scorer, hooks, log, suite, stamp))
     if keys['sample_interval']:
         prompts = keys['sample_prompts'].split('||')
-        found.append(Samples(keys['sample_interval'], scorer, hooks, log, tokenizer, prompts, keys['sample_tokens'],
-                             keys['seed']))
+        found.append(Samples(keys['sample_interval'], scorer, hooks, log, tokenizer, prompts,
+                             keys['sample_tokens'], keys['seed']))
     return found

@@ -1,4 +1,4 @@
-"""Log-likelihoods of texts under a model in any layout, from which tasks and lm-evaluation-harness score it."""
+"""Log-likelihoods of texts under a model in any layout, for tasks and for lm-evaluation-harness."""
 import numpy as np
 import torch
 
@@ -10,8 +10,8 @@ from kilogpt.parallel.scoring import Scoring
 class Scorer:
     """Scores texts under a model. All processes of a run call it with the same texts.
 
-    parallel, config, dtype: as in Scoring. separator: the token at which documents begin, for a model that was
-    trained on documents one by one; None = a text is one document. most_tokens: of a forward pass.
+    parallel, config, dtype: as in Scoring. separator: the token at which documents begin, for a model that
+    was trained on documents one by one; None = a text is one document. most_tokens: of a forward pass.
     poll(): is called before each pass, and ends the scoring if it returns something true.
     """
 
@@ -21,9 +21,9 @@ class Scorer:
         self.poll = poll
 
     def score(self, requests):
-        """(log-likelihood in nats, whether each token was the likeliest) of each Request; None if poll ended it.
+        """(log-likelihood in nats, whether each token was the likeliest) of each Request.
 
-        A request reads at most block_size tokens.
+        None if poll ended the scoring. A request reads at most block_size tokens.
         """
         with Scoring(self.parallel, self.config, self.dtype) as scoring:
             groups = [Group([number], 0) for number in range(len(requests))]
@@ -85,7 +85,7 @@ class Scorer:
 
 
 def left_padded_starts(x, padding, separator):
-    """The `starts` (B, T) of GPT.forward for rows x with `padding` (B,) tokens before each text; None if all are 0.
+    """The `starts` (B, T) of GPT.forward for rows x with `padding` (B,) tokens before each text, or None.
 
     The padding is a document of its own, which a text does not see.
     """

@@ -8,7 +8,8 @@ class Suite:
     """Tasks for one tokenizer and one block_size.
 
     names: 'capitals, my/task.jsonl, core:eval_bundle'. core alone fetches the bundle of CORE's files.
-    processes: those that all make this Suite. shots, limit: as in read_task. ValueError, OSError or ImportError, with one sentence, if that does not work.
+    processes: those that all make this Suite. shots, limit: as in read_task.
+    ValueError, OSError or ImportError, with one sentence, if a task cannot be had.
     notes: sentences about texts of which the model does not see all.
     """
 
@@ -24,17 +25,19 @@ class Suite:
                 self.tasks.append(read_task(name, shots, limit))
         if not self.tasks:
             raise ValueError(f'tasks is {names!r}: name at least one')
-        repeated = {task.name for task in self.tasks if [other.name for other in self.tasks].count(task.name) > 1}
+        names_of_all = [task.name for task in self.tasks]
+        repeated = {name for name in names_of_all if names_of_all.count(name) > 1}
         if repeated:
-            raise ValueError(f'tasks has {", ".join(sorted(repeated))} more than once: rename one of the files')
+            raise ValueError(f'tasks has {", ".join(sorted(repeated))} more than once: rename one of '
+                             'the files')
         encoder = Encoder(tokenizer, block_size)
         self.notes = [note for note in (encode_task(task, encoder) for task in self.tasks) if note]
 
     def score(self, scorer):
         """{'task/NAME/FIGURE': Score} of all tasks, or None if the scorer was ended.
 
-        Of CORE's tasks there is `centred` too, on the scale on which guessing is 0 and 1 is perfect, and CORE's
-        score is their mean.
+        Of CORE's tasks there is `centred` too, on the scale on which guessing is 0 and 1 is perfect. CORE's
+        score is the mean of these.
         """
         scores, centred = {}, []
         for task in self.tasks:
@@ -52,7 +55,7 @@ class Suite:
 
 
 def details(tasks):
-    """Yield a dict for each question of tasks that are scored: log-likelihoods in nats, and the right answer."""
+    """Yield a dict for each question of scored tasks: log-likelihoods in nats, and the right answer."""
     for task in tasks:
         for number, (question, scores) in enumerate(zip(task.questions, task.scores)):
             yield dict(task=task.name, question=number, kind=question.kind, answer=question.answer,

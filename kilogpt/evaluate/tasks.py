@@ -5,12 +5,13 @@ docs/evaluate.md describes the form of the files.
 import json
 import math
 import os
+import pathlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kilogpt.evaluate.batches import Request, common_length
 
-HERE = os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), 'data', 'tasks')
+HERE = pathlib.Path(__file__).parents[2] / 'data' / 'tasks'
 SETTINGS = dict(prompt='{question}', delimiter=' ', separator='\n\n', description='', last_word=False)
 
 
@@ -35,7 +36,7 @@ class Question:
 
 @dataclass
 class Task:
-    """A task that is ready to be scored. per_token: whether choices compare by their mean over tokens (CORE)."""
+    """A task. per_token: whether choices are compared by their means over tokens, as in CORE."""
     name: str
     questions: list
     per_token: bool = False
@@ -96,7 +97,7 @@ def read_task(name, shots=None, limit=None):
 
 
 def read_entries(path):
-    """Yield (place, object) of each line of a file of JSON lines. ValueError, with the line, if it is none."""
+    """Yield (place, object) of each line of a file of JSON lines. ValueError, with the line, for others."""
     with open(path, 'rb') as file:
         for number, line in enumerate(file, 1):
             place = f'{path}, line {number}'
@@ -115,8 +116,8 @@ def read_settings(given, place):
     """SETTINGS with those of a file's line; ValueError for unknown ones, or values of another type."""
     for key, value in given.items() if isinstance(given, dict) else [('settings', given)]:
         if type(value) is not type(SETTINGS.get(key)):
-            raise ValueError(f'{place}: the setting {key} is {value!r}: choose of '
-                             f'{", ".join(f"{name} ({type(default).__name__})" for name, default in SETTINGS.items())}')
+            known = [f'{name} ({type(default).__name__})' for name, default in SETTINGS.items()]
+            raise ValueError(f'{place}: the setting {key} is {value!r}: choose of {", ".join(known)}')
     settings = SETTINGS | given
     if '{question}' not in settings['prompt']:
         raise ValueError(f'{place}: prompt is {settings["prompt"]!r}: it must contain {{question}}')
@@ -238,8 +239,8 @@ def encode_task(task, encoder):
     except ValueError as error:
         raise ValueError(f'{task.name}: {error}') from None
     if encoder.n_cut:
-        return (f'{encoder.n_cut} texts of {task.name} are longer than block_size={encoder.block_size}: the model '
-                'does not see their beginnings')
+        return (f'{encoder.n_cut} texts of {task.name} are longer than block_size={encoder.block_size}: '
+                'the model does not see their beginnings')
     return None
 
 
@@ -250,11 +251,12 @@ def score_task(task, scorer):
         return None
     scored = iter(scored)
     task.scores = [[next(scored) for _ in requests] for requests in task.requests]
-    return FIGURES[task.questions[0].kind](list(zip(task.questions, task.requests, task.scores)), task.per_token)
+    answered = list(zip(task.questions, task.requests, task.scores))
+    return FIGURES[task.questions[0].kind](answered, task.per_token)
 
 
 def choice_figures(answered, per_token):
-    """Shares of right answers: by the whole log-likelihood, and per byte of a choice (or, in CORE, per token)."""
+    """Shares of right answers: by the whole log-likelihood, and per byte of a choice (in CORE, per token)."""
     accuracy, normalised = [], []
     for question, requests, scores in answered:
         nats = [likelihood for likelihood, _ in scores]
@@ -302,7 +304,7 @@ def mean(values):
 
 
 def mean_ratio(values, weights):
-    """The Score of sum(values) / sum(weights), with the standard error of a ratio estimator (Cochran 1977, 2.11)."""
+    """The Score sum(values) / sum(weights), with the error of a ratio estimator (Cochran 1977, 2.11)."""
     n, ratio = len(values), sum(values) / max(sum(weights), 1e-9)
     if n < 2:
         return Score(ratio, None)
