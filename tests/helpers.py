@@ -229,7 +229,8 @@ def read_lines(out_dir):
     """read_metrics of a run's folder; the evaluations have only their iteration and what was evaluated."""
     lines, evals = read_metrics(out_dir)
     for line in evals.values():
-        del line['tokens'], line['seconds']
+        for key in ('tokens', 'seconds', 'params', 'flops'):
+            del line[key]
     return lines, evals
 
 

@@ -78,7 +78,7 @@ def test_command_writes_the_same_from_one_and_two_processes_and_says_what_is_wro
     assert 'of the tokens are targets, the messages of: assistant' in page and '\nAssistant:[ Answer ' in page
     for content, sentence in (
             ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
-             'conversation 1: message 1 is an empty answer'),
+             'conversation 1: message 1, of the role assistant, is empty'),
             ('{"messages": [{"role": "robot", "content": "a"}]}', 'the role robot is not system, user or assistant'),
             ('{"messages": [{"role": "user", "content": "a"}]}', 'conversation 1 has no message of assistant'),
             ('{"messages": 3}', 'messages is 3: it must be a list'),

@@ -2,6 +2,7 @@
 import json
 import signal
 import string
+import threading
 
 import pytest
 import torch
@@ -165,11 +166,17 @@ def test_character_outside_the_alphabet_does_not_end_the_conversation(trained):
 def test_ctrl_c_ends_only_the_answer(trained):
     """At the prompt it ends nothing."""
     command = f'--out_dir={trained}', '--device=cpu', '--chat', '--temperature=0'
+    # A shell that starts the tests in the background lets them ignore this signal, which children inherit.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     with start_script('sample.py', *command) as process:
+        signal.signal(signal.SIGINT, before)
+        give_up = threading.Timer(120, process.kill)
+        give_up.start()
         assert process.stdout.read(2) == '> '
         process.send_signal(signal.SIGINT)
         assert process.stdout.read(2) == '> '
         out, err = process.communicate('HI\n', timeout=60)
+        give_up.cancel()
     assert process.returncode == 0 and '/quit ends the conversation' in err and 'Traceback' not in err
     assert out.count('> ') == 1 and len(out) > 4
 
