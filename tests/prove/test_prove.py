@@ -7,6 +7,7 @@ import pytest
 from test_parallel import MODELS
 
 from helpers import FAULTS, ROOT, copy_repository, run_forked, run_script, sampled
+from kilogpt.layers import lora
 from kilogpt.layers.options import ModelOptions
 from kilogpt.prove.__main__ import shorten
 
@@ -220,11 +221,11 @@ def test_shipped_config_passes(config):
     pytest.param('gemma', marks=pytest.mark.slow),
     *(pytest.param(model, marks=pytest.mark.matrix) for model in ('after', 'neox', 'granite'))])
 def test_parts_of_other_models_pass(model):
-    """Each key of kilogpt/layers/options.py is in one of these models."""
+    """Each key of kilogpt/layers/options.py is in one of these models, or in those of test_lora_layouts.py."""
     arguments = ' '.join(MODELS[name] for name in ('after', 'gemma', 'neox', 'granite')).split()
     keys = {argument.removeprefix('--').partition('=')[0] for argument in arguments}
     fields = {field.name for field in dataclasses.fields(ModelOptions)}
-    assert fields - keys == {'n_hidden', 'norm_eps', 'rope_theta'}  # numbers alone
+    assert fields - keys == {'n_hidden', 'norm_eps', 'rope_theta', *lora.KEYS}  # the first three are numbers
     done = prove(*SMALL, '--n_layer=3', *MODELS[model].split(), '--quick')
     assert done.returncode == 0 and done.stdout.count('same: ') >= 6, done.stdout
 
