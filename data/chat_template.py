@@ -9,6 +9,8 @@ import json
 import os
 import re
 
+from data.json_tokenizer import named_tokens, read_json
+
 MAX_STEPS = 2 ** 20  # rounds of loops and calls in one rendering; a template with more is taken not to end
 MAX_LENGTH = 2 ** 26  # characters of a rendered conversation
 # Characters that Unicode reserves for the inside of programs. The first two enclose what looks like a special
@@ -41,7 +43,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         source = find_template(tokenizer.files)
         self.where = f'the chat template in {tokenizer.folder}' if source else 'the default chat template'
-        self.variables = special_tokens(tokenizer.files)
+        self.variables = dict(reversed([*named_tokens(tokenizer.files)]))  # of two, the first counts
         if not source and tokenizer.eot is not None:
             self.variables['eos_token'] = _text_of(tokenizer, tokenizer.eot)
         self.environment, self.template = _compile(source or DEFAULT_TEMPLATE, self.where)
@@ -95,7 +97,7 @@ class ChatTemplate:
     @functools.cached_property
     def stop_ids(self):
         """The ids that end an answer: those of generation_config.json, end-of-text, and the end of a turn."""
-        config = _read_json(self.tokenizer.files, 'generation_config.json')
+        config = read_json(self.tokenizer.files, 'generation_config.json')
         named = config.get('eos_token_id')
         found = {self.tokenizer.eot, *(named if isinstance(named, list) else [named])}
         probe = [dict(role='user', content='question'), dict(role='assistant', content='answer')]
@@ -189,21 +191,10 @@ class ChatTemplate:
 
 def find_template(files):
     """The chat template of a tokenizer's files: chat_template.jinja, or an entry of tokenizer_config.json."""
-    template = _read_json(files, 'tokenizer_config.json').get('chat_template')
+    template = read_json(files, 'tokenizer_config.json').get('chat_template')
     if isinstance(template, list):  # several templates with names
         template = {entry['name']: entry['template'] for entry in template}.get('default')
     return files.get('chat_template.jinja') or template
-
-
-def special_tokens(files):
-    """{'bos_token': '<s>', ...} of a tokenizer's files, the variables of a template."""
-    found = {}
-    for name in ('special_tokens_map.json', 'tokenizer_config.json'):
-        for key, token in _read_json(files, name).items():
-            token = token.get('content') if isinstance(token, dict) else token
-            if key.endswith('_token') and isinstance(token, str):
-                found[key] = token
-    return found
 
 
 def check_messages(messages):
@@ -274,12 +265,6 @@ def _compile(source, where):
         return environment, environment.from_string(tree)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f'{where} is not valid Jinja (line {error.lineno}: {error.message})') from None
-
-
-def _read_json(files, name):
-    """The JSON object of a tokenizer's file; {} without it."""
-    content = json.loads(files.get(name, '{}'))
-    return content if isinstance(content, dict) else {}
 
 
 def _text_of(tokenizer, token):

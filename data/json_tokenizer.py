@@ -62,13 +62,7 @@ class JsonTokenizer(Tokenizer):
 
     def _name_of(self, role, vocabulary):
         """The token that the files name for a role, such as eos_token; None if they do not."""
-        for name in ('tokenizer_config.json', 'special_tokens_map.json'):
-            content = json.loads(self.files.get(name, '{}'))
-            token = content.get(role) if isinstance(content, dict) else None
-            token = token.get('content') if isinstance(token, dict) else token
-            if token in vocabulary:
-                return token
-        return None
+        return next((token for key, token in named_tokens(self.files) if key == role and token in vocabulary), None)
 
     @property
     def can_cut(self):
@@ -131,6 +125,21 @@ def _read(path):
             return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f'{path} is not UTF-8 ({error})') from None
+
+
+def read_json(files, name):
+    """The JSON object of a tokenizer's file; {} without it. files: {name: text}."""
+    content = json.loads(files.get(name, '{}'))
+    return content if isinstance(content, dict) else {}
+
+
+def named_tokens(files):
+    """Yield ('bos_token', '<s>') for each role that a tokenizer's files give a token, the decisive one first."""
+    for name in ('tokenizer_config.json', 'special_tokens_map.json'):
+        for key, token in read_json(files, name).items():
+            token = token.get('content') if isinstance(token, dict) else token
+            if key.endswith('_token') and isinstance(token, str):
+                yield key, token
 
 
 def load_tokenizer(path):

@@ -8,6 +8,7 @@ The forms of a line, of which the first that fits counts:
     {"instruction": ..., "input": ..., "output": ...}    Alpaca's; `input` may be empty or missing
 """
 import hashlib
+import itertools
 import json
 
 import numpy as np
@@ -47,32 +48,32 @@ def conversation_splits(paths, val_fraction):
     """The splits of write_dataset: {'val': read, 'train': read}, of which val is missing if val_fraction is 0."""
     def reader(is_val):
         def read(start):
-            for number, text in enumerate(text for path in paths for text in read_conversations(path)
-                                          if _is_val(text, val_fraction) == is_val):
-                if number >= start:
-                    yield text, True
+            conversations = itertools.chain.from_iterable(map(read_conversations, paths))
+            of_split = (each for each in conversations if _is_val(each['messages'], val_fraction) == is_val)
+            for conversation in itertools.islice(of_split, start, None):
+                yield json.dumps(conversation), True
         return read
     return {'val': reader(True), 'train': reader(False)} if val_fraction else {'train': reader(False)}
 
 
-def _is_val(text, val_fraction):
-    messages = json.dumps(json.loads(text)['messages'])
-    return int.from_bytes(hashlib.blake2b(messages.encode(), digest_size=4).digest()) < val_fraction * 2 ** 32
+def _is_val(messages, val_fraction):
+    digest = hashlib.blake2b(json.dumps(messages).encode(), digest_size=4).digest()
+    return int.from_bytes(digest) < val_fraction * 2 ** 32
 
 
 def read_conversations(path):
-    """Yield each conversation of a file as JSON: its messages, and its place for an error."""
+    """Yield each conversation of a file: a dict of its `messages`, and of its `place` for an error."""
     for number, row in enumerate(read_rows(path), 1):
         place = f'{path}, conversation {number}'
         try:
             messages = to_messages(row)
         except ValueError as error:
             raise ValueError(f'{place} has {error}') from None
-        yield json.dumps(dict(place=place, messages=messages))
+        yield dict(place=place, messages=messages)
 
 
 class ConversationEncoder(Tokenizer):
-    """Encodes what read_conversations yields, with the flags of data.flags. Otherwise the tokenizer it is made of.
+    """Encodes what conversation_splits reads, with the flags of data.flags. Otherwise as its tokenizer.
 
     roles: those whose messages are targets, separated by commas.
     """

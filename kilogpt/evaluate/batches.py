@@ -3,6 +3,7 @@
 A request is a list of token ids and `begin`: the ids from there on are to be scored, given those before. The
 model reads all but the last id, and a text's length is what it reads.
 """
+import os
 from typing import NamedTuple
 
 MIN_SHARED = 16  # tokens at the beginning that are worth a pass of their own
@@ -28,14 +29,6 @@ class Group(NamedTuple):
         return max(requests[number].length for number in self.numbers) - self.n_shared
 
 
-def common_length(a, b):
-    """How many ids two lists have in common at their beginnings."""
-    for i, (left, right) in enumerate(zip(a, b)):
-        if left != right:
-            return i
-    return min(len(a), len(b))
-
-
 def find_groups(requests, most_tokens):
     """The Groups of all requests: neighbours in the order of their ids share a beginning if that saves work.
 
@@ -56,7 +49,7 @@ def _join(group, number, requests, most_tokens):
     first, last = requests[group.numbers[0]], requests[number]
     # What predicts the first scored token belongs to the text's own part.
     most = min(requests[number].begin - 1 for number in (*group.numbers, number))
-    shared = min(common_length(first.tokens, last.tokens), most)
+    shared = min(len(os.path.commonprefix([first.tokens, last.tokens])), most)
     size = len(group.numbers)
     if size > 1:
         shared = min(shared, group.n_shared)

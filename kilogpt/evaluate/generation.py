@@ -5,7 +5,8 @@ sample.py is for people: it is faster, and shows a text as it grows.
 import numpy as np
 import torch
 
-from kilogpt.evaluate.scorer import left_padded_starts
+from kilogpt.evaluate.batches import Request
+from kilogpt.evaluate.scorer import arrange, left_padded_starts
 from kilogpt.layers.attention import starts_of
 from kilogpt.parallel.scoring import Scoring
 from model import draw_token
@@ -61,22 +62,15 @@ def _read(scoring, rows, length, separator, cache):
 
     With a cache all rows end at `length`. All but the last ids are in the cache, if it is not empty.
     """
-    if cache is not None:
-        padding = torch.tensor([length - len(row) for row in rows])
-        x = torch.tensor([[0] * (length - len(row)) + row for row in rows])
-        starts = left_padded_starts(x, padding, separator)
-        n_new = length - int(cache.length)
-        y = torch.full((len(rows), n_new), -1)
-        y[:, -1] = 0  # any token
-        return scoring.run(x[:, -n_new:], y, starts if starts is None else starts[:, -n_new:], cache)
-    height = -(-len(rows) // scoring.n_micro_batches) * scoring.n_micro_batches
-    x = np.zeros((height, scoring.length(max(map(len, rows)))), np.int64)
-    y = np.full_like(x, -1)
-    for i, row in enumerate(rows):
-        x[i, :len(row)] = row
-        y[i, len(row) - 1] = 0
-    x = torch.from_numpy(x)
-    return scoring.run(x, torch.from_numpy(y), starts_of(x, separator))
+    requests = [Request([*row, 0], len(row)) for row in rows]  # the target may be any token
+    if cache is None:
+        x, y = arrange(requests, scoring.height(len(rows)), scoring.length(max(map(len, rows))))
+        return scoring.run(x, y, starts_of(x, separator))
+    padding = torch.tensor([length - len(row) for row in rows])
+    x, y = arrange(requests, len(rows), length, padding)
+    starts = left_padded_starts(x, padding, separator)
+    n_read = int(cache.length)
+    return scoring.run(x[:, n_read:], y[:, n_read:], None if starts is None else starts[:, n_read:], cache)
 
 
 def seeded_draw(seed, temperature=0.8, top_k=200, top_p=None):

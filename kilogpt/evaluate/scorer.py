@@ -59,9 +59,9 @@ class Scorer:
     def _read_alone(self, scoring, batch, requests):
         """Read each text as a row. Yields (numbers of the rows' requests, Scores)."""
         numbers = [number for group in batch for number in group.numbers]
-        rows = -(-max(1, len(numbers)) // scoring.n_micro_batches) * scoring.n_micro_batches
         length = scoring.length(max((requests[number].length for number in numbers), default=1))
-        x, y = arrange([requests[number] for number in numbers], rows, length)
+        height = scoring.height(max(1, len(numbers)))
+        x, y = arrange([requests[number] for number in numbers], height, length)
         yield numbers, scoring.run(x, y, starts_of(x, self.separator))
 
     def _read_shared(self, scoring, batch, requests):

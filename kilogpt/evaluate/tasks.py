@@ -9,7 +9,7 @@ import pathlib
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kilogpt.evaluate.batches import Request, common_length
+from kilogpt.evaluate.batches import Request
 
 HERE = pathlib.Path(__file__).parents[2] / 'data' / 'tasks'
 SETTINGS = dict(prompt='{question}', delimiter=' ', separator='\n\n', description='', last_word=False)
@@ -192,7 +192,8 @@ class Encoder:
     def pair(self, context, continuation):
         """The Request that scores a continuation. ValueError if the model cannot read all of it."""
         tokens = self.start + self.tokenizer.encode(context + continuation)
-        begin = max(1, common_length(tokens, self.start + self.tokenizer.encode(context)))
+        before = os.path.commonprefix([tokens, self.start + self.tokenizer.encode(context)])
+        begin = max(1, len(before))
         return self.within(tokens, begin)
 
     def within(self, tokens, begin):

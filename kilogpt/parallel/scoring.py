@@ -122,10 +122,14 @@ class Scoring:
             padded //= 2
         return padded
 
+    def height(self, rows):
+        """The number of rows, with padding, that are to be passed for that many rows of text."""
+        return -(-rows // self.n_micro_batches) * self.n_micro_batches
+
     def run(self, x, y, starts=None, cache=None):
         """The Scores of the targets y (B, T; -1 is ignored) of inputs x (B, T), int64; None without any here.
 
-        T is a `length`, and with a pipeline B is a multiple of n_micro_batches. starts: as in GPT.forward.
+        T is a `length`, and B a `height`. starts: as in GPT.forward.
         cache: a `new_cache`, which x continues.
         """
         layout, rank, device = self.parallel.layout, self.parallel.processes.rank, self.parallel.device

@@ -1,5 +1,6 @@
 """Turns of a conversation: what is read, what is generated, and what a person sees on the terminal."""
 import json
+import select
 import signal
 import string
 import threading
@@ -174,6 +175,9 @@ def test_ctrl_c_ends_only_the_answer(trained):
         give_up.start()
         assert process.stdout.read(2) == '> '
         process.send_signal(signal.SIGINT)
+        # A signal between the prompt and the reading of a line is noticed only with the next signal.
+        while not select.select([process.stdout], [], [], 10)[0]:
+            process.send_signal(signal.SIGINT)
         assert process.stdout.read(2) == '> '
         out, err = process.communicate('HI\n', timeout=60)
         give_up.cancel()

@@ -65,6 +65,12 @@ def test_layout_has_the_scores_and_samples_of_one_process(train, questions, of_o
     assert run.stdout.count('sample at iteration') == 6 and run.stdout.count('tasks at iteration 2: mine accuracy') == 1
 
 
+def test_limit_scores_the_first_questions_alone(train, questions):
+    run = train('--max_iters=1', '--eval_interval=1', f'--eval_tasks={questions}', '--eval_tasks_limit=1')
+    line = lines_of(run.out_dir, 'task/mine/accuracy')[-1]
+    assert line['task/mine/accuracy'] in (0, 1) and 'task/mine/accuracy_stderr' not in line  # of one question
+
+
 def test_samples_are_those_that_the_model_draws_without_a_cache(of_one_process):
     loaded = kilogpt.load(str(of_one_process.out_dir), which='latest')
     draw = seeded_draw(1337)

@@ -107,17 +107,11 @@ def document_run(request, train, documents, conversations, tmp_path_factory):
     done = {}
 
     def start(nproc, layout, kind, model):
-        folder = tmp_path_factory.mktemp('gradients')
-        # The experts of a token do not change with rounding in float64.
-        env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if model == 'moe' else 'float32')
         text = LAYOUTS[nproc].get(layout, '')
         dataset = conversations if kind == 'answers' else documents
-        run = train(*MODELS[model].split(), *KINDS[kind].split(), *text.split(), f'--dataset={dataset}',
-                    base=SHORT, nproc=nproc, check=False, env=env, faults=[FAULTS / 'dump_gradients.py'])
-        if run.returncode == 0:
-            run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
-            shutil.rmtree(folder)
-        return run
+        return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, *MODELS[model].split(),
+                            *KINDS[kind].split(), *text.split(), f'--dataset={dataset}', nproc=nproc,
+                            has_experts=model == 'moe')
 
     def get(*case):
         if case not in done:
@@ -128,6 +122,20 @@ def document_run(request, train, documents, conversations, tmp_path_factory):
         return done[case]
 
     return get
+
+
+def observed_run(train, folder, base, *arguments, nproc, has_experts):
+    """A run, which has `observations` of [iteration - 1][rank] if it succeeds.
+
+    folder: an empty one. base: arguments that come first, with ITERATIONS iterations.
+    """
+    # The experts of a token do not change with rounding in float64.
+    env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if has_experts else 'float32')
+    run = train(*arguments, base=base, nproc=nproc, check=False, env=env, faults=[FAULTS / 'dump_gradients.py'])
+    if run.returncode == 0:
+        run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
+        shutil.rmtree(folder)
+    return run
 
 
 def wrong_gradients(found, expected, tolerance):

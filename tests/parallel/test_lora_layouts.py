@@ -3,17 +3,14 @@
 All runs begin with adapters that were trained before, since with B = 0 the gradients of A would be zero.
 """
 import functools
-import shutil
 
 import pytest
 import torch
-from test_document_layouts import wrong_gradients
+from test_document_layouts import ITERATIONS, observed_run, wrong_gradients
 from test_parallel import BASE, MODERN
 
-from helpers import FAULTS, assert_near, newest_weights, side_by_side
-from kilogpt.prove import observer
+from helpers import assert_near, newest_weights, side_by_side
 
-ITERATIONS = 3
 SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}']
 EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --router_balance_rate=0.01 --pos=rope'
 # {model: (keys of its base, keys of its adapters)}
@@ -73,18 +70,11 @@ def lora_run(request, train, tmp_path_factory):
         return train(f'--init_from={base.out_dir}', *of_adapters.split(), *options, base=SHORT).out_dir
 
     def start(nproc, layout):
-        folder = tmp_path_factory.mktemp('gradients')
         model = layout.split()[0]
-        # The experts of a token do not change with rounding in float64.
-        env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if model == 'moe' else 'float32')
         arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
         optimizer = ['--optimizer=muon'] * (model == 'muon')
-        run = train(f'--init_from={starts[model]}', *optimizer, *arguments, base=SHORT, nproc=nproc, check=False,
-                    env=env, faults=[FAULTS / 'dump_gradients.py'])
-        if run.returncode == 0:
-            run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
-            shutil.rmtree(folder)
-        return run
+        return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, f'--init_from={starts[model]}',
+                            *optimizer, *arguments, nproc=nproc, has_experts=model == 'moe')
 
     def get(*case):
         if case not in done:
