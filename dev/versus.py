@@ -14,7 +14,8 @@ The two run in turns. All arguments that are not options listed below are passed
   tokenize  the command that converts --input to GPT-2's tokens
   sample    one text of --new_tokens from the same random weights, minus the time of the first token
   transformers  an iteration that finetunes the weights in a Hugging Face folder: of train.py, and of a loop over
-            the model of transformers with torch.compile and fused AdamW, as in its documentation
+            the model of transformers with torch.compile and fused AdamW, as in its documentation; with
+            --lora_rank, both train adapters beside the weights, theirs with the library peft
   start     from the command to the end of the first iteration, compared with a process that imports torch
 """
 import argparse
@@ -109,10 +110,13 @@ TRANSFORMERS_LOOP = """if True:
     from transformers import AutoModelForCausalLM
     from kilogpt import metrics
     folder, data, dtype = sys.argv[1:4]
-    B, T, iters = map(int, sys.argv[4:])
+    B, T, iters, rank = map(int, sys.argv[4:])
     tokens = torch.from_file(data, size=B * T * iters, dtype=torch.int16).view(torch.uint16).long()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).train()
+    if rank:
+        from peft import LoraConfig, get_peft_model
+        model = get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.1, fused=True)
     model.forward = torch.compile(model.forward)
     for batch in tokens.view(iters, B, T).to(device):
@@ -141,7 +145,8 @@ def compare_transformers(weights, arguments, options, folder):
     dtype = resolve_dtype(config['dtype'], torch.device('cuda' if torch.cuda.is_available() else 'cpu'))
 
     def theirs():
-        numbers = config['batch_size'], config['block_size'], options.warmup + options.iters
+        numbers = (config['batch_size'], config['block_size'], options.warmup + options.iters,
+                   config['lora_rank'])
         command = ['-c', TRANSFORMERS_LOOP, os.path.abspath(weights), data, dtype, *map(str, numbers)]
         _, output = timed(command, PYTHONPATH=ROOT)
         return their_iterations(output, r'^time ([\d.]+)ms', options)

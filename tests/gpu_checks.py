@@ -6,8 +6,10 @@ Small models train for a few iterations in each way that a GPU can run, many at 
 those of the same model in float32 on the CPU. To try this script itself on a CPU: --device=cpu.
 """
 import argparse
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,6 +20,7 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+from data.flags import BEGIN, CONTEXT
 from data.prepare import write_random_tokens
 from kilogpt.metrics import read_metrics
 
@@ -32,6 +35,8 @@ MODELS = {
     'mask': f'{BLOCKS} --documents=mask',
     'pack': f'{BLOCKS} --documents=pack --window=100 --window_pattern=SL',
     'softcap': f'{BLOCKS} --attention_softcap=20',
+    'adapters': f'{BLOCKS} --lora_rank=8 --lora_alpha=64',
+    'answers': '--documents=pack',  # conversations, in which a third of the tokens are targets
 }
 # Largest relative difference of a loss. Products of float32 are in TF32 on a GPU, whose fraction has 10 bits.
 FLOAT32, SIXTEEN_BITS, FLOAT8 = 2e-3, 1e-2, 3e-2
@@ -44,6 +49,7 @@ RUNS = [
     *((model, 1, COMPILED, 3 * FLOAT32 if model == 'experts' else FLOAT32) for model in MODELS),
     ('GPT-2', 1, EAGER, FLOAT32),
     ('modern', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=selective', SIXTEEN_BITS),
+    ('adapters', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=full', SIXTEEN_BITS),
     ('GPT-2', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
     ('GPT-2', 1, '--dtype=float16', SIXTEEN_BITS),
     ('mask', 2, f'{SHARED} --cp=2', FLOAT32),
@@ -58,13 +64,40 @@ RUNS = [
 
 
 def write_data(folder):
-    """Tokens that a model can learn to predict: small steps around a circle of 255, and a separator, 0."""
+    """Tokens that a model can learn to predict: small steps around a circle of 255, and a separator, 0.
+
+    Of the same tokens, folder/answers has conversations, and folder/questions.jsonl questions.
+    """
     write_random_tokens(folder, 256, 2 ** 18)
+    characters = ''.join(chr(0x100 + token) for token in range(256))
+    update_meta(folder, tokenizer='char', chars=characters)
     generator = np.random.default_rng(0)
     tokens = 1 + generator.integers(1, 4, 2 ** 18).cumsum() % 255
     tokens[generator.random(len(tokens)) < 1 / 60] = 0
     for split, part in (('train', tokens[:-2 ** 15]), ('val', tokens[-2 ** 15:])):
         part.astype('uint16').tofile(os.path.join(folder, f'{split}.bin'))
+    os.mkdir(os.path.join(folder, 'answers'))
+    shutil.copy(os.path.join(folder, 'meta.json'), os.path.join(folder, 'answers'))
+    update_meta(os.path.join(folder, 'answers'), dtype='uint32', flags=True, separator=None)
+    is_target = np.repeat(generator.random(len(tokens) // 4) < 1 / 3, 4) & (tokens > 0)
+    flagged = tokens.astype('uint32') | np.where(is_target, 0, CONTEXT) | np.where(tokens == 0, BEGIN, 0)
+    for split, part in (('train', flagged[:-2 ** 15]), ('val', flagged[-2 ** 15:])):
+        part.astype('uint32').tofile(os.path.join(folder, 'answers', f'{split}.bin'))
+    with open(os.path.join(folder, 'questions.jsonl'), 'w', encoding='utf-8') as file:
+        file.write(json.dumps(dict(settings=dict(delimiter=''))) + '\n')
+        for first in range(0, 2 ** 12, 2 ** 6):
+            texts = [''.join(characters[token] for token in tokens[start:start + length])
+                     for start, length in ((first, 40), (first + 40, 5), (first, 9), (first + 20, 7))]
+            question, *choices = texts
+            file.write(json.dumps(dict(question=question, choices=choices, answer=0)) + '\n')
+
+
+def update_meta(folder, **entries):
+    path = os.path.join(folder, 'meta.json')
+    with open(path, encoding='utf-8') as file:
+        meta = json.load(file) | entries
+    with open(path, 'w', encoding='utf-8') as file:
+        json.dump({key: value for key, value in meta.items() if value is not None}, file)
 
 
 def launch(command, processes=1, timeout=280):
@@ -83,8 +116,14 @@ def losses(folder, model, processes, settings):
     """The losses of a run of train.py."""
     out_dir = tempfile.mkdtemp(dir=folder)
     script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
-    launch([*script, f'--dataset={folder}', f'--out_dir={out_dir}', *SHAPE.split(),
-            *MODELS[model].split(), *settings.split()], processes)
+    dataset = os.path.join(folder, 'answers') if model == 'answers' else folder
+    arguments = [f'--dataset={dataset}', f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split()]
+    if model == 'adapters':  # beside a trained model
+        base = tempfile.mkdtemp(dir=folder)
+        launch(['train.py', f'--dataset={dataset}', f'--out_dir={base}', *SHAPE.split(), *BLOCKS.split(),
+                *EAGER.split(), '--device=cpu', '--max_iters=2', '--keep_checkpoints=1'])
+        arguments.append(f'--init_from={base}')
+    launch([*script, *arguments, *settings.split()], processes)
     return [line['loss'] for line in read_metrics(out_dir)[0].values()]
 
 
@@ -110,8 +149,30 @@ def check_resume(folder, device, settings):
     straight, resumed = ([(number, line['loss'], line['grad_norm'])
                           for number, line in read_metrics(out_dir)[0].items()] for out_dir in runs.values())
     launch(['sample.py', f'--out_dir={runs["resumed"]}', '--num_samples=1', '--max_new_tokens=40',
-            '--start=1 2 4', f'--device={device}'])
+            f'--start={chr(0x101)}{chr(0x102)}{chr(0x104)}', f'--device={device}'])
     return f'{len(straight)} iterations, and a sample', straight == resumed and len(straight) == 12
+
+
+def check_evaluation(folder, device):
+    """Whether questions have the log-likelihoods that they have on the CPU; training asks and samples, too."""
+    out_dir = os.path.join(tempfile.mkdtemp(dir=folder), 'run')
+    questions = os.path.join(folder, 'questions.jsonl')
+    launch(['train.py', f'--dataset={folder}', f'--out_dir={out_dir}', *SHAPE.split(), '--dtype=bfloat16',
+            '--eval_interval=6', '--eval_iters=2', '--keep_checkpoints=1', f'--device={device}',
+            f'--eval_tasks={questions}', '--eval_tasks_interval=6', '--sample_interval=6',
+            f'--sample_prompts={chr(0x105)}', '--sample_tokens=20'])
+    scores = []
+    for each in (device, 'cpu'):
+        details = os.path.join(folder, f'details-{each}')
+        launch(['-m', 'kilogpt.evaluate', out_dir, f'--tasks={questions}', f'--device={each}',
+                '--dtype=float32', f'--details={details}'])
+        with open(details, encoding='utf-8') as file:
+            scores.append([score for line in file for score in json.loads(line)['nats']])
+    difference = max(abs(score - other) for score, other in zip(*scores, strict=True))
+    with open(os.path.join(out_dir, 'samples.jsonl'), encoding='utf-8') as file:
+        samples = len(file.readlines())
+    return (f'largest difference of {len(scores[0])} log-likelihoods {difference:.1e} of 2e-2, {samples} samples',
+            difference <= 2e-2 and samples == 3)
 
 
 def check_tests(folder, *arguments):
@@ -145,6 +206,7 @@ def main():
                 references[model] = pool.submit(losses, folder, model, 1, f'{EAGER} --device=cpu')
             start(name, check_curve, references.get(model), options.device, model, processes, settings,
                   bound)
+        start('evaluation', check_evaluation, options.device)
         start('kernels', check_tests, 'tests/devices/test_flex.py', 'tests/devices/test_loss_kernel.py',
               '-k', 'on_a_gpu or loss_and_gradients')
         names = {check: name for name, check in checks.items()}

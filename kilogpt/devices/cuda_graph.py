@@ -24,9 +24,9 @@ class GraphedPasses:
     passes adds gradients to the parameters of a model and returns the loss. batch: a tuple of tensors.
     loss_scale: a number. scale: a function of the loss, which must not do anything in what is replayed.
 
-    If a number or a text in the model's modules or config has changed since the recording, or with another
-    loss_scale or a batch of another shape, `passes` runs as without a graph. What it takes from elsewhere,
-    such as a global variable, keeps its value. notes: gets the reason if there can be no graph.
+    If a number or a text in the model's modules or config has changed since the recording, or with a batch of
+    another shape, `passes` runs as without a graph. What it takes from elsewhere, such as a global variable,
+    keeps its value. notes: gets the reason if there can be no graph.
     """
 
     def __init__(self, passes, model, notes):
@@ -40,10 +40,11 @@ class GraphedPasses:
         self._calls += 1
         if self._calls == 2:  # by now, everything is compiled
             self._record(batch, loss_scale, scale)
-        if self._graph is None or self._recorded != self._state(batch, loss_scale):
+        if self._graph is None or self._recorded != self._state(batch):
             return self.passes(batch, loss_scale, scale)
         for tensor, recorded in zip(batch, self._batch):
             recorded.copy_(tensor)
+        self._loss_scale.fill_(loss_scale)
         self._take_back_gradients()
         self._graph.replay()
         return self._loss.clone()
@@ -65,21 +66,22 @@ class GraphedPasses:
         self.model.zero_grad()
         self._take_back_gradients()
         self._batch = tuple(tensor.clone() for tensor in batch)
+        self._loss_scale = torch.tensor(loss_scale, device=batch[0].device)  # conversations change it
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may allocate memory meanwhile.
             with torch.cuda.graph(graph, capture_error_mode='thread_local'):
-                self._loss = self.passes(self._batch, loss_scale, scale)
+                self._loss = self.passes(self._batch, self._loss_scale, scale)
         except RuntimeError as error:
             raise RuntimeError('this model cannot be recorded as a CUDA graph: set cuda_graph to False '
                                f'({str(error).splitlines()[0]})') from error
-        self._graph, self._recorded = graph, self._state(batch, loss_scale)
+        self._graph, self._recorded = graph, self._state(batch)
 
-    def _state(self, batch, loss_scale):
+    def _state(self, batch):
         """What the passes depend on besides the values of tensors."""
         attributes = [value for holder in (self.model.config, *self.model.modules())
                       for value in vars(holder).values() if isinstance(value, (bool, int, float, str))]
-        return [loss_scale, *(tensor.shape for tensor in batch), *attributes]
+        return [*(tensor.shape for tensor in batch), *attributes]
 
     def _take_back_gradients(self):
         """Let parameters have the gradients to which the graph adds, with the values that they have now."""

@@ -43,8 +43,10 @@ class LossWithGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         x, weight, gradients = ctx.saved_tensors
+        _, weight_is_trained, *_ = ctx.needs_input_grad
         # x is much smaller than the gradient of the weight.
-        return grad * (gradients @ weight), gradients.T @ (grad * x), None, None
+        weight_gradient = gradients.T @ (grad * x) if weight_is_trained else None
+        return grad * (gradients @ weight), weight_gradient, None, None
 
 
 def gradients_in_place(logits, targets, vocab_size):

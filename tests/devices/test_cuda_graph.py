@@ -78,8 +78,8 @@ def assert_equal_to_plain(passes, graphed, batches, scale=0.5):
 
 def test_replays_give_the_losses_and_gradients_of_the_passes(passes):
     graphed, notes = recorded(passes)
-    for _ in range(2):
-        assert_equal_to_plain(passes, graphed, batches(3))
+    for scale in (0.5, 0.1):
+        assert_equal_to_plain(passes, graphed, batches(3), scale)
     assert passes.calls == 0 and passes.mode == 'default' and not notes
 
 
@@ -91,11 +91,10 @@ def test_what_was_not_recorded_runs_without_the_graph(passes):
     passes.model[1].p, passes.model.config.width = 0.0, 5
     graphed(batch, 0.5, None)
     passes.model.config.width = 4
-    graphed(batch, 0.25, None)
     graphed(batches(1, rows=4)[0], 0.5, None)
-    assert passes.calls == 4
+    assert passes.calls == 3
     graphed(batch, 0.5, None)
-    assert passes.calls == 4
+    assert passes.calls == 3
     # Both ways within an iteration add to the same gradients.
     mixed = [*batches(1, rows=4), *batches(2), *batches(1, rows=4), *batches(1)]
     assert_equal_to_plain(passes, graphed, mixed)

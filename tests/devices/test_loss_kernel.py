@@ -32,6 +32,9 @@ def test_loss_and_gradients_are_those_of_cross_entropy(monkeypatch, V, vocab_siz
     for actual, wanted in ((loss, expected), (x.grad, x64.grad), (weight.grad, weight64.grad)):
         torch.testing.assert_close(actual.detach().cpu().double(), wanted.detach(), atol=1e-5, rtol=1e-5)
     assert not weight.grad[vocab_size:].any()
+    x.grad = None
+    (0.5 * kernel.FusedLoss(None, vocab_size)(x, weight.detach(), targets.to(DEVICE))).backward()  # frozen
+    torch.testing.assert_close(x.grad.cpu().double(), x64.grad, atol=1e-5, rtol=1e-5)
 
 
 def loss_of(**keys):
