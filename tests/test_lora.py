@@ -1,12 +1,13 @@
 """Adapters of low rank: their gradients, their checkpoints, and what is said about wrong ones."""
 import functools
+import re
 import shutil
 
 import pytest
 import torch
 
 from helpers import assert_same_tensors, curve, newest_state, newest_tensors, run_forked, saved_iterations
-from kilogpt.layers.lora import GROUPS, scale_of
+from kilogpt.layers.lora import GROUPS, FrozenLinear, quantize, scale_of, widened
 from kilogpt.loaded.load import load_model
 from model import GPT, GPTConfig
 
@@ -114,7 +115,57 @@ def test_dropout_is_of_the_adapters_inputs_alone():
     assert not torch.allclose(trained, model(*batch()))
 
 
+def narrow_and_wide(base_dtype):
+    """(a model whose frozen linears are narrow, the same model with their values in float32), B not zero."""
+    models = [GPT(GPTConfig(**SMALL, lora_rank=4, lora_targets='c_q,c_fc', lora_base_dtype=dtype))
+              for dtype in (base_dtype, 'float32')]
+    narrow, wide = (dict(model.named_modules()) for model in models)
+    for path in [path for path, module in narrow.items() if isinstance(module, FrozenLinear)]:
+        weight = wide[path].weight.data
+        stored, scale = quantize(weight) if base_dtype == 'int8' else (weight.to(torch.bfloat16), None)
+        narrow[path].weight.data.copy_(stored)
+        if scale is not None:
+            narrow[path].weight_scale.data.copy_(scale)
+            assert ((widened(stored, scale, torch.float32) - weight).abs() <= 0.501 * scale[:, None]).all()
+        weight.copy_(widened(stored, scale, torch.float32))
+        if hasattr(narrow[path], 'lora_B'):
+            for module in (narrow[path], wide[path]):
+                module.lora_B.data.copy_(torch.linspace(-0.1, 0.1, module.lora_B.numel()).view_as(module.lora_B))
+    return models
+
+
+@pytest.mark.parametrize('base_dtype', ['bfloat16', 'int8'])
+def test_narrow_base_trains_as_its_values_in_float32(base_dtype):
+    """To the bit: x is in float32, and so is each weight when it is multiplied."""
+    narrow, wide = narrow_and_wide(base_dtype)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+        loss = narrow(*batch())
+    loss.backward()
+    wide(*batch()).backward()
+    torch.testing.assert_close(loss, wide(*batch()), rtol=0, atol=0)
+    for name, parameter in wide.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(narrow.get_parameter(name).grad, parameter.grad, rtol=0, atol=0)
+            assert parameter.grad.abs().max() > 1e-4
+    assert all(module.weight.dtype == getattr(torch, base_dtype) for path, module in narrow.named_modules()
+               if isinstance(module, FrozenLinear))
+    parameters = {parameter.data_ptr() for parameter in narrow.parameters()}
+    shapes = {(32, 32), (16, 32), (narrow.config.n_hidden, 32), (32, narrow.config.n_hidden)}
+    assert not [tensor for tensor in kept if tuple(tensor.shape) in shapes and tensor.data_ptr() not in parameters]
+
+
+@pytest.mark.parametrize('base_dtype', ['bfloat16', 'int8'])
+def test_narrow_base_under_autocast_is_rounded_once(base_dtype):
+    """In bfloat16 the products are those of the values in float32, which autocast rounds to bfloat16."""
+    narrow, wide = narrow_and_wide(base_dtype)
+    with torch.autocast('cpu', torch.bfloat16):
+        torch.testing.assert_close(narrow(*batch()), wide(*batch()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize('keys, sentence', [
+    (dict(lora_base_dtype='int4'), "lora_base_dtype is 'int4': choose one of float32, bfloat16, int8"),
+    (dict(lora_rank=0, lora_base_dtype='int8'), 'only frozen weights can be narrow: set lora_rank'),
     (dict(lora_rank=-1), 'lora_rank is -1: it cannot be negative'),
     (dict(lora_alpha=0.0), 'lora_alpha is 0.0: it must be above 0'),
     (dict(lora_dropout=1.0), 'lora_dropout is 1.0: it must be in'),
@@ -168,6 +219,20 @@ def test_resumed_run_equals_the_unbroken_one_to_the_bit(train, tuned, tmp_path):
     assert 'at iteration 6' in resumed.stdout
     assert curve(resumed) == curve(tuned) and resumed.evals == tuned.evals
     assert_same_tensors(newest_tensors(out_dir), newest_tensors(tuned.out_dir))
+
+
+def test_int8_base_is_smaller_and_resumes_to_the_bit(train, base, tmp_path):
+    keys = [f'--init_from={base}', *ADAPTERS, '--lora_base_dtype=int8']
+    unbroken = train(*keys)
+    broken = train(*keys, '--max_iters=6', '--lr_decay_iters=12')
+    resumed = train(*ADAPTERS, '--init_from=resume', out_dir=broken.out_dir)
+    assert curve(resumed) == curve(unbroken)
+    assert_same_tensors(newest_tensors(broken.out_dir), newest_tensors(unbroken.out_dir))
+    whole = train(f'--init_from={base}', *ADAPTERS, '--max_iters=1')
+    small, large = (float(re.search(r'parameters ([\d.]+) MB', run.stdout)[1]) for run in (unbroken, whole))
+    assert small < large / 1.7  # embedding, head and adapters are in float32
+    assert unbroken.evals[0]['val_loss'] == pytest.approx(whole.evals[0]['val_loss'], abs=2e-3)
+    assert unbroken.evals[0]['val_loss'] != whole.evals[0]['val_loss']
 
 
 def test_sharded_checkpoint_continues_on_one_process(train, tuned, base, tmp_path):

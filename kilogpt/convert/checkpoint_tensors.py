@@ -13,9 +13,13 @@ TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')
 
 
 def expected_shapes(config):
-    """{name: shape} of the parameters of a GPTConfig's model, without the padding of the vocabulary."""
+    """{name: shape} of the parameters of a GPTConfig's model, without the padding of the vocabulary.
+
+    The scales of weights in 8 bits are not among them: they are computed from the weights.
+    """
     with torch.device('meta'):
-        shapes = {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()}
+        shapes = {name: tuple(p.shape) for name, p in GPT(config, seed=None).named_parameters()
+                  if not name.endswith('.weight_scale')}
     return {name: (config.vocab_size, config.n_embd) if name in TOKEN_TABLES else shape
             for name, shape in shapes.items()}
 

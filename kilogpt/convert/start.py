@@ -104,7 +104,13 @@ def initial_values(tensors, model, seed):
 
     tensors: as returned by `find_start`.
     """
+    scales = {name for name, _ in model.named_parameters() if name.endswith('.weight_scale')}
+
     def value(name, shape, rows):
+        weight, is_scale, _ = name.partition('_scale')
+        if f'{weight}_scale' in scales:
+            quantized, scale = lora.quantize(tensors[weight][rows].float())
+            return scale if is_scale else quantized
         if tensors and name in tensors:
             return pad_rows(tensors[name], shape, rows)
         return model.initial_value(name, shape, seed, rows)  # adapters beside loaded weights, too

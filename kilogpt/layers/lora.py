@@ -2,7 +2,7 @@
 
 An adapted linear computes y = x Wᵀ + b + scale · dropout(x) Aᵀ Bᵀ. Of the whole model only the matrices A
 (rank, inputs) and B (outputs, rank) are trained. B starts at zero, so that training begins with the model as
-it was. Imports torch alone.
+it was. Frozen linears may be kept in 16 or 8 bits, as QLoRA (Dettmers et al. 2023) keeps them in 4.
 """
 import math
 
@@ -10,18 +10,72 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kilogpt.layers.mixture import cast_for_linears
+
 # What lora_targets may name besides single linears: groups of linears of a block.
 GROUPS = dict(attention=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.c_proj'),
               mlp=('mlp.c_fc', 'mlp.c_gate', 'mlp.c_proj'))
 GROUPS['all'] = GROUPS['attention'] + GROUPS['mlp']
-KEYS = ('lora_rank', 'lora_alpha', 'lora_targets', 'lora_dropout', 'lora_rank_stabilised')
+KEYS = ('lora_rank', 'lora_alpha', 'lora_targets', 'lora_dropout', 'lora_rank_stabilised', 'lora_base_dtype')
+BASE_DTYPES = ('float32', 'bfloat16', 'int8')
 
 
-class LoraLinear(nn.Linear):
-    """A linear with an adapter. Its weight and bias keep the names that they have in a plain linear."""
+class FrozenLinear(nn.Linear):
+    """A linear that is not trained, whose weight is kept in lora_base_dtype. It has a plain linear's names.
+
+    In int8 each output has a scale, which makes its largest weight 127 (absmax quantization, Dettmers et al.
+    2022, 2.1).
+    """
 
     def __init__(self, linear, config):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
+        self.requires_grad_(False)
+        dtype, scale = getattr(torch, config.lora_base_dtype), None
+        self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=dtype), requires_grad=False)
+        if dtype == torch.int8:
+            scale = nn.Parameter(torch.empty(linear.out_features), requires_grad=False)
+        self.weight_scale = scale
+
+    def forward(self, x):
+        """x (..., inputs) -> (..., outputs)."""
+        x = cast_for_linears(x)
+        if self.weight_scale is None and self.weight.dtype in (torch.float32, x.dtype):
+            return super().forward(x)
+        y = FrozenProduct.apply(x, self.weight, self.weight_scale)
+        return y if self.bias is None else y + self.bias.type_as(y)
+
+
+class FrozenProduct(torch.autograd.Function):
+    """x Wᵀ of a narrow W. Autograd would keep a wide copy of W for the backward pass; here each pass makes one."""
+
+    @staticmethod
+    def forward(ctx, x, weight, scale):
+        ctx.save_for_backward(weight, scale)
+        return F.linear(x, widened(weight, scale, x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad):
+        weight, scale = ctx.saved_tensors
+        return grad @ widened(weight, scale, grad.dtype), None, None
+
+
+def widened(weight, scale, dtype):
+    """A narrow weight (outputs, inputs) in a dtype. scale: (outputs,), or None for a weight without."""
+    return weight.to(dtype) if scale is None else weight * scale[:, None].to(dtype)
+
+
+def quantize(weight):
+    """(int8 weight, scale) of a float32 weight (outputs, inputs)."""
+    # A scale of 8 significant bits is the same in bfloat16, so that an element is rounded once in any dtype.
+    scale = (weight.abs().amax(dim=1).clamp(min=1e-30) / 127).bfloat16().float()
+    return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
+
+
+class LoraLinear(FrozenLinear):
+    """A frozen linear with an adapter."""
+
+    def __init__(self, linear, config):
+        super().__init__(linear, config)
         self.lora_A = nn.Parameter(torch.empty(config.lora_rank, linear.in_features))
         self.lora_B = nn.Parameter(torch.empty(linear.out_features, config.lora_rank))
         self.p, self.scale = config.lora_dropout, scale_of(config)
@@ -43,14 +97,11 @@ def add_adapters(model, blocks, config):
     """Give the linears of `blocks` that lora_targets names adapters, and freeze everything else, in place."""
     model.requires_grad_(False)
     for block in blocks:
-        modules, paths = dict(block.named_modules()), find_targets(config.lora_targets)
-        for path in paths & modules.keys():
+        modules, targets = dict(block.named_modules()), find_targets(config.lora_targets)
+        for path in modules.keys() & {*GROUPS['all']}:
             owner, _, name = path.rpartition('.')
-            linear = LoraLinear(modules[path], config)
-            linear.requires_grad_(False)
-            linear.lora_A.requires_grad_(True)
-            linear.lora_B.requires_grad_(True)
-            setattr(modules[owner], name, linear)
+            kind = LoraLinear if path in targets else FrozenLinear
+            setattr(modules[owner], name, kind(modules[path], config))
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(f'lora_targets is {config.lora_targets!r}, but the blocks of this model do not have '
                          'such linears: set lora_targets to all')
@@ -84,6 +135,11 @@ def find_targets(text):
 def check_adapters(config):
     """Raise ValueError, with the key to change, if the model cannot have adapters at these linears."""
     paths = find_targets(config.lora_targets)
+    if config.lora_base_dtype not in BASE_DTYPES:
+        raise ValueError(f'lora_base_dtype is {config.lora_base_dtype!r}: choose one of {", ".join(BASE_DTYPES)}')
+    if config.lora_base_dtype != 'float32' and not config.lora_rank:
+        raise ValueError(f'lora_base_dtype is {config.lora_base_dtype}, but only frozen weights can be narrow: '
+                         'set lora_rank, or lora_base_dtype to float32')
     if config.lora_rank and config.mlp == 'moe' and not paths <= set(GROUPS['attention']):
         raise ValueError(f'lora_targets is {config.lora_targets!r}, but experts cannot have adapters: set '
                          'lora_targets to attention, or to some of its linears')

@@ -38,6 +38,7 @@ class ModelOptions:
     lora_targets: str = 'all'  # linears with adapters: attention, mlp, all, or names such as c_q,c_v
     lora_dropout: float = 0.0  # dropout of the adapters' inputs
     lora_rank_stabilised: bool = False  # multiply by lora_alpha / sqrt(lora_rank) instead
+    lora_base_dtype: str = 'float32'  # of the frozen linears in blocks: 'float32', 'bfloat16' or 'int8'
 
     def check_options(self):
         """Raise ValueError, with the key to change, if no model can have these options."""

@@ -19,6 +19,7 @@ from kilogpt.layers.mixture import GATED
 from kilogpt.plan.shape import Stage
 
 FLOAT32, INT64 = 4, 8  # bytes
+NARROW_BYTES = dict(float32=4, bfloat16=2, int8=1)  # of an element of a frozen weight, by lora_base_dtype
 CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
 # Among the processes that share the experts, the rows of the busiest one over their mean. A guess.
 LOAD_IMBALANCE = 1.2
@@ -111,7 +112,9 @@ def state(shape, layout, work, rank):
     moments = 2 * updated
     if work.optimizer == 'muon':  # keeps one moment of a block's matrix, AdamW two
         moments -= updated_in_block_matrices
-    return dict(parameters=FLOAT32 * sharded, gradients=FLOAT32 * trained, moments=FLOAT32 * moments)
+    narrow = shape.narrow.sharded(stages, layout)[0]
+    parameters = FLOAT32 * (sharded - narrow) + NARROW_BYTES[shape.config.lora_base_dtype] * narrow
+    return dict(parameters=parameters, gradients=FLOAT32 * trained, moments=FLOAT32 * moments)
 
 
 def phases(shape, layout, work, rank):
@@ -222,29 +225,41 @@ def _whole_bytes(shape, layout, work, stages):
     trained_parts, trained_ends = shape.trained.totals(stages, layout)
     if not layout.uses_fsdp:
         gathered = 0
-        if work.width < FLOAT32:  # autocast's copies
-            gathered = work.width * (all_parts.split_in_matrices - ends.split_in_matrices + ends.split)
+        if work.width < FLOAT32:  # autocast's copies, which narrow parameters do not have
+            in_blocks = all_parts.split_in_matrices - ends.split_in_matrices
+            narrow = shape.narrow.totals(stages, layout)[0].split
+            gathered = work.width * (in_blocks - narrow + ends.split)
         return WholeBytes(FLOAT32 * trained_parts.split, gathered, 0, 0)
     merged = Stage.sum(stages)
-    counts = {part: shape.counts(part, layout) for part in ('dense', 'sparse', 'experts')}
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
     largest_unit = max((shape.trained.counts(unit, layout).gathered for unit in units), default=0)
-    blocks_gathered = all_parts.gathered - ends.gathered
-    if layout.zero_stage == 3:  # the parameters of two blocks, but the experts of only one
-        two_blocks = [0]
-        if merged.n_dense:
-            two_blocks.append(2 * counts['dense'].gathered)
-        if merged.n_sparse:
-            two_blocks.append(2 * counts['sparse'].gathered + counts['experts'].gathered)
-        blocks_gathered = min(blocks_gathered, max(two_blocks))
+    gathered, narrow = (_gathered_in_blocks(each, layout, stages, merged) for each in (shape, shape.narrow))
+    narrow_width = work.width  # FSDP2 casts what it gathers to 16 bits, or leaves it as it is
+    if work.width == FLOAT32:
+        narrow_width = NARROW_BYTES[shape.config.lora_base_dtype]
+    gathered = work.width * (gathered - narrow + ends.gathered) + narrow_width * narrow
     gradients, width = FLOAT32 * shape.trained.sharded(stages, layout)[0], work.width + FLOAT32
     if layout.pp > 1:  # gradients stay whole until the last micro-batch
         gradients = FLOAT32 * trained_parts.gathered
     if layout.pp > 1 or layout.dp_shard * layout.cp == 1:
         width = FLOAT32
-    return WholeBytes(gradients, work.width * (blocks_gathered + ends.gathered), width * largest_unit,
-                      width * trained_ends.gathered)
+    return WholeBytes(gradients, gathered, width * largest_unit, width * trained_ends.gathered)
+
+
+def _gathered_in_blocks(shape, layout, stages, merged):
+    """Elements of the blocks' parameters that FSDP2 has gathered at a time. merged: the stages as one."""
+    all_parts, ends = shape.totals(stages, layout)
+    blocks_gathered = all_parts.gathered - ends.gathered
+    if layout.zero_stage < 3:
+        return blocks_gathered
+    dense, sparse, experts = (shape.counts(part, layout).gathered for part in ('dense', 'sparse', 'experts'))
+    two_blocks = [0]  # the parameters of two blocks, but the experts of only one
+    if merged.n_dense:
+        two_blocks.append(2 * dense)
+    if merged.n_sparse:
+        two_blocks.append(2 * sparse + experts)
+    return min(blocks_gathered, max(two_blocks))
 
 
 def tokens_of(layout, work):

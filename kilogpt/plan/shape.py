@@ -53,11 +53,14 @@ class Shape:
     parameters before and after the blocks), 'dense' (one block without experts), and 'sparse' and 'experts'
     (one block with experts: the experts' matrices, and everything else in it).
     trained: the Shape of the trained parameters alone, which is another one if the model has adapters (LoRA).
+    narrow: the Shape of the parameters that are kept in fewer than 32 bits.
+    counts(parameter): whether a parameter counts; all do if it is None.
     """
 
-    def __init__(self, model, trained_alone=False):
-        has_frozen = model.config.lora_rank > 0 and not trained_alone
-        self.trained = Shape(model, trained_alone=True) if has_frozen else self
+    def __init__(self, model, counts=None):
+        if not counts:
+            self.trained = Shape(model, lambda parameter: parameter.requires_grad)
+            self.narrow = Shape(model, lambda parameter: parameter.itemsize < 4)
         plan = model.split_plan
         blocks = model.get_submodule(plan['blocks'])
         self.model, self.config, self.n_blocks = model, model.config, len(blocks)
@@ -71,7 +74,7 @@ class Shape:
             block = next((prefix for prefix in first_blocks if name.startswith(prefix)), '')
             entry = name, tuple(parameter.shape)
             module, _, kind = name.removeprefix(block).rpartition('.')
-            if not parameter.requires_grad and not has_frozen:
+            if counts and not counts(parameter):
                 continue
             if module == f'{plan["experts"]}.experts':
                 self.parts['experts'].append((*entry, 2 if kind == 'c_proj' else 1))

@@ -18,24 +18,31 @@ MODELS = dict(gpt2=('--bias', '--lora_rank=3'), modern=(MODERN, '--lora_rank=4 -
               few=(MODERN, '--lora_rank=1 --lora_targets=c_q,mlp.c_proj'),
               muon=(MODERN, '--lora_rank=4 --optimizer=muon'),
               shallow=('--n_layer=2', '--lora_rank=4'),
-              moe=(EXPERTS, '--lora_rank=4 --lora_targets=attention'))
+              moe=(EXPERTS, '--lora_rank=4 --lora_targets=attention'),
+              int8=(MODERN, '--lora_rank=4 --lora_targets=c_q,mlp.c_proj --lora_base_dtype=int8'),
+              bfloat16=('--bias', '--lora_rank=4 --lora_base_dtype=bfloat16'))
 # {processes: {layout, whose name begins with its model: its arguments}}
 LAYOUTS = {
     2: {'gpt2 ddp': '', 'modern zero3': '--zero_stage=3', 'gpt2 tp2': '--tp=2',
-        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv'},
+        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'int8 zero3': '--zero_stage=3'},
 }
 SLOW_LAYOUTS = {
-    1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True'},
+    1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True',
+        'int8 compiled': '--compile=True', 'bfloat16 full': '--activation_checkpoint=full'},
     2: {'modern zero1': '--zero_stage=1', 'modern cp2': '--cp=2', 'moe ep2': '--ep=2', 'muon zero3': '--zero_stage=3',
         'gpt2 zero2 selective': '--zero_stage=2 --activation_checkpoint=selective', 'gpt2 pp2 1f1b': '--pp=2',
         'modern offload': '--zero_stage=3 --cpu_offload', 'few tp2': '--tp=2', 'few zero3': '--zero_stage=3',
         'modern tp2 full': '--tp=2 --activation_checkpoint=full', 'muon zero1': '--zero_stage=1',
         'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
         'modern pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full',
-        'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2'},
+        'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2',
+        'int8 ddp': '', 'int8 tp2': '--tp=2', 'int8 cp2': '--cp=2', 'int8 pp2 zbv': '--pp=2 --pp_schedule=zbv',
+        'int8 zero1': '--zero_stage=1', 'int8 zero3 full': '--zero_stage=3 --activation_checkpoint=full',
+        'bfloat16 zero3': '--zero_stage=3', 'bfloat16 tp2': '--tp=2', 'bfloat16 offload': '--zero_stage=3 --cpu_offload'},
     3: {'gpt2 zero3': '--zero_stage=3'},
     4: {'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
         'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
+        'int8 tp2 pp2': '--tp=2 --pp=2', 'bfloat16 hsdp': '--dp_replicate=2 --zero_stage=3',
         'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
 }
 
