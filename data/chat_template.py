@@ -30,6 +30,10 @@ DEFAULT_TEMPLATE = """
 {{- 'Assistant:' if add_generation_prompt else '' }}"""
 
 
+class WrittenAgain(ValueError):
+    """A template writes a message differently once others follow."""
+
+
 class ChatTemplate:
     """The chat template of a Tokenizer; DEFAULT_TEMPLATE if it does not come with one.
 
@@ -63,13 +67,26 @@ class ChatTemplate:
         """The ids of a conversation. What looks like a special token within a message is ordinary text."""
         return self._encode(self._render(messages, add_generation_prompt))[0]
 
-    def tokens_and_counted(self, messages, roles=('assistant',)):
+    def documents(self, messages, roles=('assistant',)):
+        """[(ids, counted)] as in `tokens_and_counted`: the conversation, or one for each of its answers.
+
+        If a template writes an answer differently once others follow (Qwen3's leaves its thoughts out), each
+        answer is the end of a document of its own, whose text is what the model would read and write there.
+        """
+        try:
+            return [self.tokens_and_counted(messages, roles)]
+        except WrittenAgain:
+            return [self.tokens_and_counted(messages[:i + 1], roles, first=i)
+                    for i, message in enumerate(messages) if message['role'] in roles]
+
+    def tokens_and_counted(self, messages, roles=('assistant',), first=0):
         """(ids, counted): counted says of each token whether it is of an answer, or is the one that ends it.
 
         If the template marks answers by {% generation %}, those tokens are counted. Otherwise an answer is
         what the text has beyond that of the messages before it with the generation prompt, up to the first
         of stop_ids.
-        roles: those whose messages are counted. Other messages than answers are counted with their header.
+        roles: those whose messages are counted, from number `first` on. Other messages than answers are
+        counted with their header. Raises WrittenAgain if the end of an answer cannot be found.
         """
         roles = tuple(roles)
         for i, message in enumerate(check_messages(messages)):
@@ -82,14 +99,13 @@ class ChatTemplate:
         counted = [False] * len(ids)
         text = re.sub(f'[{MARKS}]', '', text)
         for i, message in enumerate(messages):
-            if message['role'] not in roles:
+            if message['role'] not in roles or i < first:
                 continue
             span, is_whole = self._span_of(messages, i, text)
             inside = [j for j, place in enumerate(places) if _overlaps(place, [span])]
             end = next((j for j in inside if ids[j] in self.stop_ids), None)
             if end is None and not is_whole:
-                raise ValueError(f'{self.where} writes message {i} differently when others follow: end the '
-                                 'conversation with it, and give each answer a conversation of its own')
+                raise WrittenAgain(f'{self.where} writes message {i} differently when others follow')
             for j in inside:
                 counted[j] = end is None or j <= end
         return ids, counted

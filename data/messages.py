@@ -98,16 +98,19 @@ class ConversationEncoder(Tokenizer):
     def encode_to_numpy(self, text):
         conversation = json.loads(text)
         try:
-            ids, counted = self.template.tokens_and_counted(conversation['messages'], self.roles)
+            documents = self.template.documents(conversation['messages'], self.roles)
         except ValueError as error:
             raise ValueError(f'{conversation["place"]}: {error}') from None
-        if not any(counted):
+        if not any(any(counted) for _, counted in documents):
             raise ValueError(f'{conversation["place"]} has no message of {", ".join(self.roles)}: leave it out, or '
                              'set roles')
-        tokens = np.array(ids, dtype=np.uint32)
-        tokens[~np.array(counted)] |= CONTEXT
-        tokens[0] |= BEGIN
-        return tokens
+        flagged = []
+        for ids, counted in documents:
+            tokens = np.array(ids, dtype=np.uint32)
+            tokens[~np.array(counted)] |= CONTEXT
+            tokens[0] |= BEGIN
+            flagged.append(tokens)
+        return np.concatenate(flagged)
 
     def __getstate__(self):  # a template is not for other processes
         return dict(tokenizer=self.tokenizer, roles=self.roles)

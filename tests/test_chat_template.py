@@ -10,7 +10,9 @@ from transformers import PreTrainedTokenizerFast
 
 from data import chat_template
 from data.chat_template import ChatTemplate
+from data.flags import BEGIN, CONTEXT, ids_of
 from data.json_tokenizer import JsonTokenizer
+from data.messages import ConversationEncoder
 from data.tokenizer import CharTokenizer, get_tokenizer
 
 # {family: (its template, special tokens with that which ends a turn first, bos, eos)}
@@ -81,7 +83,7 @@ REFUSED = {
     # The system message moves to the last question.
     ('mistral', 2): 'writes what comes before message 2 differently without it: mark its answers',
     # The thoughts of earlier answers are left out.
-    ('qwen3', 1): 'writes message 1 differently when others follow: end the conversation with it',
+    ('qwen3', 1): 'writes message 1 differently when others follow',
 }
 
 
@@ -227,6 +229,25 @@ def test_messages_that_are_not_a_conversation_are_named_in_one_sentence(messages
     with pytest.raises(ValueError) as error:
         ChatTemplate(CharTokenizer(string.printable)).tokens_and_counted(messages)
     assert words in str(error.value)
+
+
+def test_answers_that_change_once_others_follow_end_documents_of_their_own(family):
+    """Each document is the conversation up to an answer, of which the answer alone is counted."""
+    messages = CONVERSATIONS[1]
+    documents = family.ours.documents(messages)
+    encoder = ConversationEncoder(family.ours.tokenizer, 'assistant')
+    tokens = encoder.encode_to_numpy(json.dumps(dict(place='here', messages=messages)))
+    assert ((tokens & BEGIN) > 0).sum() == len(documents) == (3 if family.name == 'qwen3' else 1)
+    assert ids_of(tokens).tolist() == [each for ids, _ in documents for each in ids]
+    assert ((tokens & CONTEXT) == 0).tolist() == [each for _, counted in documents for each in counted]
+    if family.name == 'qwen3':
+        for number, (ids, counted) in enumerate(documents):
+            last = 2 * number + 1
+            assert ids == family.theirs.apply_chat_template(messages[:last + 1])['input_ids']
+            prompt = family.theirs.apply_chat_template(messages[:last], add_generation_prompt=True)['input_ids']
+            assert counted.index(True) == len(prompt) and sum(counted) == counted[len(prompt):].index(False)
+            answer = family.theirs.decode(ids[len(prompt):len(prompt) + sum(counted)])
+            assert answer.endswith(f'{messages[last]["content"].lstrip()}<|im_end|>')
 
 
 def test_template_that_writes_earlier_messages_differently_is_named(tmp_path):
