@@ -36,6 +36,7 @@ MODELS = {
     'pack': f'{BLOCKS} --documents=pack --window=100 --window_pattern=SL',
     'softcap': f'{BLOCKS} --attention_softcap=20',
     'adapters': f'{BLOCKS} --lora_rank=8 --lora_alpha=64',
+    'int8 base': f'{BLOCKS} --lora_rank=8 --lora_alpha=64 --lora_base_dtype=int8',
     'answers': '--documents=pack',  # conversations, in which a third of the tokens are targets
 }
 # Largest relative difference of a loss. Products of float32 are in TF32 on a GPU, whose fraction has 10 bits.
@@ -50,6 +51,8 @@ RUNS = [
     ('GPT-2', 1, EAGER, FLOAT32),
     ('modern', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=selective', SIXTEEN_BITS),
     ('adapters', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=full', SIXTEEN_BITS),
+    ('int8 base', 1, '--dtype=bfloat16 --zero_stage=3', SIXTEEN_BITS),
+    ('int8 base', 2, f'{SHARED} --zero_stage=3', FLOAT32),
     ('GPT-2', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
     ('GPT-2', 1, '--dtype=float16', SIXTEEN_BITS),
     ('mask', 2, f'{SHARED} --cp=2', FLOAT32),
@@ -118,7 +121,7 @@ def losses(folder, model, processes, settings):
     script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
     dataset = os.path.join(folder, 'answers') if model == 'answers' else folder
     arguments = [f'--dataset={dataset}', f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split()]
-    if model == 'adapters':  # beside a trained model
+    if '--lora_rank' in MODELS[model]:  # beside a trained model
         base = tempfile.mkdtemp(dir=folder)
         launch(['train.py', f'--dataset={dataset}', f'--out_dir={base}', *SHAPE.split(), *BLOCKS.split(),
                 *EAGER.split(), '--device=cpu', '--max_iters=2', '--keep_checkpoints=1'])

@@ -6,10 +6,13 @@ import shutil
 import pytest
 import torch
 
-from helpers import assert_same_tensors, curve, newest_state, newest_tensors, run_forked, saved_iterations
+from helpers import (assert_same_tensors, curve, newest_state, newest_tensors, run_forked, run_script,
+                     saved_iterations)
+from kilogpt import checkpoint
 from kilogpt.layers.lora import GROUPS, FrozenLinear, quantize, scale_of, widened
 from kilogpt.loaded.load import load_model
 from model import GPT, GPTConfig
+from test_guard import LONG, SEQUENCES, SPIKES, move_position, plant
 
 SMALL = dict(block_size=16, vocab_size=65, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, pos='rope', norm='rmsnorm',
              mlp='swiglu')
@@ -265,6 +268,40 @@ def test_continued_adapters_start_where_they_were(train, tuned):
     run = train(f'--init_from={tuned.out_dir}', '--max_iters=1', '--lora_rank=4')
     assert run.evals[0]['val_loss'] == pytest.approx(tuned.evals[12]['val_loss'], abs=1e-5)
     assert newest_state(run.out_dir)['base'] == newest_state(tuned.out_dir)['base']
+
+
+@pytest.mark.slow
+def test_run_with_adapters_goes_back_as_one_that_never_saw_these_batches(train, dataset, tmp_path):
+    data = f'--dataset={plant(dataset, tmp_path / "data", [23, 24, 25, 26])}'
+    base = train(*MODERN, data, '--max_iters=6', '--lr_decay_iters=6', '--eval_interval=6').out_dir
+    options = [*LONG, *ADAPTERS[:2], f'--init_from={base}', '--learning_rate=3e-2', data]
+    run = train(*options, '--on_spike=rollback', faults=SPIKES)
+    assert run.stdout.count('4 spikes in a row: going back to') == 1
+    other = train(*options, '--max_iters=20')
+    move_position(checkpoint.find(other.out_dir)[0], 26 * SEQUENCES * 32)
+    other = train(*options, '--init_from=resume', out_dir=other.out_dir)
+    assert curve(run) == curve(other)
+    assert_same_tensors(newest_tensors(run.out_dir), newest_tensors(other.out_dir))
+
+
+@pytest.mark.slow
+def test_islands_exchange_adapters_and_continue_to_the_bit(train, tuned, base):
+    options = [f'--init_from={base}', *ADAPTERS, '--outer_interval=5']
+    one = train(*options, '--outer_lr=1', '--outer_momentum=0')
+    assert curve(one) == curve(tuned)
+    options += ['--islands=2', '--outer_fragments=2', '--outer_delay=1', '--outer_compress=int8']
+    unbroken = train(*options, nproc=2)
+    stopped = train(*options, '--max_iters=7', '--lr_decay_iters=12', nproc=2)
+    resumed = train(*options, '--init_from=resume', out_dir=stopped.out_dir, nproc=2)
+    assert curve(resumed) == curve(unbroken)
+    assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(unbroken.out_dir))
+    assert unbroken.evals[12]['val_loss'] < unbroken.evals[0]['val_loss'] - 0.01
+
+
+@pytest.mark.slow
+def test_replayed_adapters_agree_with_the_log_to_the_bit(tuned):
+    replayed = run_script('kilogpt.replay', tuned.out_dir, 'all', check=False)
+    assert 'replay: 12 iterations agree with' in replayed.stdout and 'to the bit' in replayed.stdout, replayed.stderr
 
 
 def test_wrong_bases_and_ranks_are_refused_in_one_sentence(train, tuned, base, tmp_path):
