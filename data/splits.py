@@ -11,6 +11,7 @@ from data.checks import find_oddities
 from data.documents import DocumentLoader, PackedLoader, separator_of
 from data.loader import TokenLoader
 from data.mixtures import Schedule, parse_mixture, parse_phases
+from data.pair_loader import PairLoader
 
 BLOCK = 4096  # sequences whose places are found in one call
 DOCUMENTS = 512  # documents in a sample of their lengths
@@ -52,9 +53,17 @@ def open_sources(sources, split, vocab_size, config):
 
 
 def open_loader(source, split, vocab_size, config):
-    """The TokenLoader of a split of a Source. config: the keys of train.py, of which `documents` may lack."""
-    documents = config.get('documents', 'stream')
+    """The TokenLoader of a split of a Source. config: the keys of train.py, some of which may lack."""
+    documents, loss = config.get('documents', 'stream'), config.get('loss', 'cross_entropy')
     arguments = source.folder, split, config['block_size'], vocab_size, source.meta, config['seed']
+    has_pairs = source.meta.get('pairs', False)
+    if has_pairs and loss != 'dpo':
+        raise ValueError(f'{source.folder} has pairs of answers, but loss is {loss}: set loss to dpo')
+    if loss == 'dpo' and not has_pairs:
+        raise ValueError(f'loss is dpo, but {source.folder} does not have pairs of answers: make some with '
+                         'data/preferences/prepare.py, or set loss to cross_entropy')
+    if loss == 'dpo':
+        return PairLoader(*arguments)
     if documents == 'stream':
         return TokenLoader(*arguments)
     kind = PackedLoader if documents == 'pack' and split == 'train' else DocumentLoader
@@ -69,6 +78,10 @@ def mix(loaders, config, split):
     max_epochs, phases = config.get('max_epochs', 0), config.get('mixture_phases', '')
     if len(loaders) == 1 and not max_epochs and not phases:
         return next(iter(loaders.values()))
+    if config.get('loss') == 'dpo':
+        raise ValueError(f'loss is dpo, which takes one dataset and not a mixture, but dataset is {config["dataset"]!r}, '
+                         f'max_epochs {max_epochs} and mixture_phases {phases!r}: prepare all pairs together, and '
+                         'leave the other two out')
     if len({getattr(loader, 'separator', None) for loader in loaders.values()}) > 1:
         raise ValueError('the sources of the mixture have different separators in their meta.json: prepare '
                          'them with the same, or set documents to stream')

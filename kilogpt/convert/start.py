@@ -1,15 +1,20 @@
 """What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer."""
 import dataclasses
+import json
+import os
 
+from data import storage
+from data.datasets import Source, find_dataset, fingerprint
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert.checkpoint_tensors import open_weights
 from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import describe_base, open_base, read_weights
+from kilogpt.convert.weights import describe_base, open_base, open_source, read_weights
 from kilogpt.layers import lora
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
+REFERENCE_FILE = 'reference.json'  # in a dataset of pairs: of which weights the log-probabilities are
 TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 
 
@@ -48,6 +53,8 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only '
                          f'{longest} positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
+    if keys['loss'] == 'dpo' and not saved:
+        check_reference(init_from, keys['dataset'])
     if base:
         tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
@@ -57,6 +64,29 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
     elif keys['lora_rank'] and not saved:
         source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys)
     return source, tensors, saved, arguments, meta, base
+
+
+def describe_weights(source):
+    """The {'source', 'digest'} of any weights, those of a run's adapters merged. source: as in open_source."""
+    return describe_base(source, open_source(source)[1])
+
+
+def check_reference(init_from, dataset):
+    """Raise ValueError unless a dataset has the log-probabilities of the weights from which training starts."""
+    command = f'python -m kilogpt.evaluate {init_from} --reference={dataset}'
+    if init_from in ('scratch', 'auto'):
+        raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its weights')
+    folder = find_dataset(dataset)
+    path = os.path.join(folder, REFERENCE_FILE)
+    if not storage.exists(path):
+        raise ValueError(f'{folder} does not have the log-probabilities of a reference: run {command}')
+    reference, weights = json.loads(storage.read(path)), describe_weights(init_from)
+    if reference['digest'] != weights['digest']:
+        raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but training '
+                         f'starts from {weights["source"]} (digest {weights["digest"]}): set init_from to the former, or '
+                         f'run {command}')
+    if reference['shards'] != fingerprint({dataset: Source(folder, {})}):
+        raise ValueError(f'the token files in {folder} have changed since the reference was computed: run {command}')
 
 
 def with_adapters(source, tensors, arguments, keys):
