@@ -3,11 +3,10 @@ import copy
 
 import numpy as np
 
+from data.datasets import REFERENCE
 from data.documents import PackedLoader, document_starts
 from data.flags import REJECTED, ids_of, pair_begins_of, targets_of
 from data.shards import open_shards
-
-REFERENCE = '.reference'  # end of the name of a file with log-probabilities: train.bin.reference beside train.bin
 
 
 class PairLoader(PackedLoader):

@@ -56,14 +56,10 @@ def open_loader(source, split, vocab_size, config):
     """The TokenLoader of a split of a Source. config: the keys of train.py, some of which may lack."""
     documents, loss = config.get('documents', 'stream'), config.get('loss', 'cross_entropy')
     arguments = source.folder, split, config['block_size'], vocab_size, source.meta, config['seed']
-    has_pairs = source.meta.get('pairs', False)
-    if has_pairs and loss != 'dpo':
-        raise ValueError(f'{source.folder} has pairs of answers, but loss is {loss}: set loss to dpo')
-    if loss == 'dpo' and not has_pairs:
-        raise ValueError(f'loss is dpo, but {source.folder} does not have pairs of answers: make some with '
-                         'data/preferences/prepare.py, or set loss to cross_entropy')
     if loss == 'dpo':
         return PairLoader(*arguments)
+    if source.meta.get('pairs'):
+        raise ValueError(f'loss is {loss}, but {source.folder} has pairs of answers: set loss to dpo')
     if documents == 'stream':
         return TokenLoader(*arguments)
     kind = PackedLoader if documents == 'pack' and split == 'train' else DocumentLoader

@@ -1,20 +1,22 @@
 """DPO: pairs of answers as data, the loss against the formula of the paper, and runs that learn to prefer."""
-import functools
 import json
 import math
+import shutil
 
 import numpy as np
 import pytest
 import torch
 
-from data.datasets import find_sources
-from data.flags import BEGIN, CONTEXT, REJECTED, begins_of, ids_of, pair_begins_of, targets_of
-from data.messages import conversation_splits
-from data.pair_loader import REFERENCE, PairLoader
+from data.datasets import REFERENCE, find_sources
+from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
+from data.messages import ConversationEncoder, conversation_splits
+from data.pair_loader import PairLoader
 from data.pairs import PairEncoder, read_pairs, to_pair
 from data.prepare import write_dataset
 from data.tokenizer import CharTokenizer
-from helpers import FAULTS, assert_near, curve, run_forked
+import kilogpt
+from helpers import assert_near, curve, first_iterations, run_forked
+from kilogpt.convert.start import REFERENCE_FILE
 from kilogpt.layers.preferences import PreferenceLoss, use_preferences
 from model import GPT, GPTConfig
 
@@ -211,3 +213,129 @@ def test_loss_is_ln_2_where_the_policy_is_the_reference():
     assert preferences(-reference.flatten(), signed, reference).item() == pytest.approx(3 * math.log(2), rel=1e-7)
     assert preferences.sums['reward_margin'] == preferences.sums['reward_accuracy'] == 0
     assert preferences(torch.randn(16), torch.zeros_like(signed), reference).item() == 0
+
+
+# --- runs ---------------------------------------------------------------------------------------------------
+
+SHAPE = '--block_size=160 --pos=rope --batch_size=2 --documents=pack'.split()
+DPO = [*SHAPE, '--loss=dpo']
+
+
+@pytest.fixture(scope='module')
+def start(train, tmp_path_factory):
+    """(the folder of a run on the rejected answers, that of pairs with its log-probabilities)."""
+    folder = tmp_path_factory.mktemp('start')
+    rows = rows_of_pairs(400)
+    write_pairs(folder / 'pairs.jsonl', rows)
+    write_pairs(folder / 'chats.jsonl', [dict(prompt=row['prompt'], completion=row['rejected']) for row in rows])
+    for name, encoder, read in (('pairs', PairEncoder, read_pairs), ('chats', ConversationEncoder, None)):
+        splits = conversation_splits([str(folder / f'{name}.jsonl')], 0.2, read)
+        write_dataset(str(folder / name), encoder(TOKENIZER, 'assistant'), splits)
+    base = train(f'--dataset={folder}/chats', *SHAPE, '--eval_iters=0').out_dir
+    evaluate(base, folder / 'pairs')
+    return base, folder / 'pairs'
+
+
+def evaluate(source, pairs, *arguments, **options):
+    return run_forked('kilogpt.evaluate', source, f'--reference={pairs}', '--device=cpu', *arguments, **options)
+
+
+def test_margins_rise_on_held_out_pairs(train, start):
+    base, pairs = start
+    run = train(f'--init_from={base}', f'--dataset={pairs}', *DPO)
+    for split in ('train', 'val'):
+        assert run.evals[0][f'{split}_loss'] == pytest.approx(math.log(2), abs=1e-6)
+        assert run.evals[0][f'{split}_reward_margin'] == pytest.approx(0, abs=1e-5)
+        margins = [run.evals[i][f'{split}_reward_margin'] for i in (0, 6, 12)]
+        assert margins == sorted(margins) and margins[-1] > 0.5
+        assert run.evals[12][f'{split}_loss'] < 0.5 and run.evals[12][f'{split}_reward_accuracy'] > 0.9
+    assert run.lines[12]['reward_margin'] > 0.5 and run.lines[12]['reward_accuracy'] > 0.9
+    assert 'val_bpb' not in run.evals[12] and ' of them whole; others do not count' in run.stdout
+    assert ', margin ' in run.stdout and ', accuracy ' in run.stdout
+
+
+def test_run_resumes_to_the_bit_in_other_micro_batches_and_not_with_another_reference(train, start, tmp_path):
+    base, pairs = start
+    arguments = [f'--init_from={base}', f'--dataset={pairs}', *DPO]
+    whole = train(*arguments)
+    part = train(*arguments, '--max_iters=6')
+    rest = train(*arguments, '--init_from=resume', out_dir=part.out_dir)
+    assert curve(rest) == curve(whole)
+    in_one = train(*arguments, '--batch_size=6', '--gradient_accumulation_steps=1')
+    assert_near(first_iterations(in_one, 4), first_iterations(whole, 4))
+    copy = shutil.copytree(pairs, tmp_path / 'pairs')
+    values = np.fromfile(copy / f'train.bin{REFERENCE}', '<f4')
+    (values * 1.1).tofile(copy / f'train.bin{REFERENCE}')
+    arguments[1] = f'--dataset={copy}'
+    other = train(*arguments, '--max_iters=6')
+    assert other.lines[1]['loss'] != whole.lines[1]['loss']
+    (values * 1.2).tofile(copy / f'train.bin{REFERENCE}')
+    refused = train(*arguments, '--init_from=resume', out_dir=other.out_dir, check=False)
+    assert refused.returncode == 1 and 'has changed since' in refused.stderr and REFERENCE in refused.stderr
+
+
+@pytest.mark.parametrize('nproc, arguments', [
+    (2, '--cp=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (3, '--zero_stage=3'), (2, '--tp=2'), (2, '--pp=2 --pp_schedule=zbv'), (4, '--tp=2 --cp=2')))])
+def test_reference_is_the_same_in_every_layout(start, tmp_path, nproc, arguments):
+    base, pairs = start
+    copy = shutil.copytree(pairs, tmp_path / 'pairs')
+    for split in ('train', 'val'):
+        (copy / f'{split}.bin{REFERENCE}').unlink()
+    evaluate(base, copy, *arguments.split(), nproc=nproc)
+    assert (copy / REFERENCE_FILE).read_text() == (pairs / REFERENCE_FILE).read_text()
+    for split in ('train', 'val'):
+        expected, found = (np.fromfile(folder / f'{split}.bin{REFERENCE}', '<f4') for folder in (pairs, copy))
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        is_target = targets_of(np.fromfile(pairs / f'{split}.bin', '<u4')) >= 0
+        assert (expected[is_target] < 0).all() and not expected[~is_target].any()
+
+
+def test_reference_is_what_the_model_gives_an_answer(start):
+    base, pairs = start
+    tokens, values = (np.fromfile(pairs / name, kind) for name, kind in (
+        ('val.bin', '<u4'), (f'val.bin{REFERENCE}', '<f4')))
+    begin, end = np.flatnonzero(begins_of(tokens, None))[[3, 4]]
+    ids = torch.from_numpy(ids_of(tokens[begin:end]).astype(np.int64))
+    log_p = kilogpt.load(str(base), device='cpu').model(ids[None, :-1])[0].log_softmax(dim=-1)
+    expected = log_p.gather(1, ids[1:, None])[:, 0].detach().numpy()
+    is_target = targets_of(tokens[begin + 1:end]) >= 0
+    np.testing.assert_allclose(values[begin + 1:end][is_target], expected[is_target], rtol=0, atol=1e-5)
+
+
+def test_run_without_a_whole_pair_changes_nothing_but_by_weight_decay(train, start):
+    base, pairs = start
+    run = train(f'--init_from={base}', f'--dataset={pairs}', *DPO, '--block_size=16', '--weight_decay=0',
+                '--max_iters=3', '--eval_interval=3')
+    assert all(line['loss'] == 0 and line['grad_norm'] == 0 for line in run.lines.values())
+    assert run.evals[3]['val_loss'] is None and ' 0.0% of them whole' in run.stdout
+
+
+def test_what_cannot_be_trained_gets_a_sentence(train, start, tmp_path):
+    base, pairs = start
+    chats = pairs.parent / 'chats'
+    other = train(f'--init_from={base}', f'--dataset={pairs}', *DPO, '--max_iters=1').out_dir
+    bare, changed = (shutil.copytree(pairs, tmp_path / name) for name in ('bare', 'changed'))
+    (bare / REFERENCE_FILE).unlink()
+    tokens = np.fromfile(changed / 'train.bin', '<u4')
+    tokens[[3, -3]] ^= 1
+    tokens.tofile(changed / 'train.bin')
+    of_base = [f'--init_from={base}', *DPO]
+    cases = [
+        ([*of_base, f'--dataset={bare}'], f'run python -m kilogpt.evaluate {base} --reference={bare}'),
+        ([*of_base, f'--dataset={pairs}', f'--init_from={other}'], 'but training starts from'),
+        ([*of_base, f'--dataset={changed}'], 'have changed since the reference was computed'),
+        ([*of_base, f'--dataset={chats}'], f'loss is dpo, but dataset {str(chats)!r} does not have pairs'),
+        ([*of_base, f'--dataset={pairs}:0.5, {bare}:0.5'], 'takes one dataset and not a mixture'),
+        ([*of_base, f'--dataset={pairs}', '--max_epochs=1'], 'takes one dataset and not a mixture'),
+        ([*of_base, f'--dataset={pairs}', '--loss=cross_entropy'], 'set loss to dpo'),
+        ([*of_base, f'--dataset={pairs}', '--documents=mask'], 'set documents to pack'),
+        ([*of_base, f'--dataset={pairs}', '--dpo_beta=0'], 'dpo_beta is 0.0: it must be above 0'),
+        ([*of_base, f'--dataset={pairs}', '--loss=ppo'], "loss is 'ppo': choose one of cross_entropy, dpo"),
+        ([*DPO, f'--dataset={pairs}'], "init_from is 'scratch', but loss=dpo needs a trained model")]
+    for arguments, sentence in cases:
+        run = train(*arguments, check=False)
+        assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr, (sentence, run.stderr)
+    for arguments, sentence in ((['--tasks=capitals'], 'set one of --tasks'), ([], None)):
+        done = evaluate(base, chats, *arguments, check=False)
+        assert done.returncode == 1 and (sentence or 'does not have pairs of answers') in done.stderr

@@ -54,7 +54,7 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
                          f'{longest} positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
     if keys['loss'] == 'dpo' and not saved:
-        check_reference(init_from, keys['dataset'])
+        check_reference(init_from, keys['dataset'], meta)
     if base:
         tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
@@ -71,12 +71,17 @@ def describe_weights(source):
     return describe_base(source, open_source(source)[1])
 
 
-def check_reference(init_from, dataset):
-    """Raise ValueError unless a dataset has the log-probabilities of the weights from which training starts."""
-    command = f'python -m kilogpt.evaluate {init_from} --reference={dataset}'
+def check_reference(init_from, dataset, meta):
+    """Raise ValueError unless a dataset has pairs, and the log-probabilities of the weights that training starts from.
+
+    meta: the dataset's.
+    """
     if init_from in ('scratch', 'auto'):
         raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its weights')
-    folder = find_dataset(dataset)
+    if not meta.get('pairs'):
+        raise ValueError(f'loss is dpo, but dataset {dataset!r} does not have pairs of answers: make some with '
+                         'data/preferences/prepare.py, or set loss to cross_entropy')
+    folder, command = find_dataset(dataset), f'python -m kilogpt.evaluate {init_from} --reference={dataset}'
     path = os.path.join(folder, REFERENCE_FILE)
     if not storage.exists(path):
         raise ValueError(f'{folder} does not have the log-probabilities of a reference: run {command}')

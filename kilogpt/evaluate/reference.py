@@ -5,11 +5,10 @@ import time
 
 import numpy as np
 
-from data.datasets import find_dataset, find_shards, fingerprint, read_meta, Source
+from data.datasets import REFERENCE, Source, find_dataset, find_shards, fingerprint, read_meta
 from data.fetch import write_atomically
 from data.flags import begins_of, ids_of, targets_of
 from data.loader import TokenLoader
-from data.pair_loader import REFERENCE
 from data.storage import is_url
 from kilogpt.convert.start import REFERENCE_FILE, describe_weights, join_tokenizers
 from kilogpt.evaluate.batches import Request
@@ -42,7 +41,7 @@ def write_reference(scorer, opened, dataset):
                         file.write(part.tobytes())
             processes.say(f'{split}: {loader.n_tokens:,} tokens in {time.perf_counter() - began:.1f}s')
     if processes.is_main:
-        content = describe_weights(opened.path) | dict(shards=fingerprint({dataset: Source(folder, meta)}))
+        content = describe_weights(opened.path) | dict(shards=fingerprint({dataset: Source(folder, {})}))
         with write_atomically(os.path.join(folder, REFERENCE_FILE)) as file:
             file.write(json.dumps(content, indent=1).encode())
         print(f'wrote {os.path.join(folder, REFERENCE_FILE)}')
