@@ -18,8 +18,9 @@ class PairLoader(PackedLoader):
 
     def __init__(self, *arguments):
         super().__init__(*arguments, None)
+        files = open_shards([path + REFERENCE for path in self.paths], dict(dtype='float32'))
         self.reference = copy.copy(self)
-        self.reference.shards = open_shards([path + REFERENCE for path in self.paths], dict(dtype='float32'))
+        self.reference.shards = [file[:] for file in files]  # those in object storage are downloaded
 
     def begins_in(self, tokens):
         return pair_begins_of(tokens)

@@ -74,10 +74,6 @@ def mix(loaders, config, split):
     max_epochs, phases = config.get('max_epochs', 0), config.get('mixture_phases', '')
     if len(loaders) == 1 and not max_epochs and not phases:
         return next(iter(loaders.values()))
-    if config.get('loss') == 'dpo':
-        raise ValueError(f'loss is dpo, which takes one dataset and not a mixture, but dataset is {config["dataset"]!r}, '
-                         f'max_epochs {max_epochs} and mixture_phases {phases!r}: prepare all pairs together, and '
-                         'leave the other two out')
     if len({getattr(loader, 'separator', None) for loader in loaders.values()}) > 1:
         raise ValueError('the sources of the mixture have different separators in their meta.json: prepare '
                          'them with the same, or set documents to stream')

@@ -5,6 +5,7 @@ import os
 
 from data import storage
 from data.datasets import Source, find_dataset, fingerprint
+from data.mixtures import parse_mixture
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert.checkpoint_tensors import open_weights
@@ -54,7 +55,7 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
                          f'{longest} positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
     if keys['loss'] == 'dpo' and not saved:
-        check_reference(init_from, keys['dataset'], meta)
+        check_reference(keys, meta)
     if base:
         tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
@@ -71,13 +72,18 @@ def describe_weights(source):
     return describe_base(source, open_source(source)[1])
 
 
-def check_reference(init_from, dataset, meta):
-    """Raise ValueError unless a dataset has pairs, and the log-probabilities of the weights that training starts from.
+def check_reference(keys, meta):
+    """Raise ValueError unless a dataset of pairs has the log-probabilities of the weights that training starts from.
 
-    meta: the dataset's.
+    keys, meta: as in `find_start`.
     """
+    init_from, dataset = keys['init_from'], keys['dataset']
     if init_from in ('scratch', 'auto'):
         raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its weights')
+    if len(parse_mixture(dataset)) > 1 or keys['max_epochs'] or keys['mixture_phases']:
+        raise ValueError(f'dataset is {dataset!r}, max_epochs {keys["max_epochs"]} and mixture_phases '
+                         f'{keys["mixture_phases"]!r}, but loss=dpo takes one dataset as it is: prepare all pairs '
+                         'together, and leave the other two keys out')
     if not meta.get('pairs'):
         raise ValueError(f'loss is dpo, but dataset {dataset!r} does not have pairs of answers: make some with '
                          'data/preferences/prepare.py, or set loss to cross_entropy')
@@ -87,9 +93,9 @@ def check_reference(init_from, dataset, meta):
         raise ValueError(f'{folder} does not have the log-probabilities of a reference: run {command}')
     reference, weights = json.loads(storage.read(path)), describe_weights(init_from)
     if reference['digest'] != weights['digest']:
-        raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but training '
-                         f'starts from {weights["source"]} (digest {weights["digest"]}): set init_from to the former, or '
-                         f'run {command}')
+        raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but '
+                         f'training starts from {weights["source"]} (digest {weights["digest"]}): set init_from to the '
+                         f'former, or run {command}')
     if reference['shards'] != fingerprint({dataset: Source(folder, {})}):
         raise ValueError(f'the token files in {folder} have changed since the reference was computed: run {command}')
 

@@ -4,6 +4,7 @@ import os
 import time
 
 import numpy as np
+from tqdm import tqdm
 
 from data.datasets import REFERENCE, Source, find_dataset, find_shards, fingerprint, read_meta
 from data.fetch import write_atomically
@@ -13,7 +14,7 @@ from data.storage import is_url
 from kilogpt.convert.start import REFERENCE_FILE, describe_weights, join_tokenizers
 from kilogpt.evaluate.batches import Request
 
-TOKENS_AT_A_TIME = 2 ** 20  # of documents whose scores are in memory as numbers of Python
+TOKENS_AT_A_TIME = 2 ** 16  # of the documents that are scored together
 
 
 def write_reference(scorer, opened, dataset):
@@ -34,7 +35,9 @@ def write_reference(scorer, opened, dataset):
         if find_shards(folder, split):
             began = time.perf_counter()
             loader = TokenLoader(folder, split, 1, meta['vocab_size'], meta, seed=0)
-            values = reference_of(loader.read(0, loader.n_tokens), scorer, opened.config.block_size)
+            with tqdm(desc=split, total=loader.n_tokens, unit='token', unit_scale=True,
+                      disable=None if processes.is_main else True) as bar:
+                values = reference_of(loader.read(0, loader.n_tokens), scorer, opened.config.block_size, bar)
             if processes.is_main:
                 for path, part in zip(loader.paths, np.split(values, loader.ends[:-1])):
                     with write_atomically(path + REFERENCE) as file:
@@ -47,10 +50,11 @@ def write_reference(scorer, opened, dataset):
         print(f'wrote {os.path.join(folder, REFERENCE_FILE)}')
 
 
-def reference_of(tokens, scorer, block_size):
+def reference_of(tokens, scorer, block_size, bar):
     """The log-probabilities (N,), float32, of tokens (N,) as in the file; 0 for those that are not targets.
 
     Each document is read from its beginning. One of more than block_size tokens cannot be in a row, and has 0.
+    bar: shows how many tokens are done.
     """
     values, is_target = np.zeros(len(tokens), '<f4'), targets_of(tokens) >= 0
     begins = np.flatnonzero(begins_of(tokens, None))
@@ -60,4 +64,5 @@ def reference_of(tokens, scorer, block_size):
         requests = [Request(ids_of(tokens[begin:end]).tolist(), int(is_target[begin:end].argmax())) for begin, end in some]
         for (begin, end), found in zip(some, scorer.score_tokens(requests)):
             values[begin:end] = np.where(is_target[begin:end], found, 0.0)
+            bar.update(end - begin)
     return values
