@@ -16,16 +16,16 @@ documents = 'pack'  # each row has whole pairs, and attention stays within each 
 block_size = 512  # several times as long as a pair, so that few pairs are cut
 batch_size = 2
 gradient_accumulation_steps = 1
-max_iters = 40  # of about 8 pairs
+max_iters = 20  # of about 8 pairs
 
 learning_rate = 1e-5
 min_lr = 1e-6
 lr_decay_iters = 0  # max_iters
-warmup_iters = 5
+warmup_iters = 2
 weight_decay = 0.0
 dropout = 0.0
 
-eval_interval = 20
-eval_iters = 4
+eval_interval = 10
+eval_iters = 10
 log_interval = 5
 always_save_checkpoint = False

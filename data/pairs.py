@@ -32,7 +32,8 @@ def to_pair(row):
     if isinstance(prompt, str):
         prompt = [dict(role='user', content=prompt)]
     chosen, rejected = (_conversation(row[key], _plain(prompt), key) for key in ('chosen', 'rejected'))
-    shared = [message for message, _ in itertools.takewhile(lambda both: both[0] == both[1], zip(chosen, rejected))]
+    both = zip(chosen, rejected)
+    shared = [message for message, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both)]
     if chosen == rejected:
         raise ValueError('chosen and rejected are the same: leave the pair out')
     if not shared:
@@ -53,8 +54,8 @@ def _conversation(answer, prompt, key):
     if answer[0]['role'] == 'assistant':
         return prompt + answer
     if answer[:len(prompt)] != prompt:
-        raise ValueError(f'{key} begins with {answer[0]}, but prompt with {prompt[0]}: leave prompt out, or let {key} '
-                         'be the answer alone')
+        raise ValueError(f'{key} begins with {answer[0]}, but prompt with {prompt[0]}: leave prompt out, or let '
+                         f'{key} be the answer alone')
     return answer
 
 

@@ -37,8 +37,8 @@ def check_settings(config):
                          'documents to stream, or rope_scaling to yarn')
     if config['loss'] == 'dpo':
         if config['documents'] != 'pack':
-            raise ValueError(f'documents is {config["documents"]!r}, but loss=dpo needs both answers of a pair in one row: '
-                             'set documents to pack')
+            raise ValueError(f'documents is {config["documents"]!r}, but loss=dpo needs both answers of a pair in one '
+                             'row: set documents to pack')
         if not config['dpo_beta'] > 0:
             raise ValueError(f'dpo_beta is {config["dpo_beta"]}: it must be above 0')
     if config['spike_factor'] <= 1:

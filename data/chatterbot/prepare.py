@@ -44,7 +44,8 @@ def to_rows(conversations):
 if __name__ == '__main__':
     with exit_on_error():
         import yaml  # comes with the library gguf
-        encoder = (PairEncoder if pairs else ConversationEncoder)(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
+        kind = PairEncoder if pairs else ConversationEncoder
+        encoder = kind(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
         files = download_from_pypi(*CHATTERBOT_WHEEL, 'chatterbot_corpus/data/english/*.yml')
         conversations = [to_messages(turns) for name in sorted(files)
                          for turns in yaml.safe_load(files[name])['conversations']

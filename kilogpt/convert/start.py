@@ -79,7 +79,8 @@ def check_reference(keys, meta):
     """
     init_from, dataset = keys['init_from'], keys['dataset']
     if init_from in ('scratch', 'auto'):
-        raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its weights')
+        raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its '
+                         'weights')
     if len(parse_mixture(dataset)) > 1 or keys['max_epochs'] or keys['mixture_phases']:
         raise ValueError(f'dataset is {dataset!r}, max_epochs {keys["max_epochs"]} and mixture_phases '
                          f'{keys["mixture_phases"]!r}, but loss=dpo takes one dataset as it is: prepare all pairs '
@@ -94,10 +95,11 @@ def check_reference(keys, meta):
     reference, weights = json.loads(storage.read(path)), describe_weights(init_from)
     if reference['digest'] != weights['digest']:
         raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but '
-                         f'training starts from {weights["source"]} (digest {weights["digest"]}): set init_from to the '
-                         f'former, or run {command}')
+                         f'training starts from {weights["source"]} (digest {weights["digest"]}): set init_from to '
+                         f'the former, or run {command}')
     if reference['shards'] != fingerprint({dataset: Source(folder, {})}):
-        raise ValueError(f'the token files in {folder} have changed since the reference was computed: run {command}')
+        raise ValueError(f'the token files in {folder} have changed since the reference was computed: run '
+                         f'{command}')
 
 
 def with_adapters(source, tensors, arguments, keys):

@@ -1,6 +1,6 @@
 """The log-probabilities that a model gives the tokens of pairs of answers: the reference of DPO, beside a dataset."""
 import json
-import os
+import pathlib
 import time
 
 import numpy as np
@@ -18,19 +18,22 @@ TOKENS_AT_A_TIME = 2 ** 16  # of the documents that are scored together
 
 
 def write_reference(scorer, opened, dataset):
-    """Write the log-probabilities of the targets in a dataset of pairs, float32, and reference.json, into its folder.
+    """Write the log-probabilities of the targets in a dataset of pairs, and reference.json, into its folder.
 
-    scorer: a Scorer of the model. opened: the OpenModel. All processes call this. ValueError if the dataset does not have
-    pairs, or if it has another tokenizer than the model.
+    scorer: a Scorer of the model. opened: the OpenModel. All processes call this. ValueError if the dataset does
+    not have pairs, or if it has another tokenizer than the model.
     """
     folder, processes = find_dataset(dataset), opened.parallel.processes
     meta = read_meta(folder)
     if not meta.get('pairs'):
         raise ValueError(f'{folder} does not have pairs of answers: make some with data/preferences/prepare.py')
     if is_url(folder):
-        raise ValueError(f'{folder} cannot be written to: compute the reference in a folder on this machine, and copy its '
-                         f'files *{REFERENCE} and {REFERENCE_FILE} there')
+        raise ValueError(f'{folder} cannot be written to: compute the reference in a folder on this machine, and '
+                         f'copy its files *{REFERENCE} and {REFERENCE_FILE} there')
     join_tokenizers(opened.tokenizer.meta(), opened.path, meta, dataset)
+    path = pathlib.Path(folder, REFERENCE_FILE)
+    if processes.is_main:  # an earlier one does not describe what is written from here on
+        path.unlink(missing_ok=True)
     for split in ('train', 'val'):
         if find_shards(folder, split):
             began = time.perf_counter()
@@ -39,15 +42,15 @@ def write_reference(scorer, opened, dataset):
                       disable=None if processes.is_main else True) as bar:
                 values = reference_of(loader.read(0, loader.n_tokens), scorer, opened.config.block_size, bar)
             if processes.is_main:
-                for path, part in zip(loader.paths, np.split(values, loader.ends[:-1])):
-                    with write_atomically(path + REFERENCE) as file:
+                for tokens, part in zip(loader.paths, np.split(values, loader.ends[:-1])):
+                    with write_atomically(tokens + REFERENCE) as file:
                         file.write(part.tobytes())
             processes.say(f'{split}: {loader.n_tokens:,} tokens in {time.perf_counter() - began:.1f}s')
     if processes.is_main:
         content = describe_weights(opened.path) | dict(shards=fingerprint({dataset: Source(folder, {})}))
-        with write_atomically(os.path.join(folder, REFERENCE_FILE)) as file:
+        with write_atomically(path) as file:
             file.write(json.dumps(content, indent=1).encode())
-        print(f'wrote {os.path.join(folder, REFERENCE_FILE)}')
+        print(f'wrote {path}')
 
 
 def reference_of(tokens, scorer, block_size, bar):
@@ -61,7 +64,8 @@ def reference_of(tokens, scorer, block_size, bar):
     spans = [(begin, end) for begin, end in zip(begins, [*begins[1:], len(tokens)])
              if end - begin <= block_size + 1]
     for some in np.array_split(spans, -(-len(tokens) // TOKENS_AT_A_TIME)) if spans else ():
-        requests = [Request(ids_of(tokens[begin:end]).tolist(), int(is_target[begin:end].argmax())) for begin, end in some]
+        requests = [Request(ids_of(tokens[begin:end]).tolist(), int(is_target[begin:end].argmax()))
+                    for begin, end in some]
         for (begin, end), found in zip(some, scorer.score_tokens(requests)):
             values[begin:end] = np.where(is_target[begin:end], found, 0.0)
             bar.update(end - begin)
