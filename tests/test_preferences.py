@@ -146,6 +146,7 @@ def test_rows_have_whole_pairs_with_their_reference(pairs):
             assert chosen.any() and rejected.any()
             assert len(np.unique(starts[row][chosen])) == len(np.unique(starts[row][rejected])) == 1
             begin, = np.unique(starts[row][rejected])
+            assert begin > np.flatnonzero(chosen)[-1]
             assert TOKENIZER.decode(x[row][begin:begin + 6].tolist()) == 'User: '
             found.append(y[row][places].tobytes())
     assert loader.count_targets(loader.train_batch, numbers) == len(found) > 0.7 * (len(begins) - 1)
