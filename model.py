@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
 from kilogpt.layers.cache import Cache
@@ -22,6 +23,7 @@ from kilogpt.layers.lora import add_adapters, describe_adapters, initial_std
 from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
 from kilogpt.layers.options import ModelOptions
 from kilogpt.layers.rope import rope_tables, rotate
+from kilogpt.layers.sampling import draw_token
 
 
 @dataclass
@@ -235,6 +237,7 @@ class GPT(nn.Module):
         activation=('mlp.activate', 'mlp.shared.activate'),
         loss=('loss',),
         loss_of_hidden=('loss.of_hidden',),            # what is compiled of the loss
+        whole_rows=('preferences.whole_rows',),        # gathers the losses of a row's tokens
         cross_entropy=('loss.cross_entropy',),
         dispatch=('mlp.routed.dispatch',),             # sends tokens to the ranks of their experts
         products=('mlp.routed.experts.products',),
@@ -263,6 +266,7 @@ class GPT(nn.Module):
                 add_adapters(self, self.transformer.h.values(), config)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
+        self.preferences = None  # a PreferenceLoss, which takes the losses of single tokens
         self.build_mask = build_mask
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
         self.sums = {}  # {name: sum over tokens} of what is logged beside the loss, as a mean per token
@@ -300,17 +304,18 @@ class GPT(nn.Module):
             block.normal_(0.0, std, generator=generator)
         return value[start - first:stop - first]
 
-    def forward(self, idx, targets=None, starts=None, cache=None):
+    def forward(self, idx, targets=None, starts=None, pairs=None, reference=None, cache=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
 
         With targets (B, T; -1 is ignored), the result is the sum of their cross-entropies in nats. The caller
         divides by the number of targets in the global batch, which only the caller knows.
         starts (B, T): the position in its row at which each token's document begins. Attention and positions
         restart there, so that a row gives what its documents give alone. None: a row is one document.
+        pairs, reference (B, T): as in PreferenceLoss, whose loss is then the result.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
         those of the last position alone. Targets go with a cache too.
         A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
-        Under context parallelism idx and targets are this rank's part, and starts are of whole sequences.
+        Under context parallelism idx and targets are this rank's part, and the others are of whole sequences.
         """
         # Sequence parallelism splits x between pipeline stages, but never the targets.
         T = idx.size(1) if targets is None else targets.size(1)
@@ -346,6 +351,8 @@ class GPT(nn.Module):
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)
+        if pairs is not None:
+            return self.preferences(self.loss(x, self.lm_head, targets), pairs, reference)
         if targets is not None:
             return self.loss(x, self.lm_head, targets)
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
@@ -441,6 +448,7 @@ class Loss(nn.Module):
         super().__init__()
         self.config = config
         self.cross_entropy = cross_entropy
+        self.is_summed = True  # False: the result is the loss of each target (N,), 0 where it is ignored
         self.max_logits = math.inf  # what a device sets if it prefers fewer than MAX_LOGITS
 
     def forward(self, x, head, targets):
@@ -449,9 +457,13 @@ class Loss(nn.Module):
         size = self.part_size(x.size(0), weight.size(0))
         if size == x.size(0):
             return self.of_hidden(x, weight, targets)
+        parts = zip(x.split(size), targets.split(size))
+        if not self.is_summed:  # the backward pass computes the logits of each part again
+            return torch.cat([checkpoint(self.of_hidden, part, weight, y, use_reentrant=False)
+                              for part, y in parts])
         if torch.is_grad_enabled():
             return LossInParts.apply(x, weight, targets, self.of_hidden, size)
-        return sum(self.of_hidden(x, weight, y) for x, y in zip(x.split(size), targets.split(size)))
+        return sum(self.of_hidden(part, weight, y) for part, y in parts)
 
     def part_size(self, N, V, max_logits=math.inf):
         """How many of N rows of V logits to compute at a time: all, or a divisor of N if one is near."""
@@ -469,13 +481,16 @@ class Loss(nn.Module):
         return self.cross_entropy(cap(logits, self.config), targets, self.config.vocab_size)
 
 
-def cross_entropy(logits, targets, vocab_size):
-    """The sum of the cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored), float32."""
+def cross_entropy(logits, targets, vocab_size, reduction='sum'):
+    """The sum of the cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored), float32.
+
+    With the reduction 'none' the result is each of them (N,).
+    """
     logits = logits.float()
     if logits.size(-1) > vocab_size:
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
         logits = logits.masked_fill(is_padding, -torch.inf)
-    return F.cross_entropy(logits, targets, ignore_index=-1, reduction='sum')
+    return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
 
 
 class LossInParts(torch.autograd.Function):
@@ -502,19 +517,3 @@ class LossInParts(torch.autograd.Function):
     def backward(ctx, grad):
         grad_x, grad_weight = ctx.saved_tensors
         return grad * grad_x, None if grad_weight is None else grad * grad_weight, None, None, None
-
-
-def draw_token(logits, temperature, top_k, top_p, generator):
-    """Draw a token (B,) from logits (B, V)."""
-    if temperature == 0:
-        return logits.argmax(dim=-1)
-    use_nucleus = top_p and top_p < 1
-    tokens = None
-    if top_k or use_nucleus:  # sorted, the likeliest first; top_k makes the steps below much shorter
-        logits, tokens = logits.topk(min(top_k or logits.size(-1), logits.size(-1)))
-    probabilities = (logits / temperature).softmax(dim=-1)
-    if use_nucleus:
-        likelier = probabilities.cumsum(dim=-1) - probabilities
-        probabilities = probabilities.masked_fill(likelier >= top_p, 0.0)  # the likeliest token always stays
-    drawn = torch.multinomial(probabilities, 1, generator=generator)
-    return (drawn if tokens is None else tokens.gather(-1, drawn))[:, 0]

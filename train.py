@@ -9,7 +9,6 @@ On two nodes, the first of which is 10.0.0.1, the same command on each:
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 \
         train.py config/train_gpt2.py
 """
-import dataclasses
 import os
 import time
 from functools import partial
@@ -34,7 +33,7 @@ from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
 from kilogpt.islands.jobs import IslandJob
 from kilogpt.layers.options import ModelOptions
 from kilogpt.optim import build_optimizer, set_lr
-from kilogpt.parallel.apply import Parallel, describe_layout
+from kilogpt.parallel.apply import Parallel, describe_layout, take_means
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.network import describe_nodes
@@ -82,6 +81,8 @@ gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iterati
 batch_size = 12  # sequences in a micro-batch
 block_size = 1024  # tokens in a sequence
 documents = 'stream'  # 'stream' = one text; 'mask' = attention within documents; 'pack' = whole ones in rows
+loss = 'cross_entropy'  # 'cross_entropy' of tokens, or 'dpo' of pairs of answers (docs/dpo.md)
+dpo_beta = 0.1  # with loss='dpo': how much a margin counts; smaller values lead further from the reference
 # model
 n_layer = 12  # blocks
 n_head = 12  # attention heads
@@ -205,7 +206,7 @@ with exit_on_error():
     parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
                      dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
-                     documents=documents, cuda_graph=cuda_graph)
+                     documents=documents, cuda_graph=cuda_graph, loss=loss, dpo_beta=dpo_beta)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
@@ -269,6 +270,7 @@ def evaluate():
             loss_sum += bits.evaluate(batch)
         nats, n_targets = parallel.sum_losses(loss_sum), loader.count_targets(loader.batch, starts)
         means[key], text[key] = nats / (n_targets or float('nan')), bits.take(nats, n_targets)
+        means |= take_means(parallel, key, n_targets)
     parallel.train(True)
     return None if signals.stop else add_figures(means, text, train_loader, val_loader, run.tokens // block_size)
 
@@ -276,7 +278,7 @@ def evaluate():
 def save(in_background=False):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
     state = run.state() | guard.state() | hook_states(hooks) | dict(
-        wandb_id=log.wandb_id, model=dataclasses.asdict(model.config), tokenizer=meta, config=config,
+        wandb_id=log.wandb_id, model=vars(model.config), tokenizer=meta, config=config,
         shards=shards, base=base, machine=processes.machine())
     with watchdog.waits_for_storage():
         saver.wait()
@@ -291,10 +293,8 @@ signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write
 guard = Guard(run, parallel, optimizer, dtype, log, train_loader, on_nonfinite, on_spike, spike_factor)
 # What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
 hooks = [all_islands] if all_islands.is_on else []
-if on_spike == 'rollback':
-    hooks.append(Rollback(guard, out_dir, saver, hooks, save))
-if profile and processes.is_main:
-    hooks.append(Profiler(folder.path, max_iters - run.iteration))
+hooks += [Rollback(guard, out_dir, saver, hooks, save)] if on_spike == 'rollback' else []
+hooks += [Profiler(folder.path, max_iters - run.iteration)] if profile and processes.is_main else []
 with exit_on_error():
     hooks += evaluation_hooks(parallel, model.config, dtype, meta, config, hooks, log, meter.stamp, signals.poll)
     if saved:

@@ -19,6 +19,7 @@ from data.mixtures import parse_mixture
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
+REFERENCE = '.reference'  # the log-probabilities of pairs are in train.bin.reference, beside train.bin
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
 # The digest of a shard covers this many blocks, spread evenly from its beginning to its end.
 DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 8, 4096
@@ -195,12 +196,17 @@ def find_shards(folder, split):
 def fingerprint(sources):
     """{file: [size in bytes, digest]} of the shards of sources, to see whether the data have changed.
 
+    Of pairs, the files with the log-probabilities of a reference count too, if there are any.
+
     The digest, a hexadecimal number, covers a few blocks of the shard, not all of it. A change of one token
     can therefore go unnoticed, but another text or tokenizer cannot. In a mixture, a file is NAME/FILE.
     """
     shards = {}
-    for name, path in [(name, path) for name, source in sources.items() for split in ('train', 'val')
-                       for path in find_shards(source.folder, split)]:
+    files = [(name, path) for name, source in sources.items() for split in ('train', 'val')
+             for path in find_shards(source.folder, split)]
+    files += [(name, path + REFERENCE) for name, path in files
+              if sources[name].meta.get('pairs') and storage.exists(path + REFERENCE)]
+    for name, path in files:
         digest, size = hashlib.blake2b(digest_size=8), storage.size_of(path)
         begins = [max(0, size - DIGEST_BLOCK_BYTES) * block // (DIGEST_BLOCKS - 1)
                   for block in range(DIGEST_BLOCKS)]

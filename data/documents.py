@@ -58,6 +58,10 @@ class DocumentLoader(TokenLoader):
     def more_arrays(self, tokens):
         return (document_starts(tokens, self.separator),)
 
+    def begins_in(self, tokens):
+        """Which of an array of tokens documents begin with."""
+        return begins_of(tokens, self.separator)
+
     def train_tokens(self, sequences):
         """Inputs and the tokens that follow, (B, block_size) as in the file, and starts, of sequences."""
         tokens = self.read_rows(self.train_starts(sequences))
@@ -72,8 +76,8 @@ class DocumentLoader(TokenLoader):
         inputs, following, starts = self.train_tokens(np.arange(SAMPLE))
         begins = np.flatnonzero(starts == np.arange(self.block_size))  # in the sequences, joined
         ends = np.append(begins[1:], starts.size)
-        has_begin = begins_of(inputs.ravel()[begins], self.separator)
-        has_end = begins_of(following.ravel()[ends - 1], self.separator)
+        has_begin = self.begins_in(inputs.ravel()[begins])
+        has_end = self.begins_in(following.ravel()[ends - 1])
         whole = (has_begin & has_end).sum() / has_begin.sum() if has_begin.any() else None
         return (ends - begins).tolist(), whole
 
@@ -161,8 +165,7 @@ class PackedLoader(DocumentLoader):
         """(the tokens of a group and the one that follows, its rows)."""
         size = self.n_rows * self.block_size
         tokens = self.read(self._begin(epoch, group), size + 1)
-        return tokens, arrange(np.flatnonzero(begins_of(tokens[:size], self.separator)), self.n_rows,
-                               self.block_size)
+        return tokens, arrange(np.flatnonzero(self.begins_in(tokens[:size])), self.n_rows, self.block_size)
 
 
 def arrange(separators, n_rows, block_size):

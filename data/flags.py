@@ -1,16 +1,18 @@
-"""Two flags in the highest bits of the uint32 token ids of conversations. Ids of other datasets have none.
+"""Flags in the highest bits of the uint32 token ids of conversations and pairs. Ids of other datasets have none.
 
 CONTEXT: the token is read, but it is not a target: what a user says, for example.
 BEGIN: a document begins with this token.
+REJECTED: the token is of the rejected answer of a pair, or of the prompt before it. A pair is two documents, of
+which the chosen one comes first.
 """
 import numpy as np
 
-CONTEXT, BEGIN = np.uint32(1 << 31), np.uint32(1 << 30)
+CONTEXT, BEGIN, REJECTED = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32(1 << 29)
 
 
 def ids_of(tokens):
     """The ids of an array of tokens, without their flags."""
-    return tokens & (BEGIN - np.uint32(1)) if tokens.dtype.itemsize == 4 else tokens
+    return tokens & (REJECTED - np.uint32(1)) if tokens.dtype.itemsize == 4 else tokens
 
 
 def targets_of(tokens):
@@ -24,3 +26,8 @@ def targets_of(tokens):
 def begins_of(tokens, separator):
     """Which of an array of tokens documents begin with: those with the flag if the separator is None."""
     return (tokens & BEGIN) > 0 if separator is None else ids_of(tokens) == separator
+
+
+def pair_begins_of(tokens):
+    """Which of an array of tokens pairs begin with."""
+    return tokens & (BEGIN | REJECTED) == BEGIN

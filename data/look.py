@@ -16,7 +16,7 @@ import numpy as np
 
 from data.datasets import find_shards, find_sources
 from data.documents import separator_of
-from data.flags import begins_of, ids_of, targets_of
+from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
 from data.loader import TokenLoader
 from data.mixtures import parse_mixture
 from data.tokenizer import describe_tokenizer, get_tokenizer
@@ -72,7 +72,11 @@ def look(source, split, options):
     if loader.has_flags:
         n_targets = sum((targets_of(piece) >= 0).sum() for piece in pieces)
         print(f'    {n_targets / n_read:.1%} of the tokens are targets, the messages of: {source.meta.get("roles")}')
-    documents = [document for piece in pieces for document in split_documents(piece, separator, loader.has_flags)]
+    is_pairs = source.meta.get('pairs', False)
+    documents = [document for piece in pieces
+                 for document in split_documents(piece, separator, loader.has_flags, is_pairs)]
+    if is_pairs:
+        print('    what follows is about pairs, of a chosen and a rejected document each')
     if documents:
         print_lengths(np.array([len(document) for document in documents]))
         print_repeated(documents, tokenizer)
@@ -97,10 +101,11 @@ def read_pieces(loader, max_tokens):
     return loader.read_many(np.arange(PIECES) * loader.n_tokens // PIECES, length)
 
 
-def split_documents(tokens, separator, has_flags=False):
-    """The documents between two separators, without these, or between two flags (data.flags)."""
+def split_documents(tokens, separator, has_flags=False, is_pairs=False):
+    """The documents between two separators, without these, or between two flags (data.flags); or the pairs."""
     if has_flags:
-        places = np.append(np.flatnonzero(begins_of(tokens, None)), len(tokens))
+        begins = pair_begins_of(tokens) if is_pairs else begins_of(tokens, None)
+        places = np.append(np.flatnonzero(begins), len(tokens))
         return [tokens[begin:end] for begin, end in zip(places[:-1], places[1:])]
     places = np.flatnonzero(tokens == separator) if separator is not None else []
     return [tokens[begin + 1:end] for begin, end in zip(places[:-1], places[1:]) if end > begin + 1]
@@ -142,6 +147,10 @@ def shorten(document, tokenizer, length=SHOWN):
 
 def show(document, tokenizer):
     """The text of a document, of which the targets are green, or in brackets where nobody sees colours."""
+    is_rejected = (document & REJECTED) > 0 if document.dtype.itemsize == 4 else np.zeros(len(document), bool)
+    if is_rejected.any():
+        return (f'    chosen:\n{show(document[~is_rejected], tokenizer)}\n'
+                f'    rejected:\n{show(document[is_rejected] & ~REJECTED, tokenizer)}')
     is_target = targets_of(document) >= 0
     if is_target.all():
         return shorten(document, tokenizer)

@@ -44,11 +44,14 @@ def to_messages(row):
                      'and completion, or instruction and output')
 
 
-def conversation_splits(paths, val_fraction):
-    """The splits of write_dataset: {'val': read, 'train': read}, of which val is missing if val_fraction is 0."""
+def conversation_splits(paths, val_fraction, read_file=None):
+    """The splits of write_dataset: {'val': read, 'train': read}, of which val is missing if val_fraction is 0.
+
+    read_file: what reads a file, `read_conversations` by default. What it yields is drawn by its `messages`.
+    """
     def reader(is_val):
         def read(start):
-            conversations = itertools.chain.from_iterable(map(read_conversations, paths))
+            conversations = itertools.chain.from_iterable(map(read_file or read_conversations, paths))
             of_split = (each for each in conversations if _is_val(each['messages'], val_fraction) == is_val)
             for conversation in itertools.islice(of_split, start, None):
                 yield json.dumps(conversation), True

@@ -11,6 +11,7 @@ from data.checks import find_oddities
 from data.documents import DocumentLoader, PackedLoader, separator_of
 from data.loader import TokenLoader
 from data.mixtures import Schedule, parse_mixture, parse_phases
+from data.pair_loader import PairLoader
 
 BLOCK = 4096  # sequences whose places are found in one call
 DOCUMENTS = 512  # documents in a sample of their lengths
@@ -52,9 +53,13 @@ def open_sources(sources, split, vocab_size, config):
 
 
 def open_loader(source, split, vocab_size, config):
-    """The TokenLoader of a split of a Source. config: the keys of train.py, of which `documents` may lack."""
-    documents = config.get('documents', 'stream')
+    """The TokenLoader of a split of a Source. config: the keys of train.py, some of which may lack."""
+    documents, loss = config.get('documents', 'stream'), config.get('loss', 'cross_entropy')
     arguments = source.folder, split, config['block_size'], vocab_size, source.meta, config['seed']
+    if loss == 'dpo':
+        return PairLoader(*arguments)
+    if source.meta.get('pairs'):
+        raise ValueError(f'loss is {loss}, but {source.folder} has pairs of answers: set loss to dpo')
     if documents == 'stream':
         return TokenLoader(*arguments)
     kind = PackedLoader if documents == 'pack' and split == 'train' else DocumentLoader

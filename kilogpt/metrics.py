@@ -104,8 +104,8 @@ class Metrics:
     def train(self, line, eta_seconds):
         """Write a training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds.
 
-        With several processes, the line also has slowest_rank and lag_ms. `seconds`, counted from the start
-        of the process, is not printed.
+        With several processes, the line also has slowest_rank and lag_ms, and with DPO reward_margin and
+        reward_accuracy. `seconds`, counted from the start of the process, is not printed.
         """
         mfu = 'n/a' if line['mfu'] is None else f'{100 * line["mfu"]:.2f}%'
         lag = f', rank {line["slowest_rank"]} last by {line["lag_ms"]:.1f}ms' if 'lag_ms' in line else ''
@@ -114,7 +114,8 @@ class Metrics:
         self._write(line, (
             f'iter {line["iter"]}: loss {line["loss"]:.4f}, time {line["dt_ms"]:.2f}ms, mfu {mfu}, '
             f'{line["tokens_per_sec"]:,.0f} tok/s, grad norm {line["grad_norm"]:.3f}, lr {line["lr"]:.2e}, '
-            f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}'))
+            f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}'
+            f'{_rewards(line)}'))
 
     def eval(self, line):
         """Write an evaluation line: iter tokens seconds train_loss val_loss, and those of a mixture's sources."""
@@ -123,7 +124,7 @@ class Metrics:
         sources = f' ({", ".join(parts)})' if parts else ''
         bits = f', val bpb {line["val_bpb"]:.4f}' if 'val_bpb' in line else ''
         self._write(line, (f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, '
-                           f'val loss {line["val_loss"]:.4f}{sources}{bits}'))
+                           f'val loss {line["val_loss"]:.4f}{sources}{bits}{_rewards(line, "val_")}'))
 
     def tasks(self, line, text):
         """Write the line of scores on tasks: iter tokens seconds params flops task/NAME/FIGURE. text: in words."""
@@ -238,6 +239,13 @@ class Metrics:
             self.wandb.finish()
         if self.tensorboard:
             self.tensorboard.close()
+
+
+def _rewards(line, split=''):
+    """What a line of DPO says about the rewards of pairs, in words."""
+    if f'{split}reward_margin' not in line:
+        return ''
+    return f', margin {line[f"{split}reward_margin"]:.3f}, accuracy {line[f"{split}reward_accuracy"]:.1%}'
 
 
 def _is_not_finite(value):

@@ -22,8 +22,8 @@ def check_settings(config):
         if config[key] < 0:
             raise ValueError(f'{key} is {config[key]}: it cannot be negative')
     for key, allowed in dict(lr_schedule=('cosine', 'linear', 'wsd'), optimizer=('adamw', 'muon'),
-                             documents=('stream', 'mask', 'pack'), on_nonfinite=('abort', 'skip'),
-                             on_spike=('none', 'skip', 'rollback'),
+                             documents=('stream', 'mask', 'pack'), loss=('cross_entropy', 'dpo'),
+                             on_nonfinite=('abort', 'skip'), on_spike=('none', 'skip', 'rollback'),
                              outer_compress=('none', 'bf16', 'int8', 'int4')).items():
         if config[key] not in allowed:
             raise ValueError(f'{key} is {config[key]!r}: choose one of {", ".join(allowed)}')
@@ -35,6 +35,12 @@ def check_settings(config):
         raise ValueError(f'rope_scaling is {config["rope_scaling"]!r}, which depends on the length of the whole '
                          f'sequence, but with documents={config["documents"]} a sequence has several texts: set '
                          'documents to stream, or rope_scaling to yarn')
+    if config['loss'] == 'dpo':
+        if config['documents'] != 'pack':
+            raise ValueError(f'documents is {config["documents"]!r}, but loss=dpo needs both answers of a pair in one '
+                             'row: set documents to pack')
+        if not config['dpo_beta'] > 0:
+            raise ValueError(f'dpo_beta is {config["dpo_beta"]}: it must be above 0')
     if config['spike_factor'] <= 1:
         raise ValueError(f'spike_factor is {config["spike_factor"]}: it must be above 1')
     if config['on_spike'] == 'rollback' and config['keep_checkpoints'] == 0:

@@ -1,6 +1,9 @@
 """Prepare 2,025 short conversations in English, from the package chatterbot-corpus on PyPI:
 
     python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct
+    python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct --pairs --out=chatterbot_pairs
+
+The second command makes pairs for DPO: the rejected answer is the one to another question.
 """
 import json
 import os
@@ -11,11 +14,13 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'
 from kilogpt.configurator import configure, exit_on_error
 from data.fetch import CHATTERBOT_WHEEL, download_from_pypi
 from data.messages import ConversationEncoder, conversation_splits
+from data.pairs import PairEncoder, read_pairs
 from data.prepare import write_dataset
 from data.tokenizer import get_tokenizer
 
 tokenizer = 'gpt2'  # that of the model to finetune: its folder or tokenizer.json, whose chat template is used
 out = 'chatterbot'  # output folder: a name in data/, or a path
+pairs = False  # pairs of the last answer of each conversation and one of another conversation
 val_fraction = 0.1  # share of val, drawn by the texts
 configure(globals())
 
@@ -26,17 +31,29 @@ def to_messages(turns):
     return [dict(role=('user', 'assistant')[i % 2], content=str(text).strip()) for i, text in enumerate(turns)]
 
 
+def to_rows(conversations):
+    """The rows of the file: conversations, or pairs."""
+    if not pairs:
+        return [dict(messages=messages) for messages in conversations]
+    answers = [messages[-1] for messages in conversations]
+    others = answers[len(answers) // 2:] + answers[:len(answers) // 2]  # which are about something else
+    return [dict(prompt=messages[:-1], chosen=[messages[-1]], rejected=[other])
+            for messages, other in zip(conversations, others) if messages[-1] != other]
+
+
 if __name__ == '__main__':
     with exit_on_error():
         import yaml  # comes with the library gguf
-        encoder = ConversationEncoder(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
+        kind = PairEncoder if pairs else ConversationEncoder
+        encoder = kind(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
         files = download_from_pypi(*CHATTERBOT_WHEEL, 'chatterbot_corpus/data/english/*.yml')
-        conversations = [turns for name in sorted(files) for turns in yaml.safe_load(files[name])['conversations']
+        conversations = [to_messages(turns) for name in sorted(files)
+                         for turns in yaml.safe_load(files[name])['conversations']
                          if all(str(text).strip() for text in turns)]  # a few have empty texts
         print(f'{len(conversations):,} conversations from PyPI ({CHATTERBOT_WHEEL[0]})')
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'chatterbot.jsonl')
             with open(path, 'w', encoding='utf-8') as file:
-                file.writelines(json.dumps(dict(messages=to_messages(turns))) + '\n' for turns in conversations)
-            write_dataset(out, encoder, conversation_splits([path], val_fraction),
-                          source=[*CHATTERBOT_WHEEL, val_fraction])
+                file.writelines(json.dumps(row) + '\n' for row in to_rows(conversations))
+            write_dataset(out, encoder, conversation_splits([path], val_fraction, read_pairs if pairs else None),
+                          source=[*CHATTERBOT_WHEEL, val_fraction, pairs])

@@ -1,15 +1,21 @@
 """What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer."""
 import dataclasses
+import json
+import os
 
+from data import storage
+from data.datasets import Source, find_dataset, fingerprint
+from data.mixtures import parse_mixture
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
 from kilogpt.convert.checkpoint_tensors import open_weights
 from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import describe_base, open_base, read_weights
+from kilogpt.convert.weights import describe_base, open_base, open_source, read_weights
 from kilogpt.layers import lora
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
+REFERENCE_FILE = 'reference.json'  # in a dataset of pairs: of which weights the log-probabilities are
 TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 
 
@@ -48,6 +54,8 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
         raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only '
                          f'{longest} positions: set --block_size={longest} or less{extend}')
     meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
+    if keys['loss'] == 'dpo' and not saved:
+        check_reference(keys, meta)
     if base:
         tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
@@ -57,6 +65,41 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
     elif keys['lora_rank'] and not saved:
         source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys)
     return source, tensors, saved, arguments, meta, base
+
+
+def describe_weights(source):
+    """The {'source', 'digest'} of any weights, those of a run's adapters merged. source: as in open_source."""
+    return describe_base(source, open_source(source)[1])
+
+
+def check_reference(keys, meta):
+    """Raise ValueError unless a dataset of pairs has the log-probabilities of the weights that training starts from.
+
+    keys, meta: as in `find_start`.
+    """
+    init_from, dataset = keys['init_from'], keys['dataset']
+    if init_from in ('scratch', 'auto'):
+        raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its '
+                         'weights')
+    if len(parse_mixture(dataset)) > 1 or keys['max_epochs'] or keys['mixture_phases']:
+        raise ValueError(f'dataset is {dataset!r}, max_epochs {keys["max_epochs"]} and mixture_phases '
+                         f'{keys["mixture_phases"]!r}, but loss=dpo takes one dataset as it is: prepare all pairs '
+                         'together, and leave the other two keys out')
+    if not meta.get('pairs'):
+        raise ValueError(f'loss is dpo, but dataset {dataset!r} does not have pairs of answers: make some with '
+                         'data/preferences/prepare.py, or set loss to cross_entropy')
+    folder, command = find_dataset(dataset), f'python -m kilogpt.evaluate {init_from} --reference={dataset}'
+    path = os.path.join(folder, REFERENCE_FILE)
+    if not storage.exists(path):
+        raise ValueError(f'{folder} does not have the log-probabilities of a reference: run {command}')
+    reference, weights = json.loads(storage.read(path)), describe_weights(init_from)
+    if reference['digest'] != weights['digest']:
+        raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but '
+                         f'training starts from {weights["source"]} (digest {weights["digest"]}): set init_from to '
+                         f'the former, or run {command}')
+    if reference['shards'] != fingerprint({dataset: Source(folder, {})}):
+        raise ValueError(f'the token files in {folder} have changed since the reference was computed: run '
+                         f'{command}')
 
 
 def with_adapters(source, tensors, arguments, keys):

@@ -13,9 +13,10 @@ from kilogpt.layers.mixture import find_experts
 def can_record(model, device, dtype):
     """Whether a graph can stand for the passes of a model that one process trains on a device in a dtype.
 
-    With experts, shapes depend on the tokens. In float16 the scale of the loss changes.
+    With experts, shapes depend on the tokens. In float16 the scale of the loss changes. What a model adds to
+    its `sums` would be added in the recording alone.
     """
-    return device.type == 'cuda' and dtype != 'float16' and not find_experts(model)
+    return device.type == 'cuda' and dtype != 'float16' and not find_experts(model) and not model.sums
 
 
 class GraphedPasses:

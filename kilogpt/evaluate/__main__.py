@@ -4,6 +4,7 @@ r"""Score a trained model on tasks.
     python -m kilogpt.evaluate out-quickstart --tasks="my/questions.jsonl, my/text.txt, core:eval_bundle"
     torchrun --standalone --nproc_per_node=8 -m kilogpt.evaluate out-gpt2-xl --tasks=core --zero_stage=3
     python -m kilogpt.evaluate SmolLM2-135M --lm_eval=hellaswag,arc_easy --limit=100
+    python -m kilogpt.evaluate SmolLM2-135M-Instruct --reference=mypairs
 
 A source is what sample.py takes: the folder of a run, one of its checkpoints, weights of other programs, gpt2.
 A task is a file of questions, one JSON object a line; a text (.txt), for bits per byte; the name of a file in
@@ -11,6 +12,8 @@ data/tasks; or core, the 22 tasks of DCLM's CORE. docs/evaluate.md describes the
 means. The scores are the same in every layout. For the folder of a run, they are added to OUT_DIR/tasks.jsonl.
 
 --lm_eval runs tasks of lm-evaluation-harness instead (pip install lm-eval), with its own files and figures.
+--reference computes what DPO needs of the model from which it starts, and writes it beside the dataset
+(docs/dpo.md).
 """
 import argparse
 import json
@@ -20,6 +23,7 @@ import time
 from data.storage import is_url
 from kilogpt.configurator import exit_on_error
 from kilogpt.evaluate.opening import open_model
+from kilogpt.evaluate.reference import write_reference
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, details
 
@@ -31,6 +35,7 @@ def build_parser():
     parser.add_argument('--tasks', default='', help='tasks, separated by commas')
     parser.add_argument('--lm_eval', default='', help='tasks of lm-evaluation-harness, separated by commas')
     parser.add_argument('--lm_eval_include', default='', help='folder with more task files of lm-evaluation-harness')
+    parser.add_argument('--reference', default='', help='a dataset of pairs, whose reference the model is to be')
     parser.add_argument('--shots', type=int, help='examples before each question (default: all that a file has)')
     parser.add_argument('--limit', type=int, help='score the first so many questions of each task (default: all)')
     parser.add_argument('--out', default='', help='a JSON file for the scores')
@@ -58,6 +63,9 @@ def main(argv=None):
         processes = opened.parallel.processes
         processes.say(f'{opened.path}: {describe_place(opened)}')
         scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator, options.batch_tokens)
+        if options.reference:
+            write_reference(scorer, opened, options.reference)
+            processes.leave(0)
         if options.lm_eval:
             from kilogpt.evaluate.harness import run_harness  # a library that few have
             scores, questions = run_harness(scorer, opened, options)
@@ -70,8 +78,8 @@ def main(argv=None):
 
 
 def check_options(options):
-    if bool(options.tasks) == bool(options.lm_eval):
-        raise ValueError('set --tasks, such as --tasks=capitals, or --lm_eval, and not both')
+    if sum(map(bool, (options.tasks, options.lm_eval, options.reference))) != 1:
+        raise ValueError('set one of --tasks, such as --tasks=capitals, --lm_eval, and --reference')
     for key, least in dict(limit=1, shots=0, batch_tokens=0).items():
         if (getattr(options, key) or least) < least:
             raise ValueError(f'{key} is {getattr(options, key)}: it must be at least {least}')

@@ -12,13 +12,14 @@ class BitsPerByte:
     Tokens that stand for no text, such as the one that ends a document, have no bytes, and their losses do
     not count: bits per byte is Σ nats / (ln 2 · Σ bytes) over the other targets, as in nanochat.
 
-    sources: of open_dataset. They have one tokenizer; if it is not known, nothing is counted.
+    sources: of open_dataset. They have one tokenizer; if it is not known, or if they have pairs of answers, whose
+    loss is another one, nothing is counted.
     """
 
     def __init__(self, parallel, sources):
         self.parallel, self.n_bytes, self.other_nats = parallel, 0, 0.0
-        known = [sizes for sizes in (bytes_of_tokens(*source) for source in sources.values())
-                 if sizes is not None]
+        texts = [source for source in sources.values() if not source.meta.get('pairs')]
+        known = [sizes for sizes in (bytes_of_tokens(*source) for source in texts) if sizes is not None]
         sizes = known[0] if known else None
         self.is_known = sizes is not None
         if not self.is_known:

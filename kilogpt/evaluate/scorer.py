@@ -46,6 +46,22 @@ class Scorer:
         nats, misses = np.array(sums).reshape(2, -1) / self.parallel.layout.tp  # whose ranks have the same
         return [(-float(nat), bool(miss == 0)) for nat, miss in zip(nats, misses)]
 
+    def score_tokens(self, requests):
+        """The log-likelihood in nats of each token from `begin` on, and 0 before: an array for each Request."""
+        ends = np.cumsum([len(request.tokens) for request in requests])
+        begins = np.array([0, *ends[:-1]])
+        nats = np.zeros(ends[-1])
+        groups = [Group([number], 0) for number in range(len(requests))]
+        batches = pack_groups(groups, requests, self.most_tokens, self.config.block_size)
+        with Scoring(self.parallel, self.config, self.dtype) as scoring:
+            for batch in self._of_this_process(batches):
+                for numbers, scores in self._read_alone(scoring, batch, requests) if batch is not None else ():
+                    if scores is not None:
+                        begins_here = begins[np.array(numbers)[scores.row.cpu().numpy()]]
+                        nats[begins_here + scores.place.cpu().numpy() + 1] = -scores.nats.double().cpu().numpy()
+        total = np.array(self.parallel.processes.sums(nats.tolist())) / self.parallel.layout.tp
+        return np.split(total, ends[:-1])
+
     def _of_this_process(self, batches):
         """The batches of this data-parallel rank: as many on each, with empty ones or None at the end."""
         layout = self.parallel.layout

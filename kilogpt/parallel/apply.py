@@ -29,6 +29,7 @@ from kilogpt.devices.cuda_graph import GraphedPasses, can_record
 from kilogpt.devices.float8 import use_float8
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.layers.mixture import find_experts
+from kilogpt.layers.preferences import use_preferences
 from kilogpt.optim import local_part
 from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.parallel.context import exchange_heads
@@ -61,15 +62,15 @@ class Parallel:
         self._zero1 = self._powersgd = None
 
     def lay_out(self, model, *, global_batch, batch_size, block_size, dtype='float32', compile=False,
-                cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none',
-                grad_compress='none', documents='stream', cuda_graph=False):
+                cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none', grad_compress='none',
+                documents='stream', cuda_graph=False, loss='cross_entropy', dpo_beta=0.1):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
         only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
         global_batch: the sequences of an iteration. batch_size: the most sequences in a micro-batch.
-        documents, cuda_graph: as in train.py.
+        documents, cuda_graph, loss, dpo_beta: as in train.py.
         """
         self.global_batch, self.block_size = global_batch, block_size
         self.micro_batch, self.micro_steps = self.layout.split_batch(global_batch, batch_size)
@@ -88,10 +89,10 @@ class Parallel:
         self.compiles = compile = compile and set_up_compiler(processes, layout, self.notes)
         if async_tp:
             set_up_async_tp(processes, compile, self.mesh.get_group('tp'), self.notes)
-        if layout.tp > 1:
-            self._contexts.enter_context(tensor_context())
-
+        self._contexts.enter_context(tensor_context() if layout.tp > 1 else contextlib.nullcontext())
         use_kernels = compile and cpu_kernels.is_usable(processes, self.notes)
+        if loss == 'dpo':
+            use_preferences(model, dpo_beta)
         self.stages = {0: model}
         if layout.pp > 1:
             mine = layout.stages_of(self.mesh.get_local_rank('pp'))
@@ -187,10 +188,10 @@ class Parallel:
     def forward_backward(self, batch, n_targets=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
 
-        batch: what the model takes, inputs and targets (B, T / cp), and `starts` (B, T) if sequences consist
-        of documents. n_targets: those of the iteration, by which the sum of all losses is divided; 0: the tokens
-        of global_batch. last: whether this micro-batch is the iteration's last. scale: that of a
-        GradScaler.
+        batch: what the model takes, inputs and targets (B, T / cp), `starts` (B, T) if sequences consist of
+        documents, and `pairs` and `reference` if these form pairs. n_targets: those of the iteration, or its
+        pairs, by which the sum of all losses is divided; 0: the tokens of global_batch. last: whether this
+        micro-batch is the iteration's last. scale: that of a GradScaler.
         """
         # DDP and FSDP2 average gradients over ranks, hence the number of ranks in the loss of each.
         loss_scale = self.layout.gradient_ranks / (n_targets or self.global_batch * self.block_size)
@@ -297,6 +298,16 @@ class Parallel:
         dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+def take_means(parallel, key, count):
+    """{name: value} of a Parallel's `sums` over all processes, divided by a count.
+
+    key: that of the loss in an evaluation. reward_margin beside val_loss has the name val_reward_margin.
+    """
+    sums = {key.replace('loss', name): float(value) for name, value in parallel.take_sums().items()}
+    totals = parallel.processes.sums(list(sums.values())) if sums else []
+    return {name: total / parallel.layout.tp / (count or math.nan) for name, total in zip(sums, totals)}
 
 
 def saved_parameters(parallel):

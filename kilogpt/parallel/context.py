@@ -1,7 +1,7 @@
 """Context parallelism: each process has a part of each sequence, and in attention some of the heads."""
 import math
 
-from kilogpt.devices.parts import find_parts
+from kilogpt.devices.parts import find_parts, replace_parts
 
 
 def exchange_heads(model, mesh):
@@ -9,13 +9,18 @@ def exchange_heads(model, mesh):
 
     An all-to-all turns q, k, v (B, heads, T / cp, D) into (B, heads / cp, T, D), and another all-to-all turns
     the result back. Key/value heads are repeated if there are fewer of them than ranks.
+    A loss that needs whole rows gathers them, and the sum of all ranks' gradients goes back.
     mesh: of one dimension, over the ranks that share sequences.
     """
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
     def redistribute(x, source, target):
         x = DTensor.from_local(x, mesh, [Shard(source)], run_check=False)
         return x.redistribute(placements=[Shard(target)]).to_local()
+
+    def gather_rows(x):
+        x = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
+        return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def gather_sequence(module, inputs):
         q, k, v = inputs
@@ -28,3 +33,4 @@ def exchange_heads(model, mesh):
         attention = getattr(owner, name)
         attention.register_forward_pre_hook(gather_sequence)
         attention.register_forward_hook(lambda module, inputs, output: redistribute(output, 1, 2))
+    replace_parts(model, 'whole_rows', lambda whole_rows: gather_rows)

@@ -81,7 +81,8 @@ class LossOfWholeLogits(torch.nn.Module):
         self.of_logits = loss.of_logits
 
     def forward(self, x, head, targets):
-        return self.of_logits(head(x).flatten(0, 1), targets.flatten())
+        loss = self.of_logits(head(x).flatten(0, 1), targets.flatten())
+        return loss.to_local() if hasattr(loss, 'to_local') else loss
 
 
 def name_parameters(stage, tied, processes):

@@ -109,11 +109,11 @@ class Pipeline:
 
     def _run(self, run, batch):
         losses = []
-        x, targets, *starts = batch
+        x, targets, *others = batch
         inputs = [x] if 0 in self.stages else []
         # Keywords go to every stage, each micro-batch to the pass of its own.
-        documents = dict(starts=starts[0]) if starts else {}
-        run(*inputs, target=targets, losses=losses, targets=targets, return_outputs=False, **documents)
+        others = dict(zip(('starts', 'pairs', 'reference'), others))
+        run(*inputs, target=targets, losses=losses, targets=targets, return_outputs=False, **others)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / self.loss_scale

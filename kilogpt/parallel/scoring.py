@@ -19,6 +19,7 @@ MAX_LOGITS = 2 ** 24  # elements of logits at a time: 64 MB in float32
 class Scores(NamedTuple):
     """What one process knows of the targets in some rows. Other processes may know of others in these rows."""
     row: torch.Tensor  # (N,), int64: the row of each target
+    place: torch.Tensor  # (N,), int64: its position in the row
     nats: torch.Tensor  # (N,), float32: minus the logarithm of its probability
     is_likeliest: torch.Tensor  # (N,), bool: whether no token is likelier
     logits: torch.Tensor | None  # (N, vocabulary), if they were asked for
@@ -31,6 +32,7 @@ class Recorder(torch.nn.Module):
         super().__init__()
         self.loss, self.wants_logits = loss, wants_logits
         self.n_rows = 0  # of all passes so far
+        self.first_position = 0  # of this process's part of each row
         self.found = []  # Scores of each part
 
     def forward(self, x, head, targets):
@@ -38,15 +40,16 @@ class Recorder(torch.nn.Module):
         x = x.to_local() if hasattr(x, 'to_local') else x  # the same on all tensor-parallel ranks
         places = (targets.flatten() >= 0).nonzero()[:, 0]
         rows, targets_there = self.n_rows + places // targets.size(1), targets.flatten()[places]
+        positions = places % targets.size(1) + self.first_position
         self.n_rows += targets.size(0)
         total = x.new_zeros((), dtype=torch.float32)
         size = max(1, MAX_LOGITS // head.out_features)
-        for parts in zip(*(each.split(size) for each in (rows, places, targets_there))):
+        for parts in zip(*(each.split(size) for each in (rows, positions, places, targets_there))):
             if len(parts[0]):
                 total = total + self._record(*parts, x.flatten(0, 1), head)
         return total
 
-    def _record(self, rows, places, targets, x, head):
+    def _record(self, rows, positions, places, targets, x, head):
         logits = head(x[places])
         logits = logits.full_tensor() if hasattr(logits, 'full_tensor') else logits
 
@@ -54,7 +57,7 @@ class Recorder(torch.nn.Module):
             logits = logits[:, :vocab_size].float()
             nats = F.cross_entropy(logits, targets, reduction='none')
             likeliest = logits.argmax(dim=-1) == targets
-            self.found.append(Scores(rows, nats, likeliest, logits if self.wants_logits else None))
+            self.found.append(Scores(rows, positions, nats, likeliest, logits if self.wants_logits else None))
             return nats.sum()
 
         # The model's own of_logits may cap and scale. It calls the loss's cross_entropy.
@@ -135,7 +138,7 @@ class Scoring:
         layout, rank, device = self.parallel.layout, self.parallel.processes.rank, self.parallel.device
         part = layout.positions(rank, x.size(1))
         for stage in self.parallel.stages.values():
-            stage.first_position = part.start
+            stage.first_position = stage.loss.first_position = part.start
         batch = [x[:, part].to(device), y[:, part].to(device)]
         batch += [] if starts is None else [starts.to(device)]
         if self.parallel.pipeline:

@@ -11,6 +11,7 @@ from kilogpt.devices.cpu import (FastDropout, Int8Linear, PackedLinear, PlainAtt
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import replace_all
 from kilogpt.layers.attention import starts_of
+from kilogpt.layers.preferences import use_preferences
 from model import GPT, DotProductAttention, GPTConfig, cap
 
 pytestmark = pytest.mark.quick
@@ -121,11 +122,14 @@ def test_documents_and_windows_with_faster_parts_train_as_without(changes, is_fa
 
 @pytest.mark.parametrize('dtype, tolerance', [
     (torch.float32, 1e-6), pytest.param(torch.bfloat16, 4e-3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('vocab_size, softcap', [
-    (97, 15.0), *(pytest.param(size, 0.0, marks=pytest.mark.slow) for size in (97, 128))])
-def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, dtype, tolerance):
+@pytest.mark.parametrize('vocab_size, softcap, reduction', [
+    (97, 15.0, 'sum'), (97, 0.0, 'none'),
+    *(pytest.param(size, 0.0, 'sum', marks=pytest.mark.slow) for size in (97, 128))])
+def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, reduction, dtype, tolerance):
     """The loss to float32's digits, and the logits' gradients to those of their dtype; -1 is left out."""
     model = GPT(GPTConfig(vocab_size=vocab_size, n_layer=1, n_embd=32, n_head=4, softcap=softcap))
+    if reduction == 'none':
+        use_preferences(model, 0.1)
     use_faster_parts(model)
     generator = torch.Generator().manual_seed(0)
     logits = (5 * torch.randn(50, 128, generator=generator)).to(dtype).requires_grad_()
@@ -133,11 +137,13 @@ def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, dtype,
     targets[[3, 17]] = -1
     exact = logits.detach().double().requires_grad_()
     expected = torch.nn.functional.cross_entropy(
-        cap(exact, model.config)[:, :vocab_size], targets, ignore_index=-1, reduction='sum')
+        cap(exact, model.config)[:, :vocab_size], targets, ignore_index=-1, reduction=reduction)
     found = torch.compile(model.loss.of_logits)(logits, targets)
-    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
-    found.backward(torch.tensor(0.5))
-    expected.backward(torch.tensor(0.5, dtype=torch.float64))
+    assert model.loss.cross_entropy.__module__ == cpu.__name__
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    weights = 0.5 + torch.rand(expected.shape, generator=generator)
+    found.backward(weights)
+    expected.backward(weights.type_as(expected))
     torch.testing.assert_close(logits.grad.double(), exact.grad, atol=tolerance, rtol=tolerance)
     assert not logits.grad[[3, 17]].any() and not logits.grad[:, vocab_size:].any()
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from kilogpt.devices.cuda_graph import GraphedPasses
+from kilogpt.devices.cuda_graph import GraphedPasses, can_record
+from kilogpt.layers.preferences import use_preferences
+from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.quick
 
@@ -121,3 +123,11 @@ def test_a_recording_that_fails_names_the_key(passes):
 
     with pytest.raises(RuntimeError, match='set cuda_graph to False .operation not permitted'):
         recorded(passes, fails)
+
+
+def test_model_that_logs_sums_is_not_recorded():
+    """A replay would not add to them."""
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=16, vocab_size=65))
+    assert can_record(model, torch.device('cuda'), 'bfloat16')
+    use_preferences(model, 0.1)
+    assert not can_record(model, torch.device('cuda'), 'bfloat16')

@@ -1,0 +1,36 @@
+"""Make a dataset of pairs of answers, of which one is preferred, to train a model on by DPO:
+
+    python data/preferences/prepare.py --input='pairs/*.jsonl' --tokenizer=SmolLM2-135M-Instruct --out=mypairs
+
+A line of a .jsonl file (or a row of a .parquet file) is a pair, in one of the forms that data/pairs.py lists, such as
+{"prompt": "Name a colour.", "chosen": "Blue.", "rejected": "Monday."}.
+"""
+import os
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from kilogpt.configurator import configure, exit_on_error
+from kilogpt.machines import available_cpus
+from data.messages import conversation_splits
+from data.pairs import PairEncoder, read_pairs
+from data.prepare import write_dataset
+from data.readers import file_versions, find_files
+from data.tokenizer import get_tokenizer
+
+input = ''  # files or globs, or folders with .jsonl or .parquet files; separated by commas
+out = 'preferences'  # output folder: a name in data/, or a path; train.py's --dataset
+tokenizer = 'gpt2'  # that of the model to train: its folder or tokenizer.json, whose chat template is used
+val_fraction = 0.1  # share of val: pairs drawn by their prompt, so that a prompt is in one split
+num_proc = available_cpus()  # number of processes that tokenise
+configure(globals())
+
+if __name__ == '__main__':
+    with exit_on_error():
+        if not input:
+            raise ValueError("no pairs given: set --input, such as --input='pairs/*.jsonl'")
+        if not 0 <= val_fraction < 1:
+            raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
+        paths = find_files(input)
+        encoder = PairEncoder(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
+        splits = conversation_splits(paths, val_fraction, read_pairs)
+        write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction])
