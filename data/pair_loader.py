@@ -69,7 +69,9 @@ def number_pairs(inputs, following, starts):
     is_begin = starts == np.arange(starts.shape[1])
     begins = np.flatnonzero(is_begin)
     ends = np.append(begins[1:], starts.size)
+    is_target, is_rejected = targets_of(following) >= 0, (following & REJECTED) > 0
     is_whole = pair_begins_of(inputs.ravel()[begins]) & pair_begins_of(following.ravel()[ends - 1])
-    is_counted = np.repeat(is_whole, ends - begins).reshape(starts.shape) & (targets_of(following) >= 0)
-    signs = np.where((following & REJECTED) > 0, -1, 1)
-    return is_counted * signs * is_begin.cumsum(axis=1)
+    for of_answer in (is_target & ~is_rejected, is_target & is_rejected):
+        is_whole &= np.maximum.reduceat(of_answer.ravel(), begins)
+    is_counted = np.repeat(is_whole, ends - begins).reshape(starts.shape) & is_target
+    return is_counted * np.where(is_rejected, -1, 1) * is_begin.cumsum(axis=1)

@@ -20,7 +20,7 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from data.flags import BEGIN, CONTEXT
+from data.flags import BEGIN, CONTEXT, REJECTED, pair_begins_of
 from data.prepare import write_random_tokens
 from kilogpt.metrics import read_metrics
 
@@ -38,6 +38,7 @@ MODELS = {
     'adapters': f'{BLOCKS} --lora_rank=8 --lora_alpha=64',
     'int8 base': f'{BLOCKS} --lora_rank=8 --lora_alpha=64 --lora_base_dtype=int8',
     'answers': '--documents=pack',  # conversations, in which a third of the tokens are targets
+    'pairs': f'{BLOCKS} --documents=pack --loss=dpo',  # of the same, to train the model that is the reference
 }
 # Largest relative difference of a loss. Products of float32 are in TF32 on a GPU, whose fraction has 10 bits.
 FLOAT32, SIXTEEN_BITS, FLOAT8 = 2e-3, 1e-2, 3e-2
@@ -52,6 +53,8 @@ RUNS = [
     ('modern', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=selective', SIXTEEN_BITS),
     ('adapters', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=full', SIXTEEN_BITS),
     ('int8 base', 1, '--dtype=bfloat16 --zero_stage=3', SIXTEEN_BITS),
+    ('pairs', 1, '--dtype=bfloat16 --zero_stage=3', SIXTEEN_BITS),
+    ('pairs', 2, f'{SHARED} --cp=2', FLOAT32),
     ('int8 base', 2, f'{SHARED} --zero_stage=3', FLOAT32),
     ('GPT-2', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
     ('GPT-2', 1, '--dtype=float16', SIXTEEN_BITS),
@@ -69,7 +72,7 @@ RUNS = [
 def write_data(folder):
     """Tokens that a model can learn to predict: small steps around a circle of 255, and a separator, 0.
 
-    Of the same tokens, folder/answers has conversations, and folder/questions.jsonl questions.
+    Of the same tokens, folder/answers has conversations, folder/pairs pairs, and folder/questions.jsonl questions.
     """
     write_random_tokens(folder, 256, 2 ** 18)
     characters = ''.join(chr(0x100 + token) for token in range(256))
@@ -79,13 +82,17 @@ def write_data(folder):
     tokens[generator.random(len(tokens)) < 1 / 60] = 0
     for split, part in (('train', tokens[:-2 ** 15]), ('val', tokens[-2 ** 15:])):
         part.astype('uint16').tofile(os.path.join(folder, f'{split}.bin'))
-    os.mkdir(os.path.join(folder, 'answers'))
-    shutil.copy(os.path.join(folder, 'meta.json'), os.path.join(folder, 'answers'))
-    update_meta(os.path.join(folder, 'answers'), dtype='uint32', flags=True, separator=None)
     is_target = np.repeat(generator.random(len(tokens) // 4) < 1 / 3, 4) & (tokens > 0)
-    flagged = tokens.astype('uint32') | np.where(is_target, 0, CONTEXT) | np.where(tokens == 0, BEGIN, 0)
-    for split, part in (('train', flagged[:-2 ** 15]), ('val', flagged[-2 ** 15:])):
-        part.astype('uint32').tofile(os.path.join(folder, 'answers', f'{split}.bin'))
+    answers = tokens.astype('uint32') | np.where(is_target, 0, CONTEXT) | np.where(tokens == 0, BEGIN, 0)
+    pairs = answers | np.where((tokens == 0).cumsum() % 2 == 0, REJECTED, 0)
+    for name, flagged in (('answers', answers), ('pairs', pairs)):
+        os.mkdir(os.path.join(folder, name))
+        shutil.copy(os.path.join(folder, 'meta.json'), os.path.join(folder, name))
+        update_meta(os.path.join(folder, name), dtype='uint32', flags=True, pairs=name == 'pairs', separator=None)
+        for split, part in (('train', flagged[:-2 ** 15]), ('val', flagged[-2 ** 15:])):
+            begins = np.flatnonzero(pair_begins_of(part))
+            part = part[begins[0]:begins[min(len(begins) - 1, 500)]]
+            part.astype('uint32').tofile(os.path.join(folder, name, f'{split}.bin'))
     with open(os.path.join(folder, 'questions.jsonl'), 'w', encoding='utf-8') as file:
         file.write(json.dumps(dict(settings=dict(delimiter=''))) + '\n')
         for first in range(0, 2 ** 12, 2 ** 6):
@@ -120,13 +127,16 @@ def losses(folder, model, processes, settings):
     out_dir = tempfile.mkdtemp(dir=folder)
     script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
     dataset = os.path.join(folder, 'answers') if model == 'answers' else folder
-    arguments = [f'--dataset={dataset}', f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split()]
-    if '--lora_rank' in MODELS[model]:  # beside a trained model
+    arguments = [f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split()]
+    if model in ('adapters', 'int8 base', 'pairs'):  # which begin with a trained model
         base = tempfile.mkdtemp(dir=folder)
-        launch(['train.py', f'--dataset={dataset}', f'--out_dir={base}', *SHAPE.split(), *BLOCKS.split(),
+        launch(['train.py', f'--dataset={folder}', f'--out_dir={base}', *SHAPE.split(), *BLOCKS.split(),
                 *EAGER.split(), '--device=cpu', '--max_iters=2', '--keep_checkpoints=1'])
         arguments.append(f'--init_from={base}')
-    launch([*script, *arguments, *settings.split()], processes)
+    if model == 'pairs':
+        dataset = shutil.copytree(os.path.join(folder, 'pairs'), os.path.join(out_dir, 'pairs'))
+        launch(['-m', 'kilogpt.evaluate', base, f'--reference={dataset}', '--device=cpu', '--dtype=float32'])
+    launch([*script, f'--dataset={dataset}', *arguments, *settings.split()], processes)
     return [line['loss'] for line in read_metrics(out_dir)[0].values()]
 
 
