@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 
-from helpers import (assert_same_tensors, curve, newest_state, newest_tensors, run_forked, run_script,
+from helpers import (FAULTS, assert_same_tensors, curve, newest_state, newest_tensors, run_forked, run_script,
                      saved_iterations)
 from kilogpt import checkpoint
 from kilogpt.layers.lora import GROUPS, FrozenLinear, quantize, scale_of, widened
@@ -236,6 +236,25 @@ def test_int8_base_is_smaller_and_resumes_to_the_bit(train, base, tmp_path):
     assert small < large / 1.7  # embedding, head and adapters are in float32
     assert unbroken.evals[0]['val_loss'] == pytest.approx(whole.evals[0]['val_loss'], abs=2e-3)
     assert unbroken.evals[0]['val_loss'] != whole.evals[0]['val_loss']
+
+
+def test_int8_base_is_not_sharded_by_a_torch_that_cannot(train, base):
+    run = train(f'--init_from={base}', '--lora_rank=4', '--lora_base_dtype=int8', '--zero_stage=3', nproc=2,
+                faults=[FAULTS / 'old_torch.py'], check=False)
+    assert 'lora_base_dtype is int8, but FSDP2 of torch 2.11.0 takes no integers: set it to bf' in run.outputs[0]
+
+
+@pytest.mark.parametrize('base_dtype', ['float32', 'bfloat16', 'int8'])
+def test_compiler_keeps_no_copy_of_a_frozen_weight(base_dtype):
+    model, _ = narrow_and_wide(base_dtype)
+    linear, kept = model.transformer.h['0'].mlp.c_fc, []
+    x = torch.randn(2, 16, 32, requires_grad=True)
+    torch.compiler.reset()
+    with (torch.autocast('cpu', torch.bfloat16),
+          torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor)):
+        torch.compile(linear)(x).sum().backward()
+    sizes = {tensor.shape for tensor in kept if tensor.data_ptr() != linear.weight.data_ptr()}
+    assert linear.weight.shape not in sizes and x.grad.abs().sum() > 0
 
 
 def test_sharded_checkpoint_continues_on_one_process(train, tuned, base, tmp_path):

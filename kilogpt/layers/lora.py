@@ -39,14 +39,14 @@ class FrozenLinear(nn.Linear):
     def forward(self, x):
         """x (..., inputs) -> (..., outputs)."""
         x = cast_for_linears(x)
-        if self.weight_scale is None and self.weight.dtype in (torch.float32, x.dtype):
+        if self.weight_scale is None and self.weight.dtype == x.dtype:
             return super().forward(x)
         y = FrozenProduct.apply(x, self.weight, self.weight_scale)
         return y if self.bias is None else y + self.bias.type_as(y)
 
 
 class FrozenProduct(torch.autograd.Function):
-    """x Wᵀ of a narrow W. Autograd would keep a wide copy of W for the backward pass; here each pass makes one."""
+    """x Wᵀ of a W in another dtype. Autograd would keep W in x's dtype; here each pass makes a copy of its own."""
 
     @staticmethod
     def forward(ctx, x, weight, scale):
@@ -56,11 +56,28 @@ class FrozenProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         weight, scale = ctx.saved_tensors
-        return grad @ widened(weight, scale, grad.dtype), None, None
+        is_dtensor = hasattr(weight, 'placements')
+        return (input_gradient if is_dtensor else opaque_input_gradient)(grad, weight, scale), None, None
+
+
+def input_gradient(grad, weight, scale):
+    """The gradient of x in FrozenProduct, from that of its result."""
+    return grad @ widened(weight, scale, grad.dtype)
+
+
+@torch.library.custom_op('kilogpt::input_gradient', mutates_args=())
+def opaque_input_gradient(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """input_gradient as one operation for the compiler, which would keep the forward pass's copy for it."""
+    return input_gradient(grad, weight, scale)
+
+
+@opaque_input_gradient.register_fake
+def _(grad, weight, scale):
+    return grad.new_empty(*grad.shape[:-1], weight.size(1))
 
 
 def widened(weight, scale, dtype):
-    """A narrow weight (outputs, inputs) in a dtype. scale: (outputs,), or None for a weight without."""
+    """A weight (outputs, inputs) in another dtype. scale: (outputs,), or None for a weight without."""
     return weight.to(dtype) if scale is None else weight * scale[:, None].to(dtype)
 
 

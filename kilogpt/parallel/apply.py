@@ -78,6 +78,9 @@ class Parallel:
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
         layout, plan, processes = self.layout, model.split_plan, self.processes
+        if model.config.lora_base_dtype == 'int8' and layout.uses_fsdp and torch.__version__ < '2.13':
+            raise ValueError(f'lora_base_dtype is int8, but FSDP2 of torch {torch.__version__} takes no integers: '
+                             'set it to bfloat16, or zero_stage to 0 or 1 and tp and pp to 1')
         # A pipeline takes all micro-batches of an iteration in one step.
         self._rows_per_step = self.micro_batch * (self.micro_steps if layout.pp > 1 else 1)
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)

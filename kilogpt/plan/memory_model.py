@@ -19,7 +19,7 @@ from kilogpt.layers.mixture import GATED
 from kilogpt.plan.shape import Stage
 
 FLOAT32, INT64 = 4, 8  # bytes
-NARROW_BYTES = dict(float32=4, bfloat16=2, int8=1)  # of an element of a frozen weight, by lora_base_dtype
+FROZEN_BYTES = dict(float32=4, bfloat16=2, int8=1)  # of an element of a FrozenLinear's weight, by lora_base_dtype
 CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
 # Among the processes that share the experts, the rows of the busiest one over their mean. A guess.
 LOAD_IMBALANCE = 1.2
@@ -112,8 +112,8 @@ def state(shape, layout, work, rank):
     moments = 2 * updated
     if work.optimizer == 'muon':  # keeps one moment of a block's matrix, AdamW two
         moments -= updated_in_block_matrices
-    narrow = shape.narrow.sharded(stages, layout)[0]
-    parameters = FLOAT32 * (sharded - narrow) + NARROW_BYTES[shape.config.lora_base_dtype] * narrow
+    frozen = shape.frozen.sharded(stages, layout)[0]
+    parameters = FLOAT32 * (sharded - frozen) + FROZEN_BYTES[shape.config.lora_base_dtype] * frozen
     return dict(parameters=parameters, gradients=FLOAT32 * trained, moments=FLOAT32 * moments)
 
 
@@ -225,20 +225,20 @@ def _whole_bytes(shape, layout, work, stages):
     trained_parts, trained_ends = shape.trained.totals(stages, layout)
     if not layout.uses_fsdp:
         gathered = 0
-        if work.width < FLOAT32:  # autocast's copies, which narrow parameters do not have
+        if work.width < FLOAT32:  # autocast's copies, which a FrozenLinear does not keep
             in_blocks = all_parts.split_in_matrices - ends.split_in_matrices
-            narrow = shape.narrow.totals(stages, layout)[0].split
-            gathered = work.width * (in_blocks - narrow + ends.split)
+            frozen = shape.frozen.totals(stages, layout)[0].split
+            gathered = work.width * (in_blocks - frozen + ends.split)
         return WholeBytes(FLOAT32 * trained_parts.split, gathered, 0, 0)
     merged = Stage.sum(stages)
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
     largest_unit = max((shape.trained.counts(unit, layout).gathered for unit in units), default=0)
-    gathered, narrow = (_gathered_in_blocks(each, layout, stages, merged) for each in (shape, shape.narrow))
-    narrow_width = work.width  # FSDP2 casts what it gathers to 16 bits, or leaves it as it is
+    gathered, frozen = (_gathered_in_blocks(each, layout, stages, merged) for each in (shape, shape.frozen))
+    frozen_width = work.width  # FSDP2 casts what it gathers to 16 bits, or leaves it as it is
     if work.width == FLOAT32:
-        narrow_width = NARROW_BYTES[shape.config.lora_base_dtype]
-    gathered = work.width * (gathered - narrow + ends.gathered) + narrow_width * narrow
+        frozen_width = FROZEN_BYTES[shape.config.lora_base_dtype]
+    gathered = work.width * (gathered - frozen + ends.gathered) + frozen_width * frozen
     gradients, width = FLOAT32 * shape.trained.sharded(stages, layout)[0], work.width + FLOAT32
     if layout.pp > 1:  # gradients stay whole until the last micro-batch
         gradients = FLOAT32 * trained_parts.gathered

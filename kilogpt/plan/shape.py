@@ -8,6 +8,7 @@ import itertools
 import math
 from typing import NamedTuple
 
+from kilogpt.layers.lora import FrozenLinear
 from kilogpt.parallel.layout import Layout, stage_lengths
 
 
@@ -53,14 +54,15 @@ class Shape:
     parameters before and after the blocks), 'dense' (one block without experts), and 'sparse' and 'experts'
     (one block with experts: the experts' matrices, and everything else in it).
     trained: the Shape of the trained parameters alone, which is another one if the model has adapters (LoRA).
-    narrow: the Shape of the parameters that are kept in fewer than 32 bits.
+    frozen: the Shape of the weights of FrozenLinears, which lora_base_dtype may make narrow.
     counts(parameter): whether a parameter counts; all do if it is None.
     """
 
     def __init__(self, model, counts=None):
         if not counts:
             self.trained = Shape(model, lambda parameter: parameter.requires_grad)
-            self.narrow = Shape(model, lambda parameter: parameter.itemsize < 4)
+            frozen = {id(module.weight) for module in model.modules() if isinstance(module, FrozenLinear)}
+            self.frozen = Shape(model, lambda parameter: id(parameter) in frozen)
         plan = model.split_plan
         blocks = model.get_submodule(plan['blocks'])
         self.model, self.config, self.n_blocks = model, model.config, len(blocks)
