@@ -9,6 +9,7 @@ import torch
 
 from data.datasets import REFERENCE, find_sources
 from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
+from data.json_tokenizer import JsonTokenizer
 from data.messages import ConversationEncoder, conversation_splits
 from data.pair_loader import PairLoader
 from data.pairs import PairEncoder, read_pairs, to_pair
@@ -19,6 +20,7 @@ from helpers import assert_near, curve, first_iterations, run_forked
 from kilogpt.convert.start import REFERENCE_FILE
 from kilogpt.layers.preferences import PreferenceLoss, use_preferences
 from model import GPT, GPTConfig
+from test_chat_template import write_folder
 
 TOKENIZER = CharTokenizer.from_text(['\n', *map(chr, range(32, 127))])
 
@@ -95,6 +97,19 @@ def test_answers_are_targets_and_the_rejected_document_has_a_flag(pairs):
         targets = targets_of(document)
         assert TOKENIZER.decode(targets[targets >= 0].tolist()) == f'{answer}\n'  # both begin with the space
     assert json.loads((pairs / 'meta.json').read_text())['pairs'] is True
+
+
+def test_answers_in_the_prompt_do_not_count_even_where_the_template_writes_them_in_another_way(tmp_path):
+    template = ("{% for m in messages %}{{ m.role ~ ':' ~ (m.content if loop.last or m.role == 'user' else '...') }}"
+                "<|end|>{% endfor %}{{ 'assistant:' if add_generation_prompt }}")
+    tokenizer = JsonTokenizer(write_folder(tmp_path, template, ['<|end|>'], eos='<|end|>'))
+    pair = dict(place='a', messages=[USER, GOOD, USER], chosen=[message('assistant', 'fox')], rejected=[BAD])
+    tokens = PairEncoder(tokenizer, 'assistant').encode_to_numpy(json.dumps(pair))
+    documents = tokens[tokens & REJECTED == 0], tokens[tokens & REJECTED > 0]
+    for document, answer in zip(documents, ('fox', 'c')):
+        text = f'user:a<|end|>assistant:...<|end|>user:a<|end|>assistant:{answer}<|end|>'
+        assert tokenizer.decode(ids_of(document).tolist()) == text
+        assert tokenizer.decode([i for i in targets_of(document).tolist() if i >= 0]) == f'{answer}<|end|>'
 
 
 def test_command_draws_splits_by_prompts_and_shows_pairs(tmp_path):
