@@ -63,7 +63,8 @@ def reference_of(tokens, scorer, block_size, bar):
     begins = np.flatnonzero(begins_of(tokens, None))
     spans = [(begin, end) for begin, end in zip(begins, [*begins[1:], len(tokens)])
              if end - begin <= block_size + 1]
-    for some in np.array_split(spans, -(-len(tokens) // TOKENS_AT_A_TIME)) if spans else ():
+    n_parts = min(len(spans), -(-len(tokens) // TOKENS_AT_A_TIME))
+    for some in np.array_split(spans, n_parts) if spans else ():
         requests = [Request(ids_of(tokens[begin:end]).tolist(), int(is_target[begin:end].argmax()))
                     for begin, end in some]
         for (begin, end), found in zip(some, scorer.score_tokens(requests)):
