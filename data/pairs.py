@@ -87,7 +87,8 @@ class PairEncoder(ConversationEncoder):
         documents = []
         for key in ('chosen', 'rejected'):
             try:
-                ids, counted = self.template.tokens_and_counted(pair['messages'] + pair[key], self.roles)
+                ids, counted = self.template.tokens_and_counted(
+                    pair['messages'] + pair[key], self.roles, first=len(pair['messages']))
             except ValueError as error:
                 raise ValueError(f'{pair["place"]}, {key}: {error}') from None
             documents.append((np.array(ids, dtype=np.uint32), np.array(counted)))

@@ -114,8 +114,7 @@ class Metrics:
         self._write(line, (
             f'iter {line["iter"]}: loss {line["loss"]:.4f}, time {line["dt_ms"]:.2f}ms, mfu {mfu}, '
             f'{line["tokens_per_sec"]:,.0f} tok/s, grad norm {line["grad_norm"]:.3f}, lr {line["lr"]:.2e}, '
-            f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}'
-            f'{_rewards(line)}'))
+            f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}{_rewards(line)}'))
 
     def eval(self, line):
         """Write an evaluation line: iter tokens seconds train_loss val_loss, and those of a mixture's sources."""

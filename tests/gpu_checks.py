@@ -37,13 +37,14 @@ MODELS = {
     'softcap': f'{BLOCKS} --attention_softcap=20',
     'adapters': f'{BLOCKS} --lora_rank=8 --lora_alpha=64',
     'int8 base': f'{BLOCKS} --lora_rank=8 --lora_alpha=64 --lora_base_dtype=int8',
+    'bfloat16 base': f'{BLOCKS} --lora_rank=8 --lora_alpha=64 --lora_base_dtype=bfloat16',
     'answers': '--documents=pack',  # conversations, in which a third of the tokens are targets
     'pairs': f'{BLOCKS} --documents=pack --loss=dpo',  # of the same, to train the model that is the reference
 }
 # Largest relative difference of a loss. Products of float32 are in TF32 on a GPU, whose fraction has 10 bits.
 FLOAT32, SIXTEEN_BITS, FLOAT8 = 2e-3, 1e-2, 3e-2
 EAGER, COMPILED = '--compile=False --dtype=float32', '--dtype=float32'
-SHARED = f'{EAGER} --backend=gloo'  # which cannot send the tensors of tp and pp from a GPU
+SHARED = f'{EAGER} --backend=gloo'  # which cannot send the tensors of tp, pp and pairs under cp from a GPU
 # (model, processes, settings, largest difference), the most important first
 RUNS = [
     *((model, 1, '--dtype=bfloat16', SIXTEEN_BITS) for model in MODELS),
@@ -52,10 +53,8 @@ RUNS = [
     ('GPT-2', 1, EAGER, FLOAT32),
     ('modern', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=selective', SIXTEEN_BITS),
     ('adapters', 1, '--dtype=bfloat16 --zero_stage=3 --activation_checkpoint=full', SIXTEEN_BITS),
-    ('int8 base', 1, '--dtype=bfloat16 --zero_stage=3', SIXTEEN_BITS),
+    ('bfloat16 base', 1, '--dtype=bfloat16 --zero_stage=3', SIXTEEN_BITS),
     ('pairs', 1, '--dtype=bfloat16 --zero_stage=3', SIXTEEN_BITS),
-    ('pairs', 2, f'{SHARED} --cp=2', FLOAT32),
-    ('int8 base', 2, f'{SHARED} --zero_stage=3', FLOAT32),
     ('GPT-2', 1, '--dtype=bfloat16 --fp8=True', FLOAT8),
     ('GPT-2', 1, '--dtype=float16', SIXTEEN_BITS),
     ('mask', 2, f'{SHARED} --cp=2', FLOAT32),
@@ -128,7 +127,7 @@ def losses(folder, model, processes, settings):
     script = ['train.py'] if processes == 1 else ['tests/with_fault.py', 'tests/faults/share_gpu.py']
     dataset = os.path.join(folder, 'answers') if model == 'answers' else folder
     arguments = [f'--out_dir={out_dir}', *SHAPE.split(), *MODELS[model].split()]
-    if model in ('adapters', 'int8 base', 'pairs'):  # which begin with a trained model
+    if model in ('adapters', 'int8 base', 'bfloat16 base', 'pairs'):  # which begin with a trained model
         base = tempfile.mkdtemp(dir=folder)
         launch(['train.py', f'--dataset={folder}', f'--out_dir={base}', *SHAPE.split(), *BLOCKS.split(),
                 *EAGER.split(), '--device=cpu', '--max_iters=2', '--keep_checkpoints=1'])

@@ -2,13 +2,15 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from data.datasets import REFERENCE, find_sources
-from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
+from data.flags import BEGIN, CONTEXT, REJECTED, begins_of, ids_of, pair_begins_of, targets_of
+from data.json_tokenizer import JsonTokenizer
 from data.messages import ConversationEncoder, conversation_splits
 from data.pair_loader import PairLoader
 from data.pairs import PairEncoder, read_pairs, to_pair
@@ -17,8 +19,10 @@ from data.tokenizer import CharTokenizer
 import kilogpt
 from helpers import assert_near, curve, first_iterations, run_forked
 from kilogpt.convert.start import REFERENCE_FILE
+from kilogpt.evaluate.reference import reference_of
 from kilogpt.layers.preferences import PreferenceLoss, use_preferences
 from model import GPT, GPTConfig
+from test_chat_template import write_folder
 
 TOKENIZER = CharTokenizer.from_text(['\n', *map(chr, range(32, 127))])
 
@@ -95,6 +99,19 @@ def test_answers_are_targets_and_the_rejected_document_has_a_flag(pairs):
         targets = targets_of(document)
         assert TOKENIZER.decode(targets[targets >= 0].tolist()) == f'{answer}\n'  # both begin with the space
     assert json.loads((pairs / 'meta.json').read_text())['pairs'] is True
+
+
+def test_answers_in_the_prompt_do_not_count_even_where_the_template_writes_them_in_another_way(tmp_path):
+    template = ("{% for m in messages %}{{ m.role ~ ':' ~ (m.content if loop.last or m.role == 'user' else '...') }}"
+                "<|end|>{% endfor %}{{ 'assistant:' if add_generation_prompt }}")
+    tokenizer = JsonTokenizer(write_folder(tmp_path, template, ['<|end|>'], eos='<|end|>'))
+    pair = dict(place='a', messages=[USER, GOOD, USER], chosen=[message('assistant', 'fox')], rejected=[BAD])
+    tokens = PairEncoder(tokenizer, 'assistant').encode_to_numpy(json.dumps(pair))
+    documents = tokens[tokens & REJECTED == 0], tokens[tokens & REJECTED > 0]
+    for document, answer in zip(documents, ('fox', 'c')):
+        text = f'user:a<|end|>assistant:...<|end|>user:a<|end|>assistant:{answer}<|end|>'
+        assert tokenizer.decode(ids_of(document).tolist()) == text
+        assert tokenizer.decode([i for i in targets_of(document).tolist() if i >= 0]) == f'{answer}<|end|>'
 
 
 def test_command_draws_splits_by_prompts_and_shows_pairs(tmp_path):
@@ -302,6 +319,16 @@ def test_reference_is_what_the_model_gives_an_answer(start):
     expected = log_p.gather(1, ids[1:, None])[:, 0].detach().numpy()
     is_target = targets_of(tokens[begin + 1:end]) >= 0
     np.testing.assert_allclose(values[begin + 1:end][is_target], expected[is_target], rtol=0, atol=1e-5)
+
+
+def test_document_that_is_too_long_for_the_model_has_no_reference():
+    tokens = np.arange(12, dtype='<u4')
+    tokens[[0, 4]] |= BEGIN | CONTEXT  # documents of 4 and 8 tokens, of which the model reads all but the last
+    scorer = SimpleNamespace(score_tokens=lambda requests: [np.full(len(each.tokens), -2.0) for each in requests])
+    bar = SimpleNamespace(update=lambda count: None)
+    assert reference_of(tokens, scorer, 7, bar).tolist() == [0, -2, -2, -2, 0] + 7 * [-2]
+    assert reference_of(tokens, scorer, 6, bar).tolist() == [0, -2, -2, -2] + 8 * [0]
+    assert not reference_of(tokens, scorer, 2, bar).any()
 
 
 def test_run_without_a_whole_pair_changes_nothing_but_by_weight_decay(train, start):

@@ -2,6 +2,7 @@
 import pytest
 
 from kilogpt.devices.parts import find_parts, replace_parts
+from kilogpt.layers.preferences import use_preferences
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.quick
@@ -13,6 +14,7 @@ MIXED = GPTConfig(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32, 
 
 def test_every_path_of_the_table_leads_to_a_part():
     model = GPT(MIXED, seed=None)
+    use_preferences(model, 0.1)
     names = {module: name for name, module in model.named_modules()}
     for kind, paths in model.replaceable.items():
         found = [f'{names[module]}.{name}' for module, name in find_parts(model, kind)]
