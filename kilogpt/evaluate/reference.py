@@ -62,16 +62,10 @@ def reference_of(tokens, scorer, block_size, bar):
     values, is_target = np.zeros(len(tokens), '<f4'), targets_of(tokens) >= 0
     begins = np.flatnonzero(begins_of(tokens, None))
     spans = [(begin, end) for begin, end in zip(begins, [*begins[1:], len(tokens)])
-<<<<<<< HEAD
              if end - begin <= block_size + 1 and is_target[begin + 1:end].any()]
-    for some in np.array_split(spans, -(-len(tokens) // TOKENS_AT_A_TIME)) if spans else ():
-        requests = [Request(ids_of(tokens[begin:end]).tolist(), 1 + int(is_target[begin + 1:end].argmax()))
-=======
-             if end - begin <= block_size + 1]
     n_parts = min(len(spans), -(-len(tokens) // TOKENS_AT_A_TIME))
     for some in np.array_split(spans, n_parts) if spans else ():
-        requests = [Request(ids_of(tokens[begin:end]).tolist(), int(is_target[begin:end].argmax()))
->>>>>>> 432c94011e41a86d45970c04792e108fad56d523
+        requests = [Request(ids_of(tokens[begin:end]).tolist(), 1 + int(is_target[begin + 1:end].argmax()))
                     for begin, end in some]
         for (begin, end), found in zip(some, scorer.score_tokens(requests)):
             values[begin:end] = np.where(is_target[begin:end], found, 0.0)
