@@ -1,4 +1,4 @@
-# Finetune a small open model on short conversations: about ten minutes on two CPU cores.
+# Finetune a small open model on short conversations: about five minutes on two CPU cores.
 #
 #   python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct
 #   python train.py config/finetune_chat.py
@@ -13,7 +13,7 @@ documents = 'pack'  # each row has whole conversations, and attention stays with
 block_size = 256
 batch_size = 4
 gradient_accumulation_steps = 2
-max_iters = 50  # of 2,048 tokens: about one epoch
+max_iters = 25  # of 2,048 tokens: about half of the conversations
 
 learning_rate = 1e-4
 min_lr = 1e-5

@@ -14,7 +14,7 @@ documents = 'pack'
 block_size = 256
 batch_size = 4
 gradient_accumulation_steps = 2
-max_iters = 50  # of 2,048 tokens: about one epoch
+max_iters = 25  # of 2,048 tokens: about half of the conversations
 
 learning_rate = 1e-3  # ten times that of all weights
 min_lr = 1e-4

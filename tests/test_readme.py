@@ -207,6 +207,8 @@ SLOW_SESSIONS = dict(
     plan=[
         step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --gpu=H100 --price=2.5'),
         step('python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=64 --gpu=A100 --link=200 --as_given'),
+        step('python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=1 --gpu=H100 --lora_rank=16 '
+             '--lora_base_dtype=bfloat16 --block_size=1024 --batch_size=8 --gradient_accumulation_steps=1'),
         step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --as_given --check',
              '--n_layer=16 --ranks=1023'),
         step('python -m kilogpt.plan --calibrate=here.json'),
@@ -283,7 +285,8 @@ NEEDS = {
     'python data/chatterbot/prepare.py': 'a package and a tokenizer of weights: LOG.md has a run of it',
     'python sample.py --out_dir=out-chat': 'the run of the command before',
     'python -m data.look mychats': 'the dataset of the command before',
-    'python train.py config/finetune_chat.py': 'weights of a real model: LOG.md has figures',
+    **dict.fromkeys(('python train.py config/finetune_chat.py', 'python train.py config/finetune_lora.py',
+                     'python dev/versus_trl.py'), 'weights of a real model: docs/finetune.md has figures'),
     'python data/preferences/prepare.py': 'files of pairs: test_preferences.py has some',
     'python -m data.look mypairs': 'the dataset of the command before',
     'python train.py config/dpo.py': 'weights of a real model: docs/dpo.md has figures',
@@ -292,6 +295,8 @@ NEEDS = {
     'python -m kilogpt.evaluate out-quickstart --tasks=core:': 'files of 160 MB: test_tasks.py has small ones',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
     'python dev/versus.py --part=start config/quickstart.py --rounds=5': 'no more than the command without --rounds',
+    'python dev/versus.py tinyllama': 'a GPU',
+    'python bench.py --init_from=tinyllama': 'a GPU',
     'python dev/versus.py ../smollm2': 'weights of a real model, and ten minutes: LOG.md has its figures',
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
