@@ -1,4 +1,4 @@
-# Finetune a small open model on short conversations: about five minutes on two CPU cores.
+# Finetune a small open model on short conversations: eight minutes on two CPU cores.
 #
 #   python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct
 #   python train.py config/finetune_chat.py
