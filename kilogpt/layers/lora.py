@@ -35,13 +35,14 @@ class FrozenLinear(nn.Linear):
         if dtype == torch.int8:
             scale = nn.Parameter(torch.empty(linear.out_features), requires_grad=False)
         self.weight_scale = scale
+        self.input_gradient = input_gradient
 
     def forward(self, x):
         """x (..., inputs) -> (..., outputs)."""
         x = cast_for_linears(x)
         if self.weight_scale is None and self.weight.dtype == x.dtype:
             return super().forward(x)
-        y = FrozenProduct.apply(x, self.weight, self.weight_scale)
+        y = FrozenProduct.apply(x, self.weight, self.weight_scale, self.input_gradient)
         return y if self.bias is None else y + self.bias.type_as(y)
 
 
@@ -49,31 +50,19 @@ class FrozenProduct(torch.autograd.Function):
     """x Wᵀ of a W in another dtype. Autograd would keep W in x's dtype; here each pass makes a copy of its own."""
 
     @staticmethod
-    def forward(ctx, x, weight, scale):
+    def forward(ctx, x, weight, scale, input_gradient):
         ctx.save_for_backward(weight, scale)
+        ctx.input_gradient = input_gradient
         return F.linear(x, widened(weight, scale, x.dtype))
 
     @staticmethod
     def backward(ctx, grad):
-        weight, scale = ctx.saved_tensors
-        is_dtensor = hasattr(weight, 'placements')
-        return (input_gradient if is_dtensor else opaque_input_gradient)(grad, weight, scale), None, None
+        return ctx.input_gradient(grad, *ctx.saved_tensors), None, None, None
 
 
 def input_gradient(grad, weight, scale):
     """The gradient of x in FrozenProduct, from that of its result."""
     return grad @ widened(weight, scale, grad.dtype)
-
-
-@torch.library.custom_op('kilogpt::input_gradient', mutates_args=())
-def opaque_input_gradient(grad: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """input_gradient as one operation for the compiler, which would keep the forward pass's copy for it."""
-    return input_gradient(grad, weight, scale)
-
-
-@opaque_input_gradient.register_fake
-def _(grad, weight, scale):
-    return grad.new_empty(*grad.shape[:-1], weight.size(1))
 
 
 def widened(weight, scale, dtype):

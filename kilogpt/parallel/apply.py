@@ -27,6 +27,7 @@ from kilogpt.configurator import announced
 from kilogpt.devices import cpu, cpu_kernels, cuda, flex
 from kilogpt.devices.cuda_graph import GraphedPasses, can_record
 from kilogpt.devices.float8 import use_float8
+from kilogpt.devices.frozen_products import keep_no_copies
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.layers.mixture import find_experts
 from kilogpt.layers.preferences import use_preferences
@@ -34,8 +35,8 @@ from kilogpt.optim import local_part
 from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
 from kilogpt.parallel.context import exchange_heads
 from kilogpt.parallel.ddp import note_gradients, replicate
-from kilogpt.parallel.dtensor import (LossOfWholeLogits, bytes_held, name_parameters, split_tensors,
-                                      tensor_context, total_norm)
+from kilogpt.parallel.dtensor import (LossOfWholeLogits, bytes_held, check_integers, name_parameters,
+                                      split_tensors, tensor_context, total_norm)
 from kilogpt.parallel.expert import ExpertBalance, remember_choice, shard_experts, split_experts
 from kilogpt.parallel.layout import SPLIT_BACKWARD, check_layout
 from kilogpt.parallel.pipeline import Pipeline, cut_stage
@@ -78,9 +79,6 @@ class Parallel:
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
         layout, plan, processes = self.layout, model.split_plan, self.processes
-        if model.config.lora_base_dtype == 'int8' and layout.uses_fsdp and torch.__version__ < '2.13':
-            raise ValueError(f'lora_base_dtype is int8, but FSDP2 of torch {torch.__version__} takes no integers: '
-                             'set it to bfloat16, or zero_stage to 0 or 1 and tp and pp to 1')
         # A pipeline takes all micro-batches of an iteration in one step.
         self._rows_per_step = self.micro_batch * (self.micro_steps if layout.pp > 1 else 1)
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
@@ -411,6 +409,7 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
             part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,
                                              context_fn=contexts)
     if compile:
+        keep_no_copies(block)
         block.forward = torch.compile(block.forward)
     if activation_checkpoint == 'full':  # recompute the whole block (Chen et al. 2016)
         options = dict(context_fn=remember_choice(routed.router)) if routed else {}
@@ -420,6 +419,7 @@ def apply_to_block(block, plan, activation_checkpoint, compile):
 def shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload):
     """Apply FSDP2. It reduces gradients in each micro-batch, with a pipeline once an iteration."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+    check_integers(stage)
     mesh = processes.mesh
     mesh_dims = ('dp_replicate', 'dp_shard_cp') if layout.dp_replicate > 1 else 'dp_shard_cp'
     options = dict(mesh=mesh[mesh_dims])

@@ -7,6 +7,13 @@ from kilogpt.devices.parts import replace_parts
 from kilogpt.optim import local_part
 
 
+def check_integers(model):
+    """Raise ValueError if parameters are integers (lora_base_dtype=int8) and this torch shards only others."""
+    if model.config.lora_base_dtype == 'int8' and torch.__version__ < '2.13':
+        raise ValueError(f'lora_base_dtype is int8, but torch {torch.__version__} does not shard integers: set it to '
+                         'bfloat16, or zero_stage to 0 or 1 and tp and pp to 1')
+
+
 def split_tensors(model, mesh):
     """Apply tensor and sequence parallelism: split_plan makes every parameter a DTensor on `mesh`, in place.
 
@@ -17,6 +24,7 @@ def split_tensors(model, mesh):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import (ColwiseParallel, PrepareModuleInput, PrepareModuleOutput,
                                                    RowwiseParallel, SequenceParallel, parallelize_module)
+    check_integers(model)
     styles = dict(
         colwise=[ColwiseParallel()],
         rowwise=[RowwiseParallel(output_layouts=Shard(1))],

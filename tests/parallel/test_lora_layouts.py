@@ -47,49 +47,37 @@ SLOW_LAYOUTS = {
 }
 
 
-def cases():
+def cases(layouts, slow_layouts):
     """Parameters (nproc, layout)."""
     params = []
-    for layouts, marks in ((LAYOUTS, ()), (SLOW_LAYOUTS, pytest.mark.slow)):
-        for nproc, of_nproc in layouts.items():
+    for some, marks in ((layouts, ()), (slow_layouts, pytest.mark.slow)):
+        for nproc, of_nproc in some.items():
             params += [pytest.param(nproc, layout, marks=marks) for layout in of_nproc]
     return params
 
 
-@pytest.fixture(scope='session')
-def lora_run(request, train, tmp_path_factory):
+def runs_of_layouts(request, prepare, start):
     """Function (nproc, layout) -> its run, with `observations` of [iteration - 1][rank].
 
-    The layout 'MODEL one' is one process. The first call runs what all selected tests compare, two at a time.
+    The layout 'MODEL one' is one process. The first call runs what all selected tests of the requesting file
+    compare, two at a time. prepare(model): what its runs begin with, where a layout begins with its model.
+    start(beginning, nproc, layout): a run.
     """
     selected = []
     for item in request.session.items:
         params = getattr(item, 'callspec', None) and item.callspec.params
-        if params and params.keys() == {'nproc', 'layout'} and item.path.name == 'test_lora_layouts.py':
+        if params and params.keys() == {'nproc', 'layout'} and item.path == request.path:
             selected += [(params['nproc'], params['layout']), (1, f'{params["layout"].split()[0]} one')]
-    done, starts = {}, {}
-
-    def prepare(model):
-        """The folder of a run that has trained adapters beside a base that was trained as well."""
-        of_base, of_adapters = MODELS[model]
-        options = ['--eval_iters=0', '--learning_rate=2e-2', '--min_lr=2e-2']
-        base = train(*of_base.split(), *options, base=SHORT)
-        return train(f'--init_from={base.out_dir}', *of_adapters.split(), *options, base=SHORT).out_dir
-
-    def start(nproc, layout):
-        model = layout.split()[0]
-        arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
-        optimizer = ['--optimizer=muon'] * (model == 'muon')
-        return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, f'--init_from={starts[model]}',
-                            *optimizer, *arguments, nproc=nproc, has_experts=model == 'moe')
+    done, beginnings = {}, {}
 
     def get(*case):
         if case not in done:
             missing = [each for each in dict.fromkeys([case, *selected]) if each not in done]
-            models = dict.fromkeys(layout.split()[0] for _, layout in missing)
-            new = [model for model in models if model not in starts]
-            starts.update(zip(new, side_by_side(*(functools.partial(prepare, model) for model in new))))
-            runs = side_by_side(*(functools.partial(start, *each) for each in missing))
+            models = [layout.split()[0] for _, layout in missing]
+            new = [model for model in dict.fromkeys(models) if model not in beginnings]
+            beginnings.update(zip(new, side_by_side(*(functools.partial(prepare, model) for model in new))))
+            runs = side_by_side(*(functools.partial(start, beginnings[model], *each)
+                                  for model, each in zip(models, missing)))
             done.update(zip(missing, runs))
         assert done[case].returncode == 0, '\n'.join(done[case].outputs)
         return done[case]
@@ -97,7 +85,26 @@ def lora_run(request, train, tmp_path_factory):
     return get
 
 
-@pytest.mark.parametrize('nproc, layout', cases())
+@pytest.fixture(scope='module')
+def lora_run(request, train, tmp_path_factory):
+    def prepare(model):
+        """The folder of a run that has trained adapters beside a base that was trained as well."""
+        of_base, of_adapters = MODELS[model]
+        options = ['--eval_iters=0', '--learning_rate=2e-2', '--min_lr=2e-2']
+        base = train(*of_base.split(), *options, base=SHORT)
+        return train(f'--init_from={base.out_dir}', *of_adapters.split(), *options, base=SHORT).out_dir
+
+    def start(adapters, nproc, layout):
+        model = layout.split()[0]
+        arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
+        optimizer = ['--optimizer=muon'] * (model == 'muon')
+        return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, f'--init_from={adapters}',
+                            *optimizer, *arguments, nproc=nproc, has_experts=model == 'moe')
+
+    return runs_of_layouts(request, prepare, start)
+
+
+@pytest.mark.parametrize('nproc, layout', cases(LAYOUTS, SLOW_LAYOUTS))
 def test_layout_trains_adapters_as_one_process_does(lora_run, nproc, layout):
     run, one = lora_run(nproc, layout), lora_run(1, f'{layout.split()[0]} one')
     assert list(one.lines) == [1, 2, 3] and list(one.evals) == [0, 3]

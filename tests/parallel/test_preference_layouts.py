@@ -9,11 +9,12 @@ import json
 import numpy as np
 import pytest
 from test_document_layouts import ITERATIONS, observed_run, wrong_gradients
+from test_lora_layouts import cases, runs_of_layouts
 from test_parallel import BASE, MODERN
 
 from data.datasets import REFERENCE, Source, fingerprint
 from data.flags import BEGIN, CONTEXT, REJECTED
-from helpers import FAULTS, assert_near, side_by_side
+from helpers import FAULTS, assert_near
 from kilogpt.convert.start import REFERENCE_FILE, describe_weights
 
 SHORT = [*BASE, f'--max_iters={ITERATIONS}', f'--eval_interval={ITERATIONS}']
@@ -37,15 +38,6 @@ SLOW_LAYOUTS = {
         'modern cp2 pp2': '--cp=2 --pp=2', 'modern cp4': '--cp=4'}}
 
 
-def cases():
-    """Parameters (nproc, layout)."""
-    params = []
-    for layouts, marks in ((LAYOUTS, ()), (SLOW_LAYOUTS, pytest.mark.slow)):
-        for nproc, of_nproc in layouts.items():
-            params += [pytest.param(nproc, layout, marks=marks) for layout in of_nproc]
-    return params
-
-
 def write_pairs(folder):
     """Write a dataset of random pairs, with 2 to 9 targets in each answer, and a random reference."""
     rng = np.random.default_rng(0)
@@ -64,19 +56,8 @@ def write_pairs(folder):
     (folder / 'meta.json').write_text(json.dumps(meta))
 
 
-@pytest.fixture(scope='session')
+@pytest.fixture(scope='module')
 def preference_run(request, train, tmp_path_factory):
-    """Function (nproc, layout) -> its run, with `observations` of [iteration - 1][rank].
-
-    The layout 'MODEL one' is one process. The first call runs what all selected tests compare, two at a time.
-    """
-    selected = []
-    for item in request.session.items:
-        params = getattr(item, 'callspec', None) and item.callspec.params
-        if params and params.keys() == {'nproc', 'layout'} and item.path.name == 'test_preference_layouts.py':
-            selected += [(params['nproc'], params['layout']), (1, f'{params["layout"].split()[0]} one')]
-    done, starts = {}, {}
-
     def prepare(model):
         """(the folder of a run from which training starts, that of pairs for which it claims to be the reference)."""
         of_base, of_adapters = MODELS[model]
@@ -91,33 +72,23 @@ def preference_run(request, train, tmp_path_factory):
         (pairs / REFERENCE_FILE).write_text(json.dumps(content))
         return base, pairs
 
-    def start(nproc, layout):
+    def start(beginning, nproc, layout):
         model, *words = layout.split()
-        base, pairs = starts[model]
+        base, pairs = beginning
         arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
         return observed_run(
             functools.partial(with_parts, train) if 'parts' in words else train, tmp_path_factory.mktemp('gradients'),
             SHORT, f'--init_from={base}', f'--dataset={pairs}', '--documents=pack', '--loss=dpo', '--dpo_beta=0.2',
             *arguments, nproc=nproc, has_experts=model == 'moe')
 
-    def get(*case):
-        if case not in done:
-            missing = [each for each in dict.fromkeys([case, *selected]) if each not in done]
-            new = [model for model in dict.fromkeys(layout.split()[0] for _, layout in missing) if model not in starts]
-            starts.update(zip(new, side_by_side(*(functools.partial(prepare, model) for model in new))))
-            runs = side_by_side(*(functools.partial(start, *each) for each in missing))
-            done.update(zip(missing, runs))
-        assert done[case].returncode == 0, '\n'.join(done[case].outputs)
-        return done[case]
-
-    return get
+    return runs_of_layouts(request, prepare, start)
 
 
 def with_parts(train, *arguments, faults, **options):
     return train(*arguments, faults=[FAULTS / 'loss_in_parts.py', *faults], **options)
 
 
-@pytest.mark.parametrize('nproc, layout', cases())
+@pytest.mark.parametrize('nproc, layout', cases(LAYOUTS, SLOW_LAYOUTS))
 def test_layout_trains_pairs_as_one_process_does(preference_run, nproc, layout):
     run, one = preference_run(nproc, layout), preference_run(1, f'{layout.split()[0]} one')
     assert list(run.lines) == [1, 2, 3] and list(run.evals) == [0, 3]
