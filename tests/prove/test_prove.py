@@ -35,7 +35,7 @@ MISTAKES = {
          BLOCK: BLOCK + "        x = x * (1 + 0 * self.gain)\n"},
         'dp2', ['transformer.h.*.gain: a buffer has no values']),
     'a loss that is a mean': (
-        {"ignore_index=-1, reduction='sum')": "ignore_index=-1)"},
+        {"ignore_index=-1, reduction=reduction)": "ignore_index=-1)"},
         ONE_MICRO_STEP,
         ['4.00 times too small', 'must return the sum of the losses']),
     'a norm over features that tp splits': (
