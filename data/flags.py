@@ -10,6 +10,14 @@ import numpy as np
 CONTEXT, BEGIN, REJECTED = np.uint32(1 << 31), np.uint32(1 << 30), np.uint32(1 << 29)
 
 
+def flag_document(ids, is_target):
+    """The tokens of a document with flags, from its ids and which of them are targets."""
+    tokens = np.array(ids, dtype=np.uint32)
+    tokens[~np.array(is_target)] |= CONTEXT
+    tokens[0] |= BEGIN
+    return tokens
+
+
 def ids_of(tokens):
     """The ids of an array of tokens, without their flags."""
     return tokens & (REJECTED - np.uint32(1)) if tokens.dtype.itemsize == 4 else tokens

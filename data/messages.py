@@ -15,7 +15,7 @@ import numpy as np
 
 from data.bpe import Tokenizer
 from data.chat_template import ChatTemplate
-from data.flags import BEGIN, CONTEXT
+from data.flags import flag_document
 from data.readers import read_rows
 
 SHAREGPT_ROLES = dict(human='user', gpt='assistant', system='system', user='user', assistant='assistant')
@@ -107,13 +107,7 @@ class ConversationEncoder(Tokenizer):
         if not any(any(counted) for _, counted in documents):
             raise ValueError(f'{conversation["place"]} has no message of {", ".join(self.roles)}: leave it out, or '
                              'set roles')
-        flagged = []
-        for ids, counted in documents:
-            tokens = np.array(ids, dtype=np.uint32)
-            tokens[~np.array(counted)] |= CONTEXT
-            tokens[0] |= BEGIN
-            flagged.append(tokens)
-        return np.concatenate(flagged)
+        return np.concatenate([flag_document(ids, counted) for ids, counted in documents])
 
     def __getstate__(self):  # a template is not for other processes
         return dict(tokenizer=self.tokenizer, roles=self.roles)

@@ -14,7 +14,7 @@ import re
 import numpy as np
 
 from data.chat_template import check_messages
-from data.flags import BEGIN, CONTEXT, REJECTED
+from data.flags import REJECTED, flag_document
 from data.messages import ConversationEncoder
 from data.readers import read_rows
 
@@ -91,14 +91,13 @@ class PairEncoder(ConversationEncoder):
                     pair['messages'] + pair[key], self.roles, first=len(pair['messages']))
             except ValueError as error:
                 raise ValueError(f'{pair["place"]}, {key}: {error}') from None
-            documents.append((np.array(ids, dtype=np.uint32), np.array(counted)))
+            documents.append((ids, counted))
         # The tokens with which both begin count alike in both, so that they cancel in the loss.
-        n_shared = len(os.path.commonprefix([ids.tolist() for ids, _ in documents]))
-        for key, flags, (ids, counted) in zip(('chosen', 'rejected'), (0, REJECTED), documents):
-            counted[:n_shared] = False
-            if not counted.any():
+        n_shared = len(os.path.commonprefix([ids for ids, _ in documents]))
+        flagged = []
+        for key, (ids, counted) in zip(('chosen', 'rejected'), documents):
+            if not any(counted[n_shared:]):
                 raise ValueError(f'{pair["place"]}, {key}: the answer has no token of its own: leave the pair out')
-            ids[~counted] |= CONTEXT
-            ids[0] |= BEGIN
-            ids |= np.uint32(flags)
-        return np.concatenate([ids for ids, _ in documents])
+            flagged.append(flag_document(ids, [False] * n_shared + counted[n_shared:]))
+        chosen, rejected = flagged
+        return np.concatenate([chosen, rejected | REJECTED])

@@ -10,7 +10,7 @@ from kilogpt.devices import cpu_attention, cpu_kernels
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_all, replace_parts
 from kilogpt.layers.attention import CappedAttention, build_mask
-from kilogpt.layers.lora import LoraLinear
+from kilogpt.layers.lora import LoraLinear, quantize
 from kilogpt.layers.mixture import GATED
 
 # Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
@@ -243,9 +243,8 @@ class Int8Linear(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
-        weight = linear.weight.detach().float()
-        self.scale = (weight.abs().amax(dim=1).clamp(min=1e-30) / 127).bfloat16()
-        self.quantized = (weight / self.scale.float()[:, None]).round().to(torch.int8)
+        self.quantized, scale = quantize(linear.weight.detach().float())
+        self.scale = scale.bfloat16()
 
     def forward(self, x):
         """x (..., inputs) -> (..., outputs)."""

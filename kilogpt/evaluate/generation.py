@@ -8,8 +8,8 @@ import torch
 from kilogpt.evaluate.batches import Request
 from kilogpt.evaluate.scorer import arrange, left_padded_starts
 from kilogpt.layers.attention import starts_of
-from kilogpt.parallel.scoring import Scoring
 from kilogpt.layers.sampling import draw_token
+from kilogpt.parallel.scoring import Scoring
 
 
 def generate(scorer, prompts, n_tokens, draw, is_over=lambda ids: False, alone=False):
