@@ -66,6 +66,8 @@ def split_tensors(model, mesh):
                              'splits it, or set tp to 1')
     model.register_forward_hook(
         lambda module, inputs, output: output.to_local().clone() if hasattr(output, 'to_local') else output)
+    if model.preferences is not None:
+        model.preferences.register_forward_pre_hook(lambda module, inputs: (local_part(inputs[0]), *inputs[1:]))
     replace_parts(model, 'loss', LossOfWholeLogits)
 
 
@@ -89,8 +91,7 @@ class LossOfWholeLogits(torch.nn.Module):
         self.of_logits = loss.of_logits
 
     def forward(self, x, head, targets):
-        loss = self.of_logits(head(x).flatten(0, 1), targets.flatten())
-        return loss.to_local() if hasattr(loss, 'to_local') else loss
+        return self.of_logits(head(x).flatten(0, 1), targets.flatten())
 
 
 def name_parameters(stage, tied, processes):

@@ -37,8 +37,13 @@ def lay_out_wrong(self, network, **options):
 
 
 def count_layers_within(stage):
-    window_of, first = stage.config.window_of, int(next(iter(stage.transformer.h), 0))
-    stage.config.window_of = lambda layer: window_of(layer - first)
+    config_of_model, first = type(stage.config), int(next(iter(stage.transformer.h), 0))
+
+    class Config(config_of_model):
+        def window_of(self, layer):
+            return super().window_of(layer - first)
+
+    stage.config.__class__ = Config
 
 
 def call_batches_wrong(self, *arguments):
