@@ -28,32 +28,43 @@ LAYOUTS = {
 }
 SLOW_LAYOUTS = {
     1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True',
-        'int8 compiled': '--compile=True', 'bfloat16 full': '--activation_checkpoint=full'},
-    2: {'modern zero1': '--zero_stage=1', 'modern cp2': '--cp=2', 'moe ep2': '--ep=2', 'muon zero3': '--zero_stage=3',
+        'int8 compiled': '--compile=True'},
+    2: {'modern cp2': '--cp=2', 'moe ep2': '--ep=2', 'muon zero3': '--zero_stage=3',
         'gpt2 zero2 selective': '--zero_stage=2 --activation_checkpoint=selective', 'gpt2 pp2 1f1b': '--pp=2',
-        'modern offload': '--zero_stage=3 --cpu_offload', 'few tp2': '--tp=2', 'few zero3': '--zero_stage=3',
-        'modern tp2 full': '--tp=2 --activation_checkpoint=full', 'muon zero1': '--zero_stage=1',
-        'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
-        'modern pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full',
-        'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2',
-        'int8 ddp': '', 'int8 tp2': '--tp=2', 'int8 cp2': '--cp=2', 'int8 pp2 zbv': '--pp=2 --pp_schedule=zbv',
-        'int8 zero1': '--zero_stage=1', 'int8 zero3 full': '--zero_stage=3 --activation_checkpoint=full',
-        'bfloat16 zero3': '--zero_stage=3', 'bfloat16 tp2': '--tp=2', 'bfloat16 offload': '--zero_stage=3 --cpu_offload'},
+        'modern offload': '--zero_stage=3 --cpu_offload', 'few tp2': '--tp=2',
+        'modern tp2 full': '--tp=2 --activation_checkpoint=full',
+        'modern pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full', 'int8 ddp': '',
+        'int8 tp2': '--tp=2', 'int8 pp2 zbv': '--pp=2 --pp_schedule=zbv',
+        'int8 zero3 full': '--zero_stage=3 --activation_checkpoint=full', 'bfloat16 zero3': '--zero_stage=3'},
     3: {'gpt2 zero3': '--zero_stage=3'},
     4: {'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
-        'gpt2 tp2 cp2': '--tp=2 --cp=2', 'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
-        'int8 tp2 pp2': '--tp=2 --pp=2', 'bfloat16 hsdp': '--dp_replicate=2 --zero_stage=3',
-        'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
+        'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb', 'int8 tp2 pp2': '--tp=2 --pp=2',
+        'bfloat16 hsdp': '--dp_replicate=2 --zero_stage=3', 'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
+}
+LAYOUTS_BY_HAND = {
+    1: {'bfloat16 full': '--activation_checkpoint=full'},
+    2: {'modern zero1': '--zero_stage=1', 'few zero3': '--zero_stage=3', 'muon zero1': '--zero_stage=1',
+        'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
+        'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2', 'int8 cp2': '--cp=2',
+        'int8 zero1': '--zero_stage=1', 'bfloat16 tp2': '--tp=2',
+        'bfloat16 offload': '--zero_stage=3 --cpu_offload'},
+    4: {'gpt2 tp2 cp2': '--tp=2 --cp=2'},
 }
 
 
-def cases(layouts, slow_layouts):
+def cases(layouts, slow_layouts, layouts_by_hand):
     """Parameters (nproc, layout)."""
     params = []
-    for some, marks in ((layouts, ()), (slow_layouts, pytest.mark.slow)):
+    for some, marks in ((layouts, ()), (slow_layouts, pytest.mark.slow), (layouts_by_hand, pytest.mark.matrix)):
         for nproc, of_nproc in some.items():
             params += [pytest.param(nproc, layout, marks=marks) for layout in of_nproc]
     return params
+
+
+def arguments_of(layout, *tables):
+    """The arguments of a layout in tables {processes: {layout: arguments}}; none for a model's single process."""
+    found = [of_nproc[layout] for table in tables for of_nproc in table.values() if layout in of_nproc]
+    return found[0].split() if found else []
 
 
 def runs_of_layouts(request, prepare, start):
@@ -96,7 +107,7 @@ def lora_run(request, train, tmp_path_factory):
 
     def start(adapters, nproc, layout):
         model = layout.split()[0]
-        arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
+        arguments = arguments_of(layout, LAYOUTS, SLOW_LAYOUTS, LAYOUTS_BY_HAND)
         optimizer = ['--optimizer=muon'] * (model == 'muon')
         return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, f'--init_from={adapters}',
                             *optimizer, *arguments, nproc=nproc, has_experts=model == 'moe')
@@ -104,7 +115,7 @@ def lora_run(request, train, tmp_path_factory):
     return runs_of_layouts(request, prepare, start)
 
 
-@pytest.mark.parametrize('nproc, layout', cases(LAYOUTS, SLOW_LAYOUTS))
+@pytest.mark.parametrize('nproc, layout', cases(LAYOUTS, SLOW_LAYOUTS, LAYOUTS_BY_HAND))
 def test_layout_trains_adapters_as_one_process_does(lora_run, nproc, layout):
     run, one = lora_run(nproc, layout), lora_run(1, f'{layout.split()[0]} one')
     assert list(one.lines) == [1, 2, 3] and list(one.evals) == [0, 3]

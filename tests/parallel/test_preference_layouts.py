@@ -9,7 +9,7 @@ import json
 import numpy as np
 import pytest
 from test_document_layouts import ITERATIONS, observed_run, wrong_gradients
-from test_lora_layouts import cases, runs_of_layouts
+from test_lora_layouts import arguments_of, cases, runs_of_layouts
 from test_parallel import BASE, MODERN
 
 from data.datasets import REFERENCE, Source, fingerprint
@@ -26,16 +26,20 @@ MODELS = dict(gpt2=('--bias', ''), modern=(MODERN, ''), moe=(EXPERTS, ''),
 LAYOUTS = {2: {'modern cp2': '--cp=2', 'gpt2 pp2 1f1b': '--pp=2'}}
 SLOW_LAYOUTS = {
     1: {'gpt2 full': '--activation_checkpoint=full', 'modern compiled': '--compile=True', 'gpt2 parts': ''},
-    2: {'gpt2 ddp': '', 'gpt2 zero1': '--zero_stage=1', 'modern zero2 selective':
-        '--zero_stage=2 --activation_checkpoint=selective', 'modern zero3': '--zero_stage=3', 'gpt2 tp2': '--tp=2',
-        'modern tp2 full': '--tp=2 --activation_checkpoint=full', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
-        'modern pp2 zbv parts': '--pp=2 --pp_schedule=zbv', 'modern zero3 parts': '--zero_stage=3',
-        'moe ep2': '--ep=2', 'lora tp2': '--tp=2', 'lora cp2': '--cp=2', 'lora zero3': '--zero_stage=3',
-        'lora pp2 zbv': '--pp=2 --pp_schedule=zbv', 'modern zero2 compiled': '--zero_stage=2 --compile=True'},
+    2: {'gpt2 ddp': '', 'modern zero2 selective': '--zero_stage=2 --activation_checkpoint=selective',
+        'modern zero3': '--zero_stage=3', 'gpt2 tp2': '--tp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
+        'moe ep2': '--ep=2', 'lora tp2': '--tp=2', 'lora pp2 zbv': '--pp=2 --pp_schedule=zbv'},
     3: {'gpt2 zero3': '--zero_stage=3'},  # evaluates padding, too
-    4: {'gpt2 tp2 cp2': '--tp=2 --cp=2', 'modern cp2 zero3': '--cp=2 --zero_stage=3', 'modern tp2 pp2 zbv':
-        '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
-        'modern cp2 pp2': '--cp=2 --pp=2', 'modern cp4': '--cp=4'}}
+    4: {'modern cp2 zero3': '--cp=2 --zero_stage=3', 'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv',
+        'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3'},
+}
+LAYOUTS_BY_HAND = {
+    2: {'gpt2 zero1': '--zero_stage=1', 'modern tp2 full': '--tp=2 --activation_checkpoint=full',
+        'modern pp2 zbv parts': '--pp=2 --pp_schedule=zbv', 'modern zero3 parts': '--zero_stage=3',
+        'lora cp2': '--cp=2', 'lora zero3': '--zero_stage=3',
+        'modern zero2 compiled': '--zero_stage=2 --compile=True'},
+    4: {'gpt2 tp2 cp2': '--tp=2 --cp=2', 'modern cp2 pp2': '--cp=2 --pp=2', 'modern cp4': '--cp=4'},
+}
 
 
 def write_pairs(folder):
@@ -75,7 +79,7 @@ def preference_run(request, train, tmp_path_factory):
     def start(beginning, nproc, layout):
         model, *words = layout.split()
         base, pairs = beginning
-        arguments = (LAYOUTS.get(nproc, {}) | SLOW_LAYOUTS.get(nproc, {})).get(layout, '').split()
+        arguments = arguments_of(layout, LAYOUTS, SLOW_LAYOUTS, LAYOUTS_BY_HAND)
         return observed_run(
             functools.partial(with_parts, train) if 'parts' in words else train, tmp_path_factory.mktemp('gradients'),
             SHORT, f'--init_from={base}', f'--dataset={pairs}', '--documents=pack', '--loss=dpo', '--dpo_beta=0.2',
@@ -88,7 +92,7 @@ def with_parts(train, *arguments, faults, **options):
     return train(*arguments, faults=[FAULTS / 'loss_in_parts.py', *faults], **options)
 
 
-@pytest.mark.parametrize('nproc, layout', cases(LAYOUTS, SLOW_LAYOUTS))
+@pytest.mark.parametrize('nproc, layout', cases(LAYOUTS, SLOW_LAYOUTS, LAYOUTS_BY_HAND))
 def test_layout_trains_pairs_as_one_process_does(preference_run, nproc, layout):
     run, one = preference_run(nproc, layout), preference_run(1, f'{layout.split()[0]} one')
     assert list(run.lines) == [1, 2, 3] and list(run.evals) == [0, 3]
