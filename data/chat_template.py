@@ -141,7 +141,8 @@ class ChatTemplate:
         until = self.render(messages[:i + 1])
         if not (text.startswith(before) and until.startswith(before)):
             raise ValueError(f'{self.where} writes what comes before message {i} differently without it: '
-                             'mark its answers by {% generation %} and {% endgeneration %}')
+                             'mark its answers by {% generation %} and {% endgeneration %}, or leave out the '
+                             'system message if it moves')
         end = len(until) if text.startswith(until) else len(os.path.commonprefix([text, until]))
         return (len(before), end), end == len(until)
 
