@@ -15,6 +15,7 @@ seeds trains what is missing. FOLDER/SIZE.md has the table.
 import argparse
 import concurrent.futures
 import hashlib
+import json
 import math
 import os
 import shlex
@@ -29,7 +30,6 @@ sys.path.insert(0, ROOT)
 from kilogpt.compare.candidates import cost_of_reaching, last_value  # noqa: E402
 from kilogpt.compare.noise import paired  # noqa: E402
 from kilogpt.compare.report import mean_text, table  # noqa: E402
-from kilogpt.configurator import config_of  # noqa: E402
 from kilogpt.plot.sources import read_run  # noqa: E402
 
 # About so many parameters, with a vocabulary of 4,096 tokens and an embedding and a head of their own.
@@ -53,13 +53,24 @@ def main():
     parser.add_argument('--jobs', type=int, default=1, help='recipes that train at the same time (1)')
     options = parser.parse_args()
     recipes = [Recipe(argument, options) for argument in options.recipes]
+    is_whole = True
     for size in options.sizes.split(','):
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            results = list(pool.map(lambda recipe: recipe.train(size), recipes))
-        report = f'{size}:\n\n{describe(results)}\n'
+            results = [result for result in pool.map(lambda recipe: train(recipe, size), recipes) if result]
+        is_whole = is_whole and len(results) == len(recipes)
+        report = f'{size}:\n\n{describe(results)}\n' if results else ''
         print(report)
         with open(os.path.join(options.folder, f'{size}.md'), 'w', encoding='utf-8') as file:
             file.write(report)
+    sys.exit(0 if is_whole else 1)
+
+
+def train(recipe, size):
+    """What `Recipe.train` returns, or None if it fails, which is said at once while the others go on."""
+    try:
+        return recipe.train(size)
+    except RuntimeError as error:
+        print(f'error: {recipe.name}: {error}', file=sys.stderr, flush=True)
 
 
 class Recipe:
@@ -77,54 +88,68 @@ class Recipe:
 
     def train(self, size):
         """Find the learning rate and train all seeds at it: (name, learning rate, [Run of each seed])."""
-        given = self._config(self._arguments_for(size))['learning_rate']
-        rate = given if self.options.no_sweep else self._best_rate(size, given)
-        return self.name, rate, [self._run(size, rate, seed) for seed in range(1, self.options.seeds + 1)]
+        config = self._config(size)
+        given = config['learning_rate']
+        rate = given if self.options.no_sweep else self._best_rate(size, config, given)
+        seeds = range(1, self.options.seeds + 1)
+        return self.name, rate, [self._run(size, config, rate, seed) for seed in seeds]
 
-    def _best_rate(self, size, given):
-        """The learning rate with the lowest last loss of seed 1, among those whose neighbours are known."""
-        losses = {}
-        step = 0
-        while True:
+    def _best_rate(self, size, config, given):
+        """The learning rate with the lowest last loss of seed 1, whose two neighbours were tried too."""
+        losses, step, best = {}, None, 0
+        while step != best:
+            step = best
             for neighbour in (step, step - 1, step + 1):
                 if neighbour not in losses:
-                    rate = float(f'{given * STEP ** neighbour:.2g}')
-                    losses[neighbour] = last_loss(self._run(size, rate, 1))
+                    losses[neighbour] = last_loss(self._run(size, config, rate_of(given, neighbour), 1))
             best = min(losses, key=losses.get)
-            if best == step:
-                return float(f'{given * STEP ** step:.2g}')
-            step = best
+        return rate_of(given, best)
 
-    def _arguments_for(self, size):
-        """The arguments of train.py: config files, then size and length, then the recipe's own keys."""
+    def _config(self, size):
+        """All keys of train.py, by the code of the recipe: those of its config files, of the size, its own."""
         of_size = dict(batch_size=16, block_size=256, max_iters=self.options.iters, lr_decay_iters=0) | SIZES[size]
-        return [*self.files, *(f'--{key}={value}' for key, value in of_size.items()), *self.keys]
+        arguments = [*self.files, *(f'--{key}={value}' for key, value in of_size.items()), *self.keys]
+        code = ('import json, sys; from kilogpt.configurator import config_of; '
+                'print(json.dumps(config_of("train.py", sys.argv[1:])))')
+        done = self._python('-c', code, *arguments)
+        if done.returncode:
+            raise RuntimeError(done.stderr.strip()[-2000:])
+        return json.loads(done.stdout)
 
-    def _run(self, size, rate, seed):
-        """The log of a run, which is trained if it is not there."""
+    def _run(self, size, config, rate, seed):
+        """The log of a run, which is trained if it is not there. RuntimeError if it cannot be."""
         folder = os.path.abspath(os.path.join(self.options.folder, size, self.name, f'lr{rate:g}-s{seed}'))
-        arguments = [*self._arguments_for(size), f'--learning_rate={rate}', f'--seed={seed}',
-                     f'--dataset={self.options.dataset}', f'--out_dir={folder}', '--init_from=auto']
-        config = self._config(arguments)
         iterations = config['max_iters']
-        arguments += [f'--eval_interval={math.ceil(iterations / EVALUATIONS)}', '--keep_checkpoints=1',
-                      f'--eval_iters={math.ceil(EVAL_SEQUENCES / config["batch_size"])}']
-        if os.path.exists(os.path.join(folder, 'config.json')):
-            trained, asked = read_run(folder).config, self._config(arguments)
-            different = [key for key in asked if trained.get(key, asked[key]) != asked[key]]
+        config = config | dict(
+            learning_rate=rate, seed=seed, out_dir=folder, dataset=self.options.dataset, init_from='auto',
+            eval_interval=math.ceil(iterations / EVALUATIONS), keep_checkpoints=1,
+            eval_iters=math.ceil(EVAL_SEQUENCES / config['batch_size']))
+        path = f'{folder}.json'
+        if os.path.exists(path):
+            with open(path, encoding='utf-8') as file:
+                before = json.load(file)
+            different = [key for key in config if before.get(key) != config[key]]
             if different:
-                sys.exit(f'error: {folder} was trained with another {", ".join(different)}: give the recipe another name')
+                raise RuntimeError(f'{folder} was trained with another {", ".join(different)}: choose another name')
         if not is_over(folder, iterations):
-            done = subprocess.run([sys.executable, 'train.py', *arguments], cwd=self.root, text=True, capture_output=True)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, 'w', encoding='utf-8') as file:
+                json.dump(config, file, indent=1)
+            done = self._python('train.py', path)
             if not is_over(folder, iterations):
-                sys.exit(f'error: {self.name} did not train to its end: {done.stderr.strip()[-2000:]}')
+                raise RuntimeError(f'the run {folder} did not come to its end: {done.stderr.strip()[-2000:]}')
             shutil.rmtree(os.path.join(folder, 'ckpt'), ignore_errors=True)
             loss = last_loss(read_run(folder))
             print(f'{size} {self.name}: learning rate {rate:g}, seed {seed}: {loss:.4f}', file=sys.stderr, flush=True)
         return read_run(folder)
 
-    def _config(self, arguments):
-        return config_of(os.path.join(self.root, 'train.py'), arguments)
+    def _python(self, *arguments):
+        return subprocess.run([sys.executable, *arguments], cwd=self.root, text=True, capture_output=True)
+
+
+def rate_of(given, step):
+    """The learning rate some steps from the given one, with two digits."""
+    return float(f'{given * STEP ** step:.2g}') if step else given
 
 
 def patched_code(patch, folder):

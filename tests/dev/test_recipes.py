@@ -51,9 +51,10 @@ def test_learning_rate_is_looked_for_until_neighbours_are_worse(bench, tmp_path)
 def test_what_does_not_fit_is_one_sentence(bench, tmp_path):
     bench('--no_sweep', '--seeds=1', f'base={BASE}')
     done, _ = bench('--no_sweep', '--seeds=1', f'base={BASE} --beta2=0.9', check=False)
-    assert 'was trained with another beta2: give the recipe another name' in done.stderr
+    assert done.returncode == 1 and 'was trained with another beta2: choose another name' in done.stderr
     patch = tmp_path / 'other.diff'
     first_line = pathlib.Path('train.py').read_text().splitlines()[0]
     patch.write_text(f'--- a/train.py\n+++ b/train.py\n@@ -1 +1,2 @@\n+raise SystemExit("the patched code")\n {first_line}\n')
-    done, _ = bench('--no_sweep', '--seeds=1', f'base={BASE}', f'other={patch} {BASE}', check=False)
-    assert done.stderr.endswith('error: other did not train to its end: the patched code\n')
+    done, rows = bench('--no_sweep', '--seeds=1', f'base={BASE}', f'other={patch} {BASE}', check=False)
+    assert done.returncode == 1 and done.stderr.startswith('error: other: ') and rows.keys() >= {'base'}
+    assert done.stderr.endswith('the patched code\n')
