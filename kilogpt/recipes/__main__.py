@@ -1,16 +1,16 @@
-r"""Compare recipes of training: each at its own best learning rate, over seeds, at several sizes.
+r"""Compare recipes of training: each at its own best learning rate, over seeds, and at several sizes.
 
-    python dev/recipes.py FOLDER --dataset=DATA --sizes=1M,5M 'base=config/shakespeare_cpu.py' \
-        'relu2=config/shakespeare_cpu.py --mlp=relu2' 'smear=smear.diff config/shakespeare_cpu.py --smear=0.1'
+    python -m kilogpt.recipes out-recipes 'base=config/quickstart.py' 'relu2=config/quickstart.py --mlp=relu2' \
+        'mine=mine.diff config/quickstart.py' --size='small: n_embd=64' --size='large: n_embd=192'
 
-A recipe is NAME=ARGUMENTS of train.py. With a patch, whose name ends in .diff, it trains with a copy of the last
-commit to which the patch is applied. For each size and recipe, runs with the first seed look for the
-learning rate: they begin at that of the arguments and go on by steps of 1.5 until the best has a worse one on
-either side. The other seeds train at the best. Then the last losses of a recipe are compared with those of the
-first one, seed by seed, as `python -m kilogpt.compare` does.
+A recipe is NAME=ARGUMENTS of train.py. The code is that of the last commit, to which a patch among the arguments,
+a file that ends in .diff, is applied. For each size and recipe, runs with the first seed look for the learning
+rate: they begin at that of the arguments and go on by steps of 1.5 until the best has a worse one on either side.
+The other seeds train at the best. Then the last losses of a recipe are compared with those of the first one,
+seed by seed, as `python -m kilogpt.compare` does.
 
-The logs of all runs stay in FOLDER. The same command goes on where it was ended, and one with more recipes, sizes or
-seeds trains what is missing. FOLDER/SIZE.md has the table.
+The logs of all runs stay in FOLDER. The same command goes on where it was ended, and one with more recipes,
+sizes or seeds trains what is missing. FOLDER/SIZE.md has the table.
 """
 import argparse
 import concurrent.futures
@@ -24,45 +24,46 @@ import statistics
 import subprocess
 import sys
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)
+from kilogpt.compare.candidates import cost_of_reaching, last_value
+from kilogpt.compare.noise import paired
+from kilogpt.compare.report import mean_text, table
+from kilogpt.plot.sources import read_run
 
-from kilogpt.compare.candidates import cost_of_reaching, last_value  # noqa: E402
-from kilogpt.compare.noise import paired  # noqa: E402
-from kilogpt.compare.report import mean_text, table  # noqa: E402
-from kilogpt.plot.sources import read_run  # noqa: E402
-
-# About so many parameters, with a vocabulary of 4,096 tokens and an embedding and a head of their own.
-SIZES = {'tiny': dict(n_layer=1, n_head=2, n_embd=32, block_size=64, batch_size=4),
-         '1M': dict(n_layer=3, n_head=4, n_embd=128),
-         '5M': dict(n_layer=4, n_head=4, n_embd=256),
-         '20M': dict(n_layer=8, n_head=6, n_embd=384)}
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STEP = 1.5  # from one learning rate to the next
 EVALUATIONS, EVAL_SEQUENCES = 10, 160
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser('python -m kilogpt.recipes', description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', help='where the logs of the runs are kept')
-    parser.add_argument('recipes', nargs='+', metavar='NAME=ARGUMENTS', help='the others are compared with the first')
-    parser.add_argument('--dataset', required=True, help='as for train.py')
-    parser.add_argument('--sizes', default='1M', help=f'some of {",".join(SIZES)} (1M)')
-    parser.add_argument('--iters', type=int, default=500, help='iterations, unless a recipe sets max_iters (500)')
+    parser.add_argument('recipes', nargs='+', metavar='NAME=ARGUMENTS', help='others are compared with the first')
+    parser.add_argument('--size', action='append', dest='sizes', metavar="'NAME: KEY=VALUE ...'",
+                        help='keys of train.py, before those of the recipes; may be repeated (as the recipes say)')
     parser.add_argument('--seeds', type=int, default=3, help='how many (3)')
     parser.add_argument('--no_sweep', action='store_true', help='train at the given learning rates alone')
     parser.add_argument('--jobs', type=int, default=1, help='recipes that train at the same time (1)')
     options = parser.parse_args()
     recipes = [Recipe(argument, options) for argument in options.recipes]
     is_whole = True
-    for size in options.sizes.split(','):
+    for size in map(Size, options.sizes or ['given:']):
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             results = [result for result in pool.map(lambda recipe: train(recipe, size), recipes) if result]
         is_whole = is_whole and len(results) == len(recipes)
-        report = f'{size}:\n\n{describe(results)}\n' if results else ''
+        report = f'{size.name}:\n\n{describe(results)}\n' if results else ''
         print(report)
-        with open(os.path.join(options.folder, f'{size}.md'), 'w', encoding='utf-8') as file:
+        with open(os.path.join(options.folder, f'{size.name}.md'), 'w', encoding='utf-8') as file:
             file.write(report)
     sys.exit(0 if is_whole else 1)
+
+
+class Size:
+    """The name of a size and its arguments, of 'NAME: KEY=VALUE ...'."""
+
+    def __init__(self, argument):
+        self.name, _, keys = argument.partition(':')
+        self.arguments = [f'--{key}' for key in shlex.split(keys)]
 
 
 def train(recipe, size):
@@ -78,13 +79,12 @@ class Recipe:
 
     def __init__(self, argument, options):
         self.name, _, arguments = argument.partition('=')
-        self.options, self.root = options, ROOT
-        self.files, self.keys = [], []  # config files, and --key=value
-        for argument in shlex.split(arguments):
-            if argument.endswith('.diff'):
-                self.root = patched_code(argument, options.folder)
-            else:
-                (self.keys if argument.startswith('--') else self.files).append(argument)
+        arguments = shlex.split(arguments)
+        patches = [argument for argument in arguments if argument.endswith('.diff')]
+        self.options, self.root = options, copy_of_code(patches, options.folder)
+        self.keys = [argument for argument in arguments if argument.startswith('--')]
+        self.files = [os.path.abspath(argument) if os.path.exists(argument) else argument
+                      for argument in arguments if argument not in patches + self.keys]
 
     def train(self, size):
         """Find the learning rate and train all seeds at it: (name, learning rate, [Run of each seed])."""
@@ -107,22 +107,23 @@ class Recipe:
 
     def _config(self, size):
         """All keys of train.py, by the code of the recipe: those of its config files, of the size, its own."""
-        of_size = dict(batch_size=16, block_size=256, max_iters=self.options.iters, lr_decay_iters=0) | SIZES[size]
-        arguments = [*self.files, *(f'--{key}={value}' for key, value in of_size.items()), *self.keys]
+        arguments = [*self.files, *size.arguments, *self.keys]
         code = ('import json, sys; from kilogpt.configurator import config_of; '
                 'print(json.dumps(config_of("train.py", sys.argv[1:])))')
         done = self._python('-c', code, *arguments)
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-2000:])
-        return json.loads(done.stdout)
+        config = json.loads(done.stdout)
+        here = os.path.join(ROOT, 'data', config['dataset'])  # the copy of the code is without data
+        return config | dict(dataset=here if os.path.exists(here) else config['dataset'])
 
     def _run(self, size, config, rate, seed):
         """The log of a run, which is trained if it is not there. RuntimeError if it cannot be."""
-        folder = os.path.abspath(os.path.join(self.options.folder, size, self.name, f'lr{rate:g}-s{seed}'))
+        folder = os.path.abspath(os.path.join(self.options.folder, size.name, self.name, f'lr{rate:g}-s{seed}'))
         iterations = config['max_iters']
         config = config | dict(
-            learning_rate=rate, seed=seed, out_dir=folder, dataset=self.options.dataset, init_from='auto',
-            eval_interval=math.ceil(iterations / EVALUATIONS), keep_checkpoints=1,
+            learning_rate=rate, seed=seed, out_dir=folder, init_from='auto', keep_checkpoints=1,
+            eval_interval=math.ceil(iterations / EVALUATIONS),
             eval_iters=math.ceil(EVAL_SEQUENCES / config['batch_size']))
         path = f'{folder}.json'
         if os.path.exists(path):
@@ -130,7 +131,8 @@ class Recipe:
                 before = json.load(file)
             different = [key for key in config if before.get(key) != config[key]]
             if different:
-                raise RuntimeError(f'{folder} was trained with another {", ".join(different)}: choose another name')
+                raise RuntimeError(f'{folder} was trained with another {", ".join(different)}: '
+                                   'give the recipe another name')
         if not is_over(folder, iterations):
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, 'w', encoding='utf-8') as file:
@@ -140,7 +142,8 @@ class Recipe:
                 raise RuntimeError(f'the run {folder} did not come to its end: {done.stderr.strip()[-2000:]}')
             shutil.rmtree(os.path.join(folder, 'ckpt'), ignore_errors=True)
             loss = last_loss(read_run(folder))
-            print(f'{size} {self.name}: learning rate {rate:g}, seed {seed}: {loss:.4f}', file=sys.stderr, flush=True)
+            print(f'{size.name} {self.name}: learning rate {rate:g}, seed {seed}: {loss:.4f}',
+                  file=sys.stderr, flush=True)
         return read_run(folder)
 
     def _python(self, *arguments):
@@ -152,21 +155,33 @@ def rate_of(given, step):
     return float(f'{given * STEP ** step:.2g}') if step else given
 
 
-def patched_code(patch, folder):
-    """The folder of a copy of the last commit with a patch applied."""
-    commit = subprocess.run(['git', '-C', ROOT, 'rev-parse', 'HEAD'], check=True, stdout=subprocess.PIPE).stdout
-    with open(patch, 'rb') as file:
-        content = file.read()
-    tree = os.path.abspath(os.path.join(folder, 'code', hashlib.sha256(commit + content).hexdigest()[:16]))
+def copy_of_code(patches, folder):
+    """The folder of a copy of the last commit with patches applied, which is made if it is not there."""
+    commit = run_git('rev-parse', 'HEAD').decode().strip()
+    contents = []
+    for patch in patches:
+        with open(patch, 'rb') as file:
+            contents.append(file.read())
+    name = '-'.join([commit[:12], *(hashlib.sha256(content).hexdigest()[:12] for content in contents)])
+    tree = os.path.abspath(os.path.join(folder, 'code', name))
     if not os.path.exists(tree):
-        unfinished = tree + '.tmp'
+        unfinished = f'{tree}.unfinished'
         shutil.rmtree(unfinished, ignore_errors=True)
         os.makedirs(unfinished)
-        archive = subprocess.run(['git', '-C', ROOT, 'archive', 'HEAD'], check=True, stdout=subprocess.PIPE).stdout
-        subprocess.run(['tar', 'x', '-C', unfinished], check=True, input=archive)
-        subprocess.run(['patch', '-p1', '-s', '-d', unfinished], check=True, input=content)
+        subprocess.run(['tar', 'x', '-C', unfinished], check=True, input=run_git('archive', 'HEAD'))
+        for patch, content in zip(patches, contents):
+            if subprocess.run(['patch', '-p1', '-s', '-d', unfinished], input=content).returncode:
+                sys.exit(f'error: {patch} does not fit the last commit: write it again, with git diff')
         os.rename(unfinished, tree)
     return tree
+
+
+def run_git(*arguments):
+    """What a command of git prints."""
+    done = subprocess.run(['git', '-C', ROOT, *arguments], capture_output=True)
+    if done.returncode:
+        sys.exit(f'error: recipes train with the last commit of {ROOT}, but git says: {done.stderr.decode().strip()}')
+    return done.stdout
 
 
 def is_over(folder, iterations):
@@ -202,7 +217,8 @@ def describe(results):
         if len(losses) > 1 and losses != base:
             tested = paired(base, losses)
             difference, p = f'{tested.mean:+.4f} ({tested.low:+.4f} to {tested.high:+.4f})', f'{tested.p:.2g}'
-        rows.append(row + [difference, p, *(share_of_cost(cost, base_runs, runs) for cost in ('tokens', 'seconds'))])
+        costs = [share_of_cost(cost, base_runs, runs) for cost in ('tokens', 'seconds')]
+        rows.append(row + [difference, p, *costs])
     return table(rows)
 
 

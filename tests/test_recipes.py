@@ -1,4 +1,4 @@
-"""dev/recipes.py finds learning rates, and tells what is better from what is not."""
+"""kilogpt.recipes finds learning rates, and tells what is better from what is not."""
 import pathlib
 import re
 
@@ -8,15 +8,17 @@ from helpers import run_script
 
 pytestmark = pytest.mark.slow
 BASE = 'config/shakespeare_cpu.py --compile=False --dtype=float32 --learning_rate=0.03'
+SIZE = 'tiny: n_layer=1 n_head=2 n_embd=32 block_size=64 batch_size=4 max_iters=30'
 
 
 @pytest.fixture
 def bench(dataset, tmp_path):
     """A function that runs the script on a tiny model: its output and the rows of the table."""
     def bench(*arguments, folder=tmp_path / 'runs', **options):
-        done = run_script('dev/recipes.py', folder, f'--dataset={dataset}', '--sizes=tiny', '--iters=30', *arguments,
-                          timeout=600, **options)
-        rows = [[cell.strip() for cell in line.split('|')[1:-1]] for line in done.stdout.splitlines() if '|' in line]
+        done = run_script('kilogpt.recipes', folder, f'--size={SIZE} dataset={dataset}', *arguments, timeout=600,
+                          **options)
+        lines = [line.split('|')[1:-1] for line in done.stdout.splitlines() if '|' in line]
+        rows = [[cell.strip() for cell in line] for line in lines]
         return done, {row[0]: row for row in rows}
     return bench
 
@@ -51,10 +53,11 @@ def test_learning_rate_is_looked_for_until_neighbours_are_worse(bench, tmp_path)
 def test_what_does_not_fit_is_one_sentence(bench, tmp_path):
     bench('--no_sweep', '--seeds=1', f'base={BASE}')
     done, _ = bench('--no_sweep', '--seeds=1', f'base={BASE} --beta2=0.9', check=False)
-    assert done.returncode == 1 and 'was trained with another beta2: choose another name' in done.stderr
+    assert done.returncode == 1 and 'was trained with another beta2: give the recipe another name' in done.stderr
     patch = tmp_path / 'other.diff'
     first_line = pathlib.Path('train.py').read_text().splitlines()[0]
-    patch.write_text(f'--- a/train.py\n+++ b/train.py\n@@ -1 +1,2 @@\n+raise SystemExit("the patched code")\n {first_line}\n')
+    patch.write_text('--- a/train.py\n+++ b/train.py\n@@ -1 +1,2 @@\n'
+                     f'+raise SystemExit("the patched code")\n {first_line}\n')
     done, rows = bench('--no_sweep', '--seeds=1', f'base={BASE}', f'other={patch} {BASE}', check=False)
     assert done.returncode == 1 and done.stderr.startswith('error: other: ') and rows.keys() >= {'base'}
     assert done.stderr.endswith('the patched code\n')
