@@ -31,7 +31,7 @@ from kilogpt.plot.sources import read_run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 STEP = 1.5  # from one learning rate to the next
-EVALUATIONS, EVAL_SEQUENCES = 10, 160
+EVALUATIONS = 10  # of a run at least, so that the costs of reaching a loss are known
 
 
 def main():
@@ -49,7 +49,12 @@ def main():
     is_whole = True
     for size in map(Size, options.sizes or ['given:']):
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-            results = [result for result in pool.map(lambda recipe: train(recipe, size), recipes) if result]
+            jobs = [pool.submit(train, recipe, size) for recipe in recipes]
+            try:
+                results = [job.result() for job in jobs if job.result()]
+            except KeyboardInterrupt:  # the runs have it too, and save
+                pool.shutdown(cancel_futures=True)
+                sys.exit('ended: the same command goes on')
         is_whole = is_whole and len(results) == len(recipes)
         report = f'{size.name}:\n\n{describe(results)}\n' if results else ''
         print(report)
@@ -123,8 +128,7 @@ class Recipe:
         iterations = config['max_iters']
         config = config | dict(
             learning_rate=rate, seed=seed, out_dir=folder, init_from='auto', keep_checkpoints=1,
-            eval_interval=math.ceil(iterations / EVALUATIONS),
-            eval_iters=math.ceil(EVAL_SEQUENCES / config['batch_size']))
+            eval_interval=min(config['eval_interval'], math.ceil(iterations / EVALUATIONS)))
         path = f'{folder}.json'
         if os.path.exists(path):
             with open(path, encoding='utf-8') as file:
@@ -156,7 +160,12 @@ def rate_of(given, step):
 
 
 def copy_of_code(patches, folder):
-    """The folder of a copy of the last commit with patches applied, which is made if it is not there."""
+    """The folder of a copy of the last commit with patches applied, which is made if it is not there.
+
+    Where there is no repository of git, and no patch, it is the folder of this code itself.
+    """
+    if not patches and not os.path.exists(os.path.join(ROOT, '.git')):
+        return ROOT
     commit = run_git('rev-parse', 'HEAD').decode().strip()
     contents = []
     for patch in patches:
