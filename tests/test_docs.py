@@ -99,7 +99,8 @@ def test_keys_that_pages_mention_exist():
     options = {'document_length', 'key', 'tokenizer', 'family', 'input', 'out', 'val_fraction', 'nproc_per_node',
                'random_tokens', 'saves', 'signal',
                'special_tokens', 'gpu', 'handle', 'host', 'logdir', 'num_workers', 'ranks', 'x', 'tasks', 'shots',
-               'details', 'y', 'loss', 'params', 'tokens', 'bootstrap', 'limit', 'lm_eval', 'roles', 'reference'}
+               'details', 'y', 'loss', 'params', 'tokens', 'bootstrap', 'limit', 'lm_eval', 'roles', 'reference', 'seeds',
+               'size', 'jobs'}
     for page in PAGES:
         spans = ' '.join(re.findall(r'`([^`]+)`', FENCE.sub('', page.read_text('utf-8'))))
         mentioned = set(re.findall(r'(?<![\w.])([a-z]\w*)=(?!=)', spans))
