@@ -234,7 +234,7 @@ SLOW_SESSIONS = dict(
         step('python train.py config/quickstart.py --eval_interval=20 --seed=2 --mlp=relu2 '
              '--out_dir=out-relu2-s2', SMALL),
         step("python -m kilogpt.compare 'base=out-base-s*' 'relu2=out-relu2-s*' --table=compare.md"),
-        step("python -m kilogpt.recipes out-recipes 'base=config/quickstart.py' "
+        step("python -m kilogpt.compare.recipes out-recipes 'base=config/quickstart.py' "
              "'relu2=config/quickstart.py --mlp=relu2'", "--no_sweep --seeds=1 --size='small: max_iters=2 eval_iters=1 "
              "device=cpu n_layer=2 n_head=4 n_embd=32 block_size=64 batch_size=2'"),
     ],

@@ -1,4 +1,4 @@
-"""kilogpt.recipes finds learning rates, and tells what is better from what is not."""
+"""kilogpt.compare.recipes finds learning rates, and tells what is better from what is not."""
 import pathlib
 import re
 
@@ -15,8 +15,8 @@ SIZE = 'tiny: n_layer=1 n_head=2 n_embd=32 block_size=64 batch_size=4 max_iters=
 def bench(dataset, tmp_path):
     """A function that runs the script on a tiny model: its output and the rows of the table."""
     def bench(*arguments, folder=tmp_path / 'runs', **options):
-        done = run_script('kilogpt.recipes', folder, f'--size={SIZE} dataset={dataset}', *arguments, timeout=600,
-                          **options)
+        done = run_script('kilogpt.compare.recipes', folder, f'--size={SIZE} dataset={dataset}', *arguments,
+                          timeout=600, **options)
         lines = [line.split('|')[1:-1] for line in done.stdout.splitlines() if '|' in line]
         rows = [[cell.strip() for cell in line] for line in lines]
         return done, {row[0]: row for row in rows}

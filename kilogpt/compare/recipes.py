@@ -1,7 +1,8 @@
 r"""Compare recipes of training: each at its own best learning rate, over seeds, and at several sizes.
 
-    python -m kilogpt.recipes out-recipes 'base=config/quickstart.py' 'relu2=config/quickstart.py --mlp=relu2' \
-        'mine=mine.diff config/quickstart.py' --size='small: n_embd=64' --size='large: n_embd=192'
+    python -m kilogpt.compare.recipes out-recipes 'base=config/quickstart.py' \
+        'relu2=config/quickstart.py --mlp=relu2' 'mine=mine.diff config/quickstart.py' \
+        --size='small: n_embd=64' --size='large: n_embd=192'
 
 A recipe is NAME=ARGUMENTS of train.py. The code is that of the last commit, to which a patch among the arguments,
 a file that ends in .diff, is applied. For each size and recipe, runs with the first seed look for the learning
@@ -35,7 +36,7 @@ EVALUATIONS = 10  # of a run at least, so that the costs of reaching a loss are 
 
 
 def main():
-    parser = argparse.ArgumentParser('python -m kilogpt.recipes', description=__doc__, allow_abbrev=False,
+    parser = argparse.ArgumentParser('python -m kilogpt.compare.recipes', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('folder', help='where the logs of the runs are kept')
     parser.add_argument('recipes', nargs='+', metavar='NAME=ARGUMENTS', help='others are compared with the first')
