@@ -15,7 +15,7 @@ packages=$("$python" -c 'import nvidia, triton; print(*nvidia.__path__, *triton.
 read -r nvidia triton <<< "$packages"
 includes="-I $nvidia/cu13/include -I $nvidia/nccl/include -I $triton/backends/nvidia/include"
 
-for file in device runtime libraries; do
+for file in device runtime libraries nccl; do
     # shellcheck disable=SC2086  # several options
     gcc -c -O1 -fPIC -fno-builtin -w $includes $file.c -o build/$file.o
 done

@@ -1,8 +1,6 @@
-/* cuBLAS, cuDNN and NCCL: products and collectives are accepted like kernels. */
+/* cuBLAS and cuDNN: products are accepted like kernels. */
 #include "stub.h"
-#define __CUDA_FP16_H__ /* these two need headers that the packages lack */
-#define __CUDA_BF16_H__
-#include <nccl.h>
+#include <library_types.h>
 
 /* --- cuBLAS: products are reported with the type of their first factor ---------------------------------- */
 static __thread void *stream_of_products;
@@ -56,55 +54,3 @@ int cublasLtMatmulAlgoGetHeuristic(void *handle, void *product, void *a, void *b
 
 /* --- cuDNN: too old a version for attention, which then takes PyTorch's own kernels --------------------- */
 size_t cudnnGetVersion(void) { return 8900; }
-
-/* --- NCCL: each process hears that all is well, and its tensors stay as they are ------------------------ */
-struct ncclComm { int count, rank, device; };
-
-ncclResult_t ncclGetVersion(int *version) { *version = NCCL_VERSION_CODE; return ncclSuccess; }
-ncclResult_t ncclGetUniqueId(ncclUniqueId *id) { memset(id, 1, sizeof *id); return ncclSuccess; }
-ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int count, ncclUniqueId id, int rank, ncclConfig_t *config) {
-    *comm = malloc(sizeof **comm);
-    **comm = (struct ncclComm){count, rank, current_device};
-    return ncclSuccess;
-}
-ncclResult_t ncclCommInitRank(ncclComm_t *comm, int count, ncclUniqueId id, int rank) {
-    return ncclCommInitRankConfig(comm, count, id, rank, NULL);
-}
-ncclResult_t ncclCommSplit(ncclComm_t comm, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
-    return ncclCommInitRankConfig(part, comm->count, (ncclUniqueId){{0}}, key, config);
-}
-ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) { *count = comm->count; return ncclSuccess; }
-ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) { *rank = comm->rank; return ncclSuccess; }
-ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) { *device = comm->device; return ncclSuccess; }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) { *error = ncclSuccess; return ncclSuccess; }
-const char *ncclGetErrorString(ncclResult_t error) { return "error"; }
-const char *ncclGetLastError(ncclComm_t comm) { return ""; }
-
-ncclResult_t ncclAllReduce(const void *from, void *to, size_t n, ncclDataType_t t, ncclRedOp_t op, ncclComm_t comm,
-                           cudaStream_t stream) {
-    report("ncclAllReduce", n, stream);
-    return ncclSuccess;
-}
-ncclResult_t ncclReduceScatter(const void *from, void *to, size_t n, ncclDataType_t t, ncclRedOp_t op,
-                               ncclComm_t comm, cudaStream_t stream) {
-    report("ncclReduceScatter", n, stream);
-    return ncclSuccess;
-}
-ncclResult_t ncclAllGather(const void *from, void *to, size_t n, ncclDataType_t t, ncclComm_t comm,
-                           cudaStream_t stream) {
-    report("ncclAllGather", n, stream);
-    return ncclSuccess;
-}
-ncclResult_t ncclBroadcast(const void *from, void *to, size_t n, ncclDataType_t t, int root, ncclComm_t comm,
-                           cudaStream_t stream) {
-    report("ncclBroadcast", n, stream);
-    return ncclSuccess;
-}
-ncclResult_t ncclSend(const void *from, size_t n, ncclDataType_t t, int peer, ncclComm_t comm, cudaStream_t stream) {
-    report("ncclSend", n, stream);
-    return ncclSuccess;
-}
-ncclResult_t ncclRecv(void *to, size_t n, ncclDataType_t t, int peer, ncclComm_t comm, cudaStream_t stream) {
-    report("ncclRecv", n, stream);
-    return ncclSuccess;
-}

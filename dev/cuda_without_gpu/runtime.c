@@ -163,12 +163,35 @@ static int wait(const char *call, size_t bytes, const void *stream) {
     return captured && captured == stream ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
 }
 
-/* A single number that the host reads from the device is 0: its memory has whatever was there before. */
+/* A single number that the host reads from the device is the one that came from a host last. If kernels were to
+   compute it, its memory has whatever was there before, and the host reads 0; for a bool True, since most ask whether
+   all is well. */
+enum { NUMBERS = 256, NUMBER_BYTES = 8 };
+static const void *numbers[NUMBERS]; /* where such numbers came from a host */
+static unsigned n_numbers;
+
+void note_number(const void *address, size_t bytes) {
+    if (bytes <= NUMBER_BYTES && find(address).kind == DEVICE)
+        numbers[n_numbers++ % NUMBERS] = address;
+}
+
+static int forget_number(const void *address) {
+    for (int i = 0; i < NUMBERS; i++)
+        if (numbers[i] == address) {
+            numbers[i] = NULL;
+            return 1;
+        }
+    return 0;
+}
+
 static void move(void *to, const void *from, size_t bytes) {
-    if (bytes <= 8 && find(from).kind == DEVICE && find(to).kind != DEVICE)
-        memset(to, 0, bytes);
+    int is_read = find(from).kind == DEVICE && find(to).kind != DEVICE;
+    if (is_read && bytes <= NUMBER_BYTES && !forget_number(from))
+        memset(to, bytes == 1, bytes);
     else
         memmove(to, from, bytes);
+    if (find(from).kind != DEVICE)
+        note_number(to, bytes);
 }
 
 static int copy(void *to, const void *from, size_t bytes, const void *stream) {

@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 #undef cudaGetDeviceProperties
 
 #define NAME "NVIDIA H100 80GB HBM3"
@@ -22,3 +23,6 @@ void report(const char *call, size_t bytes, const void *stream);
 
 /* Accept a kernel. */
 int launch(const char *call, const void *stream);
+
+/* Note that a number on the device came from a host. */
+void note_number(const void *address, size_t bytes);

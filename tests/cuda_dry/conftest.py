@@ -6,7 +6,8 @@ import os
 import pathlib
 
 import pytest
-from helpers import FAULTS
+from gpu_checks import BLOCKS, write_data
+from helpers import FAULTS, run_forked
 
 IS_PRETENDED = hasattr(ctypes.CDLL(None), 'on_cuda_call')
 # The inductor reads it when it is imported, which the processes from which runs are forked may do.
@@ -14,7 +15,12 @@ os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'
 RECORD = FAULTS / 'record_cuda.py'
 # What the host does not continue from until the device, or a copy, is done.
 WAITS = {'cudaStreamSynchronize', 'cudaEventSynchronize', 'cudaDeviceSynchronize', 'cudaMemcpy',
-         'copy of pageable memory'}
+         'copy of pageable memory', 'copy of a pageable number'}
+
+# With cpu_offload the host computes with what the memory of gradients holds.
+SHORT = '--max_iters=3 --lr_decay_iters=3 --eval_interval=3 --eval_iters=1 --on_nonfinite=skip'.split()
+SMALL = ('--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=64 --block_size=64 --batch_size=4 '
+         '--gradient_accumulation_steps=2 --log_interval=1 --warmup_iters=1').split()
 
 
 def pytest_collection_modifyitems(items):
@@ -28,19 +34,24 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope='session')
 def dry_run(train, tmp_path_factory):
-    """`train` on pretended GPUs. The run also has the `calls` of each iteration and the `collectives` of each rank.
-
-    calls: {iteration: Counter of (call, place)}, of rank 0. collectives: [[name, elements], ...] for each rank.
-    """
-    def dry_run(*arguments, nproc=1, faults=(), out_dir=None, **options):
+    """`train` on pretended GPUs. The run has what rank 0 asked of CUDA, `calls`: {iteration: Counter of (call, place)}."""
+    def dry_run(*arguments, faults=(), out_dir=None, **options):
         out_dir = out_dir or tmp_path_factory.mktemp('run') / 'out'
-        run = train('--device=cuda', *arguments, out_dir=out_dir, nproc=nproc, faults=[RECORD, *faults],
-                    **options)
-        paths = [pathlib.Path(f'{out_dir}.cuda.{rank}') for rank in range(nproc)]
-        records = [json.loads(path.read_text()) for path in paths if path.exists()]
-        run.collectives = [record.pop('collectives') for record in records]
-        run.calls = {}
-        for iteration, entries in records[0].items() if records else ():
-            run.calls[int(iteration)] = collections.Counter({(call, place): n for call, place, n in entries})
+        run = train('--device=cuda', *arguments, out_dir=out_dir, faults=[RECORD, *faults], **options)
+        run.calls, path = {}, pathlib.Path(f'{out_dir}.cuda.0')
+        if path.exists():
+            for iteration, entries in json.loads(path.read_text()).items():
+                run.calls[int(iteration)] = collections.Counter({(call, place): n for call, place, n in entries})
         return run
     return dry_run
+
+
+@pytest.fixture(scope='session')
+def folders(tmp_path_factory):
+    """Data of each kind, and in `base` a trained model, on which adapters and DPO build."""
+    data = tmp_path_factory.mktemp('data')
+    write_data(data)
+    run_forked('train.py', '--device=cpu', '--compile=False', f'--dataset={data}', f'--out_dir={data / "base"}',
+               *SMALL, *SHORT, *BLOCKS.split())
+    run_forked('kilogpt.evaluate', data / 'base', f'--reference={data / "pairs"}', '--device=cpu')
+    return data

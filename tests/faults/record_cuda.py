@@ -1,7 +1,6 @@
 """Record what each iteration asks of CUDA, and where, in OUT_DIR.cuda.RANK, under dev/cuda_without_gpu.
 
-The file has {iteration: [[call, place, how often], ...]}, and under 'collectives' NCCL's calls in their order.
-An iteration is what happens from one call of Run.advance to the next; calls on behalf of evaluations and saves
+The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of Run.advance to the next; calls on behalf of evaluations and saves
 count as the iteration that follows them. A place is the innermost line of ours.
 """
 import collections
@@ -18,14 +17,14 @@ from kilogpt import run
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS = tuple(os.path.join(ROOT, name) for name in ('train.py', 'sample.py', 'model.py', 'kilogpt/', 'data/', 'tests/'))
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
-calls, iterations, collectives = collections.Counter(), {}, []
+calls, iterations = collections.Counter(), {}
 
 
 def record(call, n_bytes, stream):
     call = call.decode()
+    if call == 'copy of pageable memory' and n_bytes <= 8:
+        call = 'copy of a pageable number'
     calls[call, place()] += 1
-    if call.startswith('nccl'):
-        collectives.append([call, n_bytes])
 
 
 def place():
@@ -43,7 +42,7 @@ def advance(self):
     iterations[self.iteration] = [[*key, count] for key, count in calls.items()]
     calls.clear()
     with open(f'{out_dir}.cuda.{os.environ.get("RANK", "0")}', 'w') as file:
-        json.dump(iterations | dict(collectives=collectives), file)
+        json.dump(iterations, file)
 
 
 advance_uncounted, run.Run.advance = run.Run.advance, advance
