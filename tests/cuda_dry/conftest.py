@@ -4,6 +4,7 @@ import ctypes
 import json
 import os
 import pathlib
+import re
 
 import pytest
 from gpu_checks import BLOCKS, write_data
@@ -55,3 +56,31 @@ def folders(tmp_path_factory):
                *SMALL, *SHORT, *BLOCKS.split())
     run_forked('kilogpt.evaluate', data / 'base', f'--reference={data / "pairs"}', '--device=cpu')
     return data
+
+
+# --- what a run asked of CUDA -------------------------------------------------------------------------------
+
+def waits_of(run, iterations):
+    """{place: waits} of the host for the device in some iterations."""
+    found = collections.Counter()
+    for iteration in iterations:
+        for (call, place), n in run.calls[iteration].items():
+            if call in WAITS:
+                found[without_line(place)] += n
+    return dict(found)
+
+
+def copies_from_pageable_memory(run):
+    """The places at which checkpoints copy more than a number to or from memory that is not pinned."""
+    return {without_line(place) for calls in run.calls.values() for call, place in calls
+            if call == 'copy of pageable memory' and place.startswith('kilogpt/checkpoint')}
+
+
+def products_of(run):
+    """The kinds of matrix products in an iteration."""
+    return {call for call, _ in run.calls[2] if call.startswith('product')}
+
+
+def without_line(place):
+    """'kilogpt/guard.py:107 settle' -> 'kilogpt/guard.py settle'."""
+    return re.sub(r':\d+', '', place)

@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from conftest import SHORT, SMALL
+from conftest import SHORT, SMALL, copies_from_pageable_memory, products_of
 from gpu_checks import MODELS, RUNS
 from helpers import FAULTS, ROOT, newest_tensors, run_forked, saved_iterations
 
@@ -39,11 +39,6 @@ def test_products_have_the_dtype(dry_run, dtype):
     run = dry_run(*SHORT, f'--dtype={dtype}')
     check(run)
     assert products_of(run) == {DTYPES[dtype]}
-
-
-def products_of(run):
-    """The kinds of matrix products in an iteration."""
-    return {call for call, _ in run.calls[2] if call.startswith('product')}
 
 
 @pytest.mark.parametrize('settings', [
@@ -80,10 +75,7 @@ def test_checkpoint_from_pinned_copies_has_the_bytes_of_the_gpu(dry_run, train):
     """On the pretended GPU weights stay as they were made, and on the CPU they do at a learning rate of 0."""
     run = dry_run('--max_iters=5', '--save_interval=2', '--dtype=bfloat16')
     assert saved_iterations(run.out_dir) == [4, 5]
-    saving = {place for calls in run.calls.values() for call, place in calls
-              if call == 'copy' and 'checkpoint.py' in place}
-    assert saving and not [place for calls in run.calls.values() for call, place in calls
-                           if call == 'copy of pageable memory' and 'checkpoint.py' in place]
+    assert copies_from_pageable_memory(run) == set()
     resumed = dry_run('--max_iters=7', '--init_from=resume', out_dir=run.out_dir)
     assert list(resumed.lines) == [1, 2, 3, 4, 5, 6, 7] and 'resuming' in resumed.stdout
     on_cpu = newest_tensors(train('--max_iters=1', '--learning_rate=0', '--min_lr=0').out_dir)

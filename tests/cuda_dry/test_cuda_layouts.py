@@ -5,9 +5,10 @@ from helpers import FAULTS
 
 # {layout: processes}
 LAYOUTS = {
-    '': 2, '--zero_stage=1': 2, '--zero_stage=2': 2, '--zero_stage=3': 2, '--zero_stage=3 --dp_replicate=2': 4,
+    '--zero_stage=0': 2, '--zero_stage=1': 2, '--zero_stage=2': 2, '--zero_stage=3': 2, '--zero_stage=3 --dp_replicate=2': 4,
     '--zero_stage=3 --optimizer=muon': 2, '--zero_stage=1 --optimizer=muon': 2, '--zero_stage=3 --cpu_offload=True': 2,
     '--tp=2': 2, '--tp=2 --zero_stage=3': 4, '--cp=2': 2, '--cp=2 --documents=mask': 2,
+    '': 8, '--cp=2 --zero_stage=3': 4, '--tp=2 --pp=2': 4,
     '--mlp=moe --ep=2': 2, '--mlp=moe --ep=2 --zero_stage=3': 4, '--grad_compress=bf16': 2,
     '--grad_compress=powersgd': 2,
     **{f'--pp=2 --pp_schedule={schedule}': 2 for schedule in (
