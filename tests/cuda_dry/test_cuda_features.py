@@ -8,7 +8,7 @@ import pathlib
 
 import pytest
 
-from conftest import SHORT, SMALL, copies_from_pageable_memory, products_of
+from cuda_helpers import SHORT, SMALL, copies_from_pageable_memory, products_of
 from gpu_checks import MODELS, RUNS
 from helpers import FAULTS, ROOT, newest_tensors, run_forked, saved_iterations
 

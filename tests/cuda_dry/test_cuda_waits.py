@@ -1,7 +1,7 @@
 """Where the host waits for a pretended GPU, and mistakes that must be found."""
 import pytest
 
-from conftest import copies_from_pageable_memory, products_of, waits_of
+from cuda_helpers import copies_from_pageable_memory, products_of, waits_of
 from helpers import FAULTS
 
 # Iterations 4 and 5 have settled, and neither logs, evaluates nor saves.
