@@ -343,9 +343,9 @@ def synchronize(device):
 
 
 class HostCopy:
-    """A number on a device, on its way to the host. `item` waits for it, but not for what the device does later.
+    """A number on its way from a device to the host. `item` waits for it, but not for later work.
 
-    A GPU copies in the order of its stream: `item` of the tensor itself would wait for all that is in the stream.
+    A GPU copies in the order of its stream, so `item` of the tensor would wait for all work in the stream.
     """
 
     def __init__(self, number):

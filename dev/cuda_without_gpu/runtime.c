@@ -130,7 +130,8 @@ CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
     munmap((void *)address, bytes);
     return CUDA_SUCCESS;
 }
-CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p, CUmemAllocationGranularity_flags f) {
+CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp *p,
+                                       CUmemAllocationGranularity_flags flags) {
     *bytes = 2 << 20;
     return CUDA_SUCCESS;
 }

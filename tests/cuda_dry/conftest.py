@@ -27,7 +27,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope='session')
 def dry_run(train, tmp_path_factory):
-    """`train` on pretended GPUs. The run has what rank 0 asked of CUDA, `calls`: {iteration: Counter of (call, place)}."""
+    """`train` on pretended GPUs. The run also has `calls`, what rank 0 asked: {iteration: Counter of (call, place)}."""
     def dry_run(*arguments, faults=(), out_dir=None, **options):
         out_dir = out_dir or tmp_path_factory.mktemp('run') / 'out'
         run = train('--device=cuda', *arguments, out_dir=out_dir, faults=[RECORD, *faults], **options)

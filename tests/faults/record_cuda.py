@@ -1,7 +1,8 @@
 """Record what each iteration asks of CUDA, and where, in OUT_DIR.cuda.RANK, under dev/cuda_without_gpu.
 
-The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of Run.advance to the next; calls on behalf of evaluations and saves
-count as the iteration that follows them. A place is the innermost line of ours.
+The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of Run.advance
+to the next; what an evaluation or a save asks for counts in the iteration that follows. A place is the innermost line
+of ours.
 """
 import collections
 import ctypes
