@@ -13,7 +13,7 @@ from helpers import FAULTS, run_forked
 IS_PRETENDED = hasattr(ctypes.CDLL(None), 'on_cuda_call')
 if IS_PRETENDED:  # Inductor reads it when it is imported, which the processes from which runs are forked may do
     os.environ['TORCHINDUCTOR_COMPILE_THREADS'] = '1'
-RECORD = FAULTS / 'record_cuda.py'
+ALWAYS = FAULTS / 'record_cuda.py', FAULTS / 'cuda_sizes.py'
 
 
 def pytest_collection_modifyitems(items):
@@ -30,7 +30,7 @@ def dry_run(train, tmp_path_factory):
     """`train` on pretended GPUs. The run also has `calls`, what rank 0 asked: {iteration: Counter of (call, place)}."""
     def dry_run(*arguments, faults=(), out_dir=None, **options):
         out_dir = out_dir or tmp_path_factory.mktemp('run') / 'out'
-        run = train('--device=cuda', *arguments, out_dir=out_dir, faults=[RECORD, *faults], **options)
+        run = train('--device=cuda', *arguments, out_dir=out_dir, faults=[*ALWAYS, *faults], **options)
         run.calls, path = {}, pathlib.Path(f'{out_dir}.cuda.0')
         if path.exists():
             for iteration, entries in json.loads(path.read_text()).items():

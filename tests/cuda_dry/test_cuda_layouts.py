@@ -1,8 +1,6 @@
 """Layouts on pretended GPUs: each trains, over an NCCL that refuses different calls of ranks of one group."""
 import pytest
 
-from helpers import FAULTS
-
 # {layout: processes}
 LAYOUTS = {
     '--zero_stage=0': 2, '--zero_stage=1': 2, '--zero_stage=2': 2, '--zero_stage=3': 2,
@@ -20,7 +18,7 @@ LAYOUTS = {
 def test_layout_trains_with_the_same_collectives_on_all_ranks(dry_run, folders, layout):
     run = dry_run('--max_iters=3', '--eval_interval=3', '--eval_iters=1', '--n_layer=4', '--dtype=bfloat16',
                   '--gradient_accumulation_steps=4', '--on_nonfinite=skip', f'--dataset={folders}',
-                  *layout.split(), nproc=LAYOUTS[layout], faults=[FAULTS / 'cuda_sizes.py'])
+                  *layout.split(), nproc=LAYOUTS[layout])
     assert list(run.lines) == [1, 2, 3] and list(run.evals) == [0, 3]
     assert 'process(es) on cuda:0' in run.stdout
     assert any(call.startswith('nccl') for call, _ in run.calls[2])

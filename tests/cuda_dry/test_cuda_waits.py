@@ -16,13 +16,13 @@ PLANTED = [FAULTS / 'planted_cuda.py']
     (2, ''), (2, '--zero_stage=1'), (2, '--zero_stage=2'), (2, '--zero_stage=3'), (2, '--tp=2'), (2, '--cp=2'),
     (2, '--pp=2')])
 def test_host_does_not_wait_between_log_lines(dry_run, nproc, settings):
-    run = dry_run(*QUIET, '--dtype=bfloat16', *settings.split(), nproc=nproc, faults=[FAULTS / 'cuda_sizes.py'])
+    run = dry_run(*QUIET, '--dtype=bfloat16', *settings.split(), nproc=nproc)
     assert list(run.calls) == [1, 2, 3, 4, 5, 6]
     assert waits_of(run, SETTLED) == {}
 
 
 def test_experts_on_several_gpus_wait_for_their_router_alone(dry_run):
-    run = dry_run(*QUIET, '--dtype=bfloat16', '--mlp=moe', '--ep=2', nproc=2, faults=[FAULTS / 'cuda_sizes.py'])
+    run = dry_run(*QUIET, '--dtype=bfloat16', '--mlp=moe', '--ep=2', nproc=2)
     assert waits_of(run, SETTLED).keys() == {'kilogpt/parallel/expert.py dispatch'}
 
 
