@@ -55,7 +55,8 @@ class Batches:
         if self.device.type == 'cuda':
             # A thread that has not chosen a device would open a context on GPU 0 to pin memory.
             torch.cuda.set_device(self.device)
-            tensors = [tensor.pin_memory() for tensor in tensors]
+            # Parts of sequences (cp) would go through memory that is not pinned, and the host would wait.
+            tensors = [tensor.contiguous().pin_memory() for tensor in tensors]
         return tensors
 
 

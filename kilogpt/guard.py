@@ -7,6 +7,7 @@ import torch
 
 from kilogpt import checkpoint
 from kilogpt.configurator import exit_on_error
+from kilogpt.metrics import HostCopy
 from kilogpt.parallel.apply import saved_parameters
 from kilogpt.run import Hook, restore_hooks
 
@@ -18,8 +19,8 @@ class Update(NamedTuple):
     """An update of the optimizer, which is skipped unless grad_norm is at most the limit."""
     iteration: int  # the number of finished updates before this one
     lr: float
-    loss_sum: torch.Tensor  # the sum of the losses of this process's tokens
-    grad_norm: torch.Tensor  # the norm of all gradients on all processes
+    loss_sum: HostCopy  # the sum of the losses of this process's tokens
+    grad_norm: HostCopy  # the norm of all gradients on all processes
     limit: float
 
 
@@ -81,7 +82,7 @@ class Guard:
         self.scaler.update()
         self.parallel.balance.update(is_made)
         self.parallel.zero_grad()
-        self.last_update = Update(self.run.iteration, lr, loss_sum, grad_norm, limit)
+        self.last_update = Update(self.run.iteration, lr, HostCopy(loss_sum), HostCopy(grad_norm), limit)
         return grad_norm
 
     def settle(self):

@@ -342,6 +342,25 @@ def synchronize(device):
         getattr(torch, device.type).synchronize()
 
 
+class HostCopy:
+    """A number on its way from a device to the host. `item` waits for it, but not for later work.
+
+    A GPU copies in the order of its stream, so `item` of the tensor would wait for all work in the stream.
+    """
+
+    def __init__(self, number):
+        self.number, self.copied = number, None
+        if number.is_cuda:
+            self.number = torch.empty_like(number, device='cpu', pin_memory=True)
+            self.number.copy_(number, non_blocking=True)
+            self.copied = torch.cuda.current_stream(number.device).record_event()
+
+    def item(self):
+        if self.copied:
+            self.copied.synchronize()
+        return self.number.item()
+
+
 def read_metrics(out_dir):
     """(training lines, evaluation lines) of a run, each {iter: line}. Of several, the last counts."""
     lines = [json.loads(line) for line in storage.read(os.path.join(out_dir, 'metrics.jsonl')).splitlines()]

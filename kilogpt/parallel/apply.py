@@ -206,8 +206,8 @@ class Parallel:
             # that stay gathered between forward and backward stay gathered until they change.
             self.network.set_requires_all_reduce(last)
             self.network.set_reshard_after_backward(last, recurse=self.layout.zero_stage == 2)
-        if self.balance.names:  # the scale of a GradScaler changes
-            self.balance.set_loss_scale(scale(torch.tensor(loss_scale, device=self.device)))
+        if self.balance.names:  # the scale of a GradScaler changes; torch.tensor would wait for the device
+            self.balance.set_loss_scale(scale(torch.full((), loss_scale, device=self.device)))
         loss = self._passes(batch, loss_scale, scale)
         if self._zero1 and last:
             self._zero1.finish_reducing()

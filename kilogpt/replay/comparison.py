@@ -147,7 +147,8 @@ class Comparison:
                 continue
             difference = float('inf')
             if found is not None and expected is not None:
-                difference = abs(found - expected) / (1 if key == 'loss' else expected)
+                size = 1 if key == 'loss' else expected or 1  # a norm may be 0
+                difference = abs(found - expected) / size
             self.largest_differences[number] = max(self.largest_differences[number], difference)
             if difference > bound:
                 allowed = f'allowed: {bound:g}' if bound else 'the same layout and device give the same bits'

@@ -1,0 +1,28 @@
+/* What the files of the stub share. */
+#define _GNU_SOURCE
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+#include <dlfcn.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+#undef cudaGetDeviceProperties
+
+#define NAME "NVIDIA H100 80GB HBM3"
+#define MEMORY (81559ull << 20)
+enum { DEVICES = 8 };
+typedef unsigned long long u64;
+extern __thread int current_device;
+
+/* Tell whoever has set `on_cuda_call` of a call that takes time on a real device. */
+void report(const char *call, size_t bytes, const void *stream);
+
+/* Accept a kernel. */
+int launch(const char *call, const void *stream);
+
+/* Note that a number on the device came from a host. */
+void note_number(const void *address, size_t bytes);

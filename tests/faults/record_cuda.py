@@ -1,0 +1,54 @@
+"""Record what each iteration asks of CUDA, and where, in OUT_DIR.cuda.RANK, under dev/cuda_without_gpu.
+
+The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of Run.advance
+to the next; what an evaluation or a save asks for counts in the iteration that follows. A place is the innermost line
+of ours.
+"""
+import collections
+import ctypes
+import json
+import os
+import sys
+import threading
+
+import torch
+
+from kilogpt import run
+
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+OURS = tuple(os.path.join(ROOT, name) for name in ('train.py', 'sample.py', 'model.py', 'kilogpt/', 'data/', 'tests/'))
+NOT_OURS = 'place', 'record', 'even_counts', 'divide'  # here, and in cuda_sizes.py
+out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
+calls, iterations = collections.Counter(), {}
+
+
+def record(call, n_bytes, stream):
+    call = call.decode()
+    if call == 'copy of pageable memory' and n_bytes <= 8:
+        call = 'copy of a pageable number'
+    calls[call, place()] += 1
+
+
+def place():
+    """Where we are in our files, 'kilogpt/guard.py:107 settle'; 'backward' in a thread without Python."""
+    frame = sys._getframe()
+    while frame and not (frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name not in NOT_OURS):
+        frame = frame.f_back
+    if not frame:
+        return 'elsewhere' if threading.current_thread() is threading.main_thread() else 'backward'
+    return f'{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}'
+
+
+def advance(self):
+    advance_uncounted(self)
+    iterations[self.iteration] = [[*key, count] for key, count in calls.items()]
+    calls.clear()
+    with open(f'{out_dir}.cuda.{os.environ.get("RANK", "0")}', 'w') as file:
+        json.dump(iterations, file)
+
+
+advance_uncounted, run.Run.advance = run.Run.advance, advance
+torch.cuda.init()
+callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p)(record)
+ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'on_cuda_call').value = ctypes.cast(callback, ctypes.c_void_p).value
+sys.modules['kept_alive'] = callback
