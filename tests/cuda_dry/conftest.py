@@ -21,8 +21,8 @@ def pytest_collection_modifyitems(items):
         if pathlib.Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.cuda_dry)
             item.add_marker(pytest.mark.skipif(not IS_PRETENDED, reason=(
-                'needs a CUDA build of torch: PYTHON=... bash dev/cuda_without_gpu/run.sh -m pytest -n 2 -m cuda_dry '
-                'tests/cuda_dry')))
+                'needs a CUDA build of torch: PYTHON=... bash dev/cuda_without_gpu/run.sh -m pytest -n 2 --dist load -m '
+                'cuda_dry tests/cuda_dry')))
 
 
 @pytest.fixture(scope='session')

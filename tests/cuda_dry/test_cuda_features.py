@@ -123,7 +123,6 @@ def test_sigterm_saves_and_ends_the_run(dry_run):
     assert run.returncode == 143 and saved_iterations(run.out_dir)[-1] == 4
 
 
-def test_too_little_memory_gets_a_line_before_the_run(dry_run):
-    """The stub refuses what an H100 cannot hold, and the planner says so first."""
+def test_what_an_h100_cannot_hold_ends_the_run(dry_run):
     run = dry_run('--max_iters=1', '--n_embd=32768', '--n_head=256', '--n_layer=40', check=False)
     assert run.returncode == 1 and 'out of memory' in run.stderr + run.stdout
