@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from helpers import run_script
+from helpers import ROOT, run_script
 
 pytestmark = pytest.mark.slow
 BASE = 'config/shakespeare_cpu.py --compile=False --dtype=float32 --learning_rate=0.03'
@@ -55,7 +55,7 @@ def test_what_does_not_fit_is_one_sentence(bench, tmp_path):
     done, _ = bench('--no_sweep', '--seeds=1', f'base={BASE} --beta2=0.9', check=False)
     assert done.returncode == 1 and 'was trained with another beta2: give the recipe another name' in done.stderr
     patch = tmp_path / 'other.diff'
-    first_line = pathlib.Path('train.py').read_text().splitlines()[0]
+    first_line = pathlib.Path(ROOT, 'train.py').read_text().splitlines()[0]
     patch.write_text('--- a/train.py\n+++ b/train.py\n@@ -1 +1,2 @@\n'
                      f'+raise SystemExit("the patched code")\n {first_line}\n')
     done, rows = bench('--no_sweep', '--seeds=1', f'base={BASE}', f'other={patch} {BASE}', check=False)

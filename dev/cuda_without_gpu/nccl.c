@@ -70,6 +70,9 @@ static ncclResult_t take(struct call *call, const char *path, size_t offset, voi
     return ncclSuccess;
 }
 
+/* Whether each rank gets a part of what a rank brings. */
+static int divides_input(enum operation operation) { return operation == REDUCE_SCATTER || operation == ALL_TO_ALL; }
+
 /* --- calls ---------------------------------------------------------------------------------------------- */
 static void begin(struct call *call) {
     struct ncclComm *comm = call->comm;
@@ -78,10 +81,9 @@ static void begin(struct call *call) {
         name_file(path, comm, comm->n_sent[call->peer]++, comm->rank, call->peer);
         put(call, path, call->bytes);
     } else if (call->operation != RECEIVE) {
-        int divides_input = call->operation == REDUCE_SCATTER || call->operation == ALL_TO_ALL;
         call->number = comm->n_calls++;
         name_file(path, comm, call->number, comm->rank, ALL);
-        put(call, path, divides_input ? comm->count * call->bytes : call->bytes);
+        put(call, path, divides_input(call->operation) ? comm->count * call->bytes : call->bytes);
     }
 }
 
@@ -99,11 +101,10 @@ static ncclResult_t end(struct call *call) {
         return error;
     }
     for (int rank = 0; rank < comm->count && !error; rank++) {
-        int is_read = call->operation == ALL_GATHER || call->operation == ALL_TO_ALL || rank == call->peer;
-        int divides_input = call->operation == REDUCE_SCATTER || call->operation == ALL_TO_ALL;
         int joins_output = call->operation == ALL_GATHER || call->operation == ALL_TO_ALL;
+        int is_read = joins_output || rank == call->peer;
         name_file(path, comm, call->number, rank, ALL);
-        error = take(call, path, divides_input ? share : 0, call->to + (joins_output ? rank * bytes : 0),
+        error = take(call, path, divides_input(call->operation) ? share : 0, call->to + (joins_output ? rank * bytes : 0),
                      is_read ? bytes : 0);
     }
     if (call->number) { /* all ranks have read the files of the call before, since they have begun this one */

@@ -52,15 +52,16 @@ def main():
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
             jobs = [pool.submit(train, recipe, size) for recipe in recipes]
             try:
-                results = [job.result() for job in jobs if job.result()]
+                first, *others = [job.result() for job in jobs]
             except KeyboardInterrupt:  # the runs have it too, and save
                 pool.shutdown(cancel_futures=True)
                 sys.exit('ended: the same command goes on')
-        is_whole = is_whole and len(results) == len(recipes)
-        report = f'{size.name}:\n\n{describe(results)}\n' if results else ''
-        print(report)
-        with open(os.path.join(options.folder, f'{size.name}.md'), 'w', encoding='utf-8') as file:
-            file.write(report)
+        is_whole = is_whole and all([first, *others])
+        if first:  # without it there is nothing to compare with
+            report = f'{size.name}:\n\n{describe([first, *filter(None, others)])}\n'
+            print(report)
+            with open(os.path.join(options.folder, f'{size.name}.md'), 'w', encoding='utf-8') as file:
+                file.write(report)
     sys.exit(0 if is_whole else 1)
 
 
@@ -97,8 +98,10 @@ class Recipe:
         config = self._config(size)
         given = config['learning_rate']
         rate = given if self.options.no_sweep else self._best_rate(size, config, given)
-        seeds = range(1, self.options.seeds + 1)
-        return self.name, rate, [self._run(size, config, rate, seed) for seed in seeds]
+        runs = [self._run(size, config, rate, seed) for seed in range(1, self.options.seeds + 1)]
+        if math.inf in map(last_loss, runs):
+            raise RuntimeError(f'it diverges at a learning rate of {rate:g}: lower learning_rate')
+        return self.name, rate, runs
 
     def _best_rate(self, size, config, given):
         """The learning rate with the lowest last loss of seed 1, whose two neighbours were tried too."""
@@ -126,10 +129,9 @@ class Recipe:
     def _run(self, size, config, rate, seed):
         """The log of a run, which is trained if it is not there. RuntimeError if it cannot be."""
         folder = os.path.abspath(os.path.join(self.options.folder, size.name, self.name, f'lr{rate:g}-s{seed}'))
-        iterations = config['max_iters']
         config = config | dict(
             learning_rate=rate, seed=seed, out_dir=folder, init_from='auto', keep_checkpoints=1,
-            eval_interval=min(config['eval_interval'], math.ceil(iterations / EVALUATIONS)))
+            eval_interval=min(config['eval_interval'], math.ceil(config['max_iters'] / EVALUATIONS)))
         path = f'{folder}.json'
         if os.path.exists(path):
             with open(path, encoding='utf-8') as file:
@@ -138,18 +140,19 @@ class Recipe:
             if different:
                 raise RuntimeError(f'{folder} was trained with another {", ".join(different)}: '
                                    'give the recipe another name')
-        if not is_over(folder, iterations):
+        run = read_if_over(folder)
+        if run is None:
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, 'w', encoding='utf-8') as file:
                 json.dump(config, file, indent=1)
             done = self._python('train.py', path)
-            if not is_over(folder, iterations):
+            run = read_if_over(folder)
+            if run is None:
                 raise RuntimeError(f'the run {folder} did not come to its end: {done.stderr.strip()[-2000:]}')
             shutil.rmtree(os.path.join(folder, 'ckpt'), ignore_errors=True)
-            loss = last_loss(read_run(folder))
-            print(f'{size.name} {self.name}: learning rate {rate:g}, seed {seed}: {loss:.4f}',
+            print(f'{size.name} {self.name}: learning rate {rate:g}, seed {seed}: {last_loss(run):.4f}',
                   file=sys.stderr, flush=True)
-        return read_run(folder)
+        return run
 
     def _python(self, *arguments):
         return subprocess.run([sys.executable, *arguments], cwd=self.root, text=True, capture_output=True)
@@ -194,21 +197,24 @@ def run_git(*arguments):
     return done.stdout
 
 
-def is_over(folder, iterations):
-    """Whether a run has its last evaluation, or has diverged."""
+def read_if_over(folder):
+    """The Run of a folder if it has its last evaluation or has diverged, otherwise None."""
     if not os.path.exists(os.path.join(folder, 'metrics.jsonl')):
-        return False
+        return None
     run = read_run(folder)
-    return has_diverged(run) or bool(run.evals) and run.evals[-1]['iter'] == iterations
+    has_diverged = run.config['on_nonfinite'] == 'abort' and any(
+        name.startswith('nonfinite') for name in os.listdir(folder))
+    return run if has_diverged or has_ended(run) else None
 
 
-def has_diverged(run):
-    return any(name.startswith('nonfinite') for name in os.listdir(run.path))
+def has_ended(run):
+    return bool(run.evals) and run.evals[-1]['iter'] == run.config['max_iters']
 
 
 def last_loss(run):
     """The validation loss after the last iteration, infinite if the run has diverged."""
-    return math.inf if has_diverged(run) else last_value(run, 'loss')
+    loss = last_value(run, 'loss') if has_ended(run) else None
+    return math.inf if loss is None else loss
 
 
 def describe(results):
@@ -224,7 +230,7 @@ def describe(results):
             rows.append(row + [''] * 4)
             continue
         difference, p = '', ''
-        if len(losses) > 1 and losses != base:
+        if len(losses) > 1:
             tested = paired(base, losses)
             difference, p = f'{tested.mean:+.4f} ({tested.low:+.4f} to {tested.high:+.4f})', f'{tested.p:.2g}'
         costs = [share_of_cost(cost, base_runs, runs) for cost in ('tokens', 'seconds')]

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 from test_document_layouts import ITERATIONS, observed_run, wrong_gradients
-from test_parallel import BASE, MODERN
+from test_parallel import BASE, MODERN, by_name
 
 from helpers import assert_near, newest_weights, side_by_side
 
@@ -50,6 +50,7 @@ LAYOUTS_BY_HAND = {
         'bfloat16 offload': '--zero_stage=3 --cpu_offload'},
     4: {'gpt2 tp2 cp2': '--tp=2 --cp=2'},
 }
+ARGUMENTS = by_name(LAYOUTS) | by_name(SLOW_LAYOUTS) | by_name(LAYOUTS_BY_HAND)
 
 
 def cases(layouts, slow_layouts, layouts_by_hand):
@@ -59,12 +60,6 @@ def cases(layouts, slow_layouts, layouts_by_hand):
         for nproc, of_nproc in some.items():
             params += [pytest.param(nproc, layout, marks=marks) for layout in of_nproc]
     return params
-
-
-def arguments_of(layout, *tables):
-    """The arguments of a layout in tables {processes: {layout: arguments}}; none for a model's single process."""
-    found = [of_nproc[layout] for table in tables for of_nproc in table.values() if layout in of_nproc]
-    return found[0].split() if found else []
 
 
 def runs_of_layouts(request, prepare, start):
@@ -107,7 +102,7 @@ def lora_run(request, train, tmp_path_factory):
 
     def start(adapters, nproc, layout):
         model = layout.split()[0]
-        arguments = arguments_of(layout, LAYOUTS, SLOW_LAYOUTS, LAYOUTS_BY_HAND)
+        arguments = ARGUMENTS.get((nproc, layout), '').split()
         optimizer = ['--optimizer=muon'] * (model == 'muon')
         return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, f'--init_from={adapters}',
                             *optimizer, *arguments, nproc=nproc, has_experts=model == 'moe')

@@ -9,8 +9,8 @@ import json
 import numpy as np
 import pytest
 from test_document_layouts import ITERATIONS, observed_run, wrong_gradients
-from test_lora_layouts import arguments_of, cases, runs_of_layouts
-from test_parallel import BASE, MODERN
+from test_lora_layouts import cases, runs_of_layouts
+from test_parallel import BASE, MODERN, by_name
 
 from data.datasets import REFERENCE, Source, fingerprint
 from data.flags import BEGIN, CONTEXT, REJECTED
@@ -40,6 +40,7 @@ LAYOUTS_BY_HAND = {
         'modern zero2 compiled': '--zero_stage=2 --compile=True'},
     4: {'gpt2 tp2 cp2': '--tp=2 --cp=2', 'modern cp2 pp2': '--cp=2 --pp=2', 'modern cp4': '--cp=4'},
 }
+ARGUMENTS = by_name(LAYOUTS) | by_name(SLOW_LAYOUTS) | by_name(LAYOUTS_BY_HAND)
 
 
 def write_pairs(folder):
@@ -79,7 +80,7 @@ def preference_run(request, train, tmp_path_factory):
     def start(beginning, nproc, layout):
         model, *words = layout.split()
         base, pairs = beginning
-        arguments = arguments_of(layout, LAYOUTS, SLOW_LAYOUTS, LAYOUTS_BY_HAND)
+        arguments = ARGUMENTS.get((nproc, layout), '').split()
         return observed_run(
             functools.partial(with_parts, train) if 'parts' in words else train, tmp_path_factory.mktemp('gradients'),
             SHORT, f'--init_from={base}', f'--dataset={pairs}', '--documents=pack', '--loss=dpo', '--dpo_beta=0.2',
