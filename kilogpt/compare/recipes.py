@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import sys
 
+from data.datasets import dataset_folder
 from kilogpt.compare.candidates import cost_of_reaching, last_value
 from kilogpt.compare.noise import paired
 from kilogpt.compare.report import mean_text, table
@@ -123,8 +124,7 @@ class Recipe:
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-2000:])
         config = json.loads(done.stdout)
-        here = os.path.join(ROOT, 'data', config['dataset'])  # the copy of the code is without data
-        return config | dict(dataset=here if os.path.exists(here) else config['dataset'])
+        return config | dict(dataset=dataset_folder(config['dataset']))  # the copy of the code is without data
 
     def _run(self, size, config, rate, seed):
         """The log of a run, which is trained if it is not there. RuntimeError if it cannot be."""
@@ -173,8 +173,11 @@ def copy_of_code(patches, folder):
     commit = run_git('rev-parse', 'HEAD').decode().strip()
     contents = []
     for patch in patches:
-        with open(patch, 'rb') as file:
-            contents.append(file.read())
+        try:
+            with open(patch, 'rb') as file:
+                contents.append(file.read())
+        except OSError as error:
+            sys.exit(f'error: the patch {patch} cannot be read: {error.strerror}')
     name = '-'.join([commit[:12], *(hashlib.sha256(content).hexdigest()[:12] for content in contents)])
     tree = os.path.abspath(os.path.join(folder, 'code', name))
     if not os.path.exists(tree):

@@ -104,5 +104,7 @@ def serve():
 
 if __name__ == '__main__':
     sys.path[0] = ''  # modules in this folder would hide Python's own; each run sets its own folder here
+    for name in ('kilogpt', 'kilogpt.prove'):
+        del sys.modules[name]  # a script in another copy of the repository imports the modules of that copy
     prepare()
     serve()
