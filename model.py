@@ -7,7 +7,6 @@ same few classes. What fewer models have is in `kilogpt/layers/`: options.py has
 Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
 rows, S positions that a query may see, N tokens (B * T).
 """
-import functools
 import hashlib
 import math
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
 from kilogpt.layers.cache import Cache
+from kilogpt.layers.loss_in_parts import LossInParts
 from kilogpt.layers.lora import add_adapters, describe_adapters, initial_std
 from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
 from kilogpt.layers.options import ModelOptions
@@ -92,6 +92,11 @@ def build_norm(width, config, place=None):
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
+def build_embedding(rows, width):
+    """An nn.Embedding with undefined values. Its constructor would draw values, which imports the compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class DotProductAttention(nn.Module):
     """softmax(q kᵀ / √D) v, causal."""
 
@@ -111,13 +116,17 @@ class DotProductAttention(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, config):
+    def __init__(self, config, layer):
         super().__init__()
         self.head_width = config.head_width
         width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
         self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
+        self.value_embedding = None
+        if config.has_value_embedding(layer):  # with a gate for each head, as in nanochat
+            self.value_embedding = build_embedding(config.padded_vocab_size, kv_width)
+            self.value_gate = nn.Linear(min(config.n_embd, 32), config.n_kv_head, bias=False)
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
         self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
         if config.qk_norm and config.qk_norm_over == 'head':
@@ -132,16 +141,20 @@ class Attention(nn.Module):
             self.dot_product = CappedAttention(config.dropout, config.attention_softcap)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, mask=None, cache=None):
+    def forward(self, x, rope=None, mask=None, cache=None, tokens=None):
         """x (B, T, C) -> (B, T, C).
 
         rope: one of `rope_tables`. mask: as in DotProductAttention. cache: the CacheView of this layer.
+        tokens (B, T): the ids, for a value embedding.
         """
         B, T, _ = x.shape
         x = cast_for_linears(x)
         q = self.q_norm_all(self.c_q(x)).view(B, T, -1, self.head_width)  # (B, T, H, D)
         k = self.k_norm_all(self.c_k(x)).view(B, T, -1, self.head_width)  # (B, T, G, D)
         v = self.c_v(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
+        if self.value_embedding is not None:
+            gate = 2 * torch.sigmoid(self.value_gate(x[..., :self.value_gate.in_features]))  # (B, T, G)
+            v = v + gate[..., None] * self.value_embedding(tokens).view_as(v).type_as(v)
         if rope is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:  # norms and rotation in float32
@@ -190,7 +203,7 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = build_norm(config.n_embd, config, 'before')
-        self.attn = Attention(config)
+        self.attn = Attention(config, layer)
         self.ln_1_after = build_norm(config.n_embd, config, 'after')
         self.ln_2 = build_norm(config.n_embd, config, 'before')
         self.has_experts = config.has_experts(layer)
@@ -199,10 +212,10 @@ class Block(nn.Module):
         self.ln_2_after = build_norm(config.n_embd, config, 'after')
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
-    def forward(self, x, rope=None, mask=None, cache=None, is_counted=None):
-        """x (B, T, C) -> (B, T, C). rope, mask, cache: as in Attention. is_counted: as in Router."""
+    def forward(self, x, rope=None, mask=None, cache=None, is_counted=None, tokens=None):
+        """x (B, T, C) -> (B, T, C). is_counted: as in Router. The others: as in Attention."""
         inputs = x
-        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache)))
+        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache, tokens)))
         h = self.ln_2(inputs if self.is_parallel else x)
         h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
         return x + self.scaled(self.ln_2_after(h))
@@ -218,7 +231,7 @@ class GPT(nn.Module):
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
-        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'mlp.c_fc', 'mlp.c_gate',
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_gate', 'mlp.c_fc', 'mlp.c_gate',
                  'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
@@ -229,6 +242,7 @@ class GPT(nn.Module):
         # Norms of values that stay split by heads or positions.
         local=('attn.q_norm', 'attn.k_norm', 'ln_1_after', 'ln_2_after'),
         embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
+        tables=('attn.value_embedding',),              # embeddings in blocks: features over ranks
     )
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
     replaceable = dict(
@@ -250,17 +264,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         with torch.device('meta'):  # shapes alone, since initial_value gives the values
-            # nn.Embedding would draw values, which on the meta device imports torch.compile's machinery.
-            build_embedding = functools.partial(nn.Embedding.from_pretrained, freeze=False)
             self.transformer = nn.ModuleDict(dict(
-                wte=build_embedding(torch.empty(config.padded_vocab_size, config.n_embd)),
+                wte=build_embedding(config.padded_vocab_size, config.n_embd),
                 drop=nn.Dropout(config.dropout),
                 # Blocks keep their names in a pipeline stage, which has only some of them.
                 h=nn.ModuleDict({str(i): Block(config, i) for i in range(config.n_layer)}),
                 ln_f=build_norm(config.n_embd, config),
             ))
             if config.pos == 'learned':
-                self.transformer['wpe'] = build_embedding(torch.empty(config.block_size, config.n_embd))
+                self.transformer['wpe'] = build_embedding(config.block_size, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
             if config.lora_rank:
                 add_adapters(self, self.transformer.h.values(), config)
@@ -293,6 +305,8 @@ class GPT(nn.Module):
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
         std = initial_std(name, shape) if 'lora_' in name else 0.02
+        if '.value_' in name:  # starts as a model without value embeddings
+            std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
         size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
@@ -304,7 +318,7 @@ class GPT(nn.Module):
             block.normal_(0.0, std, generator=generator)
         return value[start - first:stop - first]
 
-    def forward(self, idx, targets=None, starts=None, pairs=None, reference=None, cache=None):
+    def forward(self, idx, targets=None, starts=None, pairs=None, reference=None, cache=None, tokens=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
 
         With targets (B, T; -1 is ignored), the result is the sum of their cross-entropies in nats. The caller
@@ -314,7 +328,8 @@ class GPT(nn.Module):
         pairs, reference (B, T): as in PreferenceLoss, whose loss is then the result.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
         those of the last position alone. Targets go with a cache too.
-        A pipeline stage without the embedding takes x (B, T, C) for idx; one without the head returns x.
+        A pipeline stage without the embedding takes x (B, T, C) for idx, and the ids as `tokens` (B, T); one
+        without the head returns x.
         Under context parallelism idx and targets are this rank's part, and the others are of whole sequences.
         """
         # Sequence parallelism splits x between pipeline stages, but never the targets.
@@ -332,7 +347,7 @@ class GPT(nn.Module):
             length = positions[-1] + 1
         positions = positions[None] if starts is None else positions - starts  # (B, positions)
         positions = positions[:, self.first_position:self.first_position + T]
-        x = idx
+        x, tokens = idx, idx if tokens is None else tokens
         if self.transformer.wte is not None:
             x = self.transformer.wte(idx)  # (B, T, C)
             if self.config.embedding_scale != 1:
@@ -344,7 +359,8 @@ class GPT(nn.Module):
         is_counted = None if targets is None else targets.flatten() >= 0
         for name, block in self.transformer.h.items():
             mask = masks[self.config.window_of(int(name))]
-            x = block(x, rope.get(self.config.rope_of(int(name))), mask, views[name], is_counted)
+            rope_of_block = rope.get(self.config.rope_of(int(name)))
+            x = block(x, rope_of_block, mask, views[name], is_counted, tokens)
         if cache is not None:
             cache.length += T
             x = x if targets is not None else x[:, -1:]
@@ -491,29 +507,3 @@ def cross_entropy(logits, targets, vocab_size, reduction='sum'):
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
         logits = logits.masked_fill(is_padding, -torch.inf)
     return F.cross_entropy(logits, targets, ignore_index=-1, reduction=reduction)
-
-
-class LossInParts(torch.autograd.Function):
-    """A sum of losses over parts of `size` rows of x. The forward pass computes the gradients too."""
-
-    @staticmethod
-    def forward(ctx, x, weight, targets, loss, size):
-        total, grad_x, is_trained = 0, [], weight.requires_grad
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
-        head_weight = cast_for_linears(weight).detach().requires_grad_(is_trained)  # cast once for all parts
-        for part, part_targets in zip(x.split(size), targets.split(size)):
-            inputs = part.detach().requires_grad_(), head_weight
-            with torch.enable_grad():
-                part_loss = loss(*inputs, part_targets)
-            part_grad_x, *part_grad_weight = torch.autograd.grad(part_loss, inputs[:1 + is_trained])
-            grad_x.append(part_grad_x)
-            if is_trained:
-                grad_weight += part_grad_weight[0]
-            total = total + part_loss.detach()
-        ctx.save_for_backward(torch.cat(grad_x), grad_weight.type_as(weight) if is_trained else None)
-        return total
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_weight = ctx.saved_tensors
-        return grad * grad_x, None if grad_weight is None else grad * grad_weight, None, None, None

@@ -209,7 +209,7 @@ with exit_on_error():
                      documents=documents, cuda_graph=cuda_graph, loss=loss, dpo_beta=dpo_beta)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
-        muon_momentum, model.split_plan['blocks'], dtype, parallel.apply_to_whole_matrices)
+        muon_momentum, model.split_plan, dtype, parallel.apply_to_whole_matrices)
     parallel.attach(optimizer)
     all_islands.attach(parallel, model)
     if tensors or not source:

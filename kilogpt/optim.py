@@ -5,17 +5,17 @@ import math
 import torch
 
 
-def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, blocks, dtype,
+def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, split_plan, dtype,
                     apply_to_whole_matrices):
-    """The optimizer of a run: 'adamw', or 'muon' for the matrices of `blocks` and AdamW for the rest.
+    """The optimizer of a run: 'adamw', or 'muon' for the matrices of the blocks and AdamW for the rest.
 
-    momentum, blocks, apply_to_whole_matrices: those of Muon. dtype: the dtype of training, a string. Muon
+    momentum, split_plan, apply_to_whole_matrices: those of Muon. dtype: the dtype of training, a string. Muon
     computes in the same dtype, but in float32 if training is in float16.
     """
     if kind == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas)
     muon_dtype = torch.float32 if dtype == 'float16' else getattr(torch, dtype)
-    return Muon(named_parameters, learning_rate, weight_decay, betas, blocks, dtype=muon_dtype,
+    return Muon(named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=muon_dtype,
                 momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices)
 
 
@@ -57,8 +57,8 @@ class Muon(torch.optim.Optimizer):
     orthogonal, times 0.2 √(longer side). Its root mean square is then that of an AdamW update (Liu et al.
     2025, section 2.2), so that a learning rate for AdamW suits Muon too.
 
-    named_parameters: [(name, parameter)]. Muon takes those whose names begin with `blocks`: matrices, and
-    experts' matrices (E, rows, columns), each of which is orthogonalised on its own.
+    named_parameters: [(name, parameter)]. Muon takes the matrices in split_plan's `blocks` but for its
+    `tables`, and experts' matrices (E, rows, columns), each of which is orthogonalised on its own.
     apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
     columns) when each process holds parts of them, as Parallel.apply_to_whole_matrices does.
     dtype: the dtype of the orthogonalisation.
@@ -67,12 +67,14 @@ class Muon(torch.optim.Optimizer):
     add_param_group = LocalAdamW.add_param_group
     skips_on_device = True
 
-    def __init__(self, named_parameters, learning_rate, weight_decay, betas, blocks, dtype=torch.bfloat16,
+    def __init__(self, named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=torch.bfloat16,
                  momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
         matrices, others = [], []
         for name, parameter in named_parameters:
-            is_block_matrix = name.startswith(f'{blocks}.') and parameter.dim() >= 2
-            (matrices if is_block_matrix else others).append((name, parameter))
+            is_in_block = name.startswith(f'{split_plan["blocks"]}.')
+            is_table = name.removesuffix('.weight').endswith(split_plan['tables'])
+            is_of_muon = is_in_block and not is_table and parameter.dim() >= 2
+            (matrices if is_of_muon else others).append((name, parameter))
         self.adamw = build_adamw(others, learning_rate, weight_decay, betas)
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
         groups = list(self.adamw.param_groups)

@@ -45,11 +45,12 @@ PARTS = dict(
     window=dict(window=3), windows=dict(ROPE, window=5, window_pattern='LS', rope_theta_window=10.0),
     wide_window=dict(window=16), scores=dict(attention_scale=0.7, attention_softcap=0.5, n_kv_head=2),
     capped_window=dict(attention_softcap=0.5, window=4, window_pattern='SL'),
+    values=dict(value_pattern='VN', n_kv_head=2), values_everywhere=dict(ROPE, value_pattern='V'),
     scales=dict(embedding_scale=3.0, residual_scale=0.3, logit_scale=0.2, softcap=2.0),
     all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
                    window=3, window_pattern='SL', rope_theta_window=10.0, rope_scaling='linear factor=2',
                    rope_share=0.5, attention_scale=0.5, attention_softcap=1.0, softcap=5.0, bias_of='qkv',
-                   embedding_scale=2.0, parallel_block=True, residual_scale=0.5, rope_pattern='RRN'))
+                   embedding_scale=2.0, parallel_block=True, value_pattern='NV', residual_scale=0.5, rope_pattern='RRN'))
 VARIANTS |= PARTS
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
 few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN],
@@ -196,6 +197,10 @@ def reference(w, c, idx):
         if c.qk_norm and c.qk_norm_over == 'all':
             for p in 'qk':
                 projected[p] = rms(projected[p], f'{name}.{p}_norm_all')
+        if c.value_pattern[layer % len(c.value_pattern)] == 'V':
+            gate = 2 / (1 + torch.exp(-linear(x[:, :32], f'{name}.value_gate')))  # a number for each head
+            embedding = w[f'{name}.value_embedding.weight'][idx]
+            projected['v'] = projected['v'] + gate.repeat_interleave(D, dim=1) * embedding
         for h in range(c.n_head):
             # Consecutive query heads share a key/value head (Ainslie et al. 2023).
             g = h // (c.n_head // c.n_kv_head)

@@ -85,7 +85,7 @@ def test_muon_equals_that_of_pytorch_and_adamw_for_the_rest():
                          adjust_lr_fn='match_rms_adamw'),
         build_adamw([(name, theirs[name]) for name in theirs if name not in matrices],
                     1e-2, 0.1, (0.9, 0.95)))
-    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), blocks='h', momentum=0.8)
+    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), split_plan=dict(blocks='h', tables=()), momentum=0.8)
     for step in range(5):
         if step in (0, 2):
             for parameter in ours.values():
@@ -132,7 +132,7 @@ def test_update_of_an_eager_run_does_not_import_the_compiler():
         model = model.to_empty(device='cpu')
         model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
         optimizer = build_optimizer('muon', list(model.named_parameters()), 1e-3, 0.1, (0.9, 0.95), 0.95,
-                                    'transformer.h', 'bfloat16', lambda function, parameter, parts: parts)
+                                    model.split_plan, 'bfloat16', lambda function, parameter, parts: parts)
         optimizer.step()
         sys.exit('torch._dynamo' in sys.modules)'''
     subprocess.run([sys.executable, '-c', script], cwd=ROOT, check=True)

@@ -45,6 +45,7 @@ def meaning(config):
         attention_scale=config.attention_scale or config.head_width ** -0.5,
         window=[min(config.window_of(layer) or config.block_size, config.block_size) for layer in layers],
         rope_pattern=[config.rope_of(layer) for layer in layers],
+        value_pattern=[config.has_value_embedding(layer) for layer in layers],
         rope_scaling=read_scaling(config.rope_scaling) if config.rope_scaling.strip() else None)
     if config.rope_scaling.startswith('dynamic'):  # such a model has no longest context
         del values['block_size']

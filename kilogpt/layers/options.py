@@ -28,6 +28,7 @@ class ModelOptions:
     rope_theta_window: float = 0.0  # rope_theta of windowed blocks, without rope_scaling; 0 = as others
     attention_scale: float = 0.0  # factor of queries · keys; 0 = 1 / sqrt(head_width)
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
+    value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of their token, N = not
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     logit_scale: float = 1.0  # factor of the logits, before softcap
@@ -60,7 +61,7 @@ class ModelOptions:
         if self.bias_of and not set(self.bias_of.split('+')) <= {'qkv', 'proj', 'mlp'}:
             raise ValueError(f"bias_of is {self.bias_of!r}: join some of qkv, proj, mlp by +, or set '' to "
                              'follow bias')
-        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL')):
+        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL'), ('value_pattern', 'VN')):
             if not getattr(self, key) or set(getattr(self, key)) - set(letters):
                 raise ValueError(f'{key} is {getattr(self, key)!r}: it must consist of the letters '
                                  f'{letters[0]} and {letters[1]}')
@@ -87,6 +88,10 @@ class ModelOptions:
     def window_of(self, layer):
         """How many positions a query sees in block number `layer`; 0 if all before it."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
+
+    def has_value_embedding(self, layer):
+        """Whether block number `layer` adds an embedding of each token to its values."""
+        return self.value_pattern[layer % len(self.value_pattern)] == 'V'
 
     def mean_seen(self, lengths):
         """How many positions attention sees from one: a mean over the tokens of all documents and over layers.

@@ -27,6 +27,7 @@ def split_tensors(model, mesh):
     check_integers(model)
     styles = dict(
         colwise=[ColwiseParallel()],
+        tables=[ColwiseParallel()],
         rowwise=[RowwiseParallel(output_layouts=Shard(1))],
         sequence=[SequenceParallel(), PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],

@@ -186,7 +186,7 @@ def stage_lengths(model, n_stages, block_size):
     """How many parts each pipeline stage has: part 0 comes before the blocks, the last part after them.
 
     The costs of the stages are as equal as whole parts allow. A parameter costs one multiplication per token,
-    attention T · C per block, and the embedding half of its size, since lookups are nearly free, but memory
+    attention T · C per block, and an embedding half of its size, since lookups are nearly free, but memory
     and updates are not.
     """
     plan = model.split_plan
@@ -195,13 +195,19 @@ def stage_lengths(model, n_stages, block_size):
     def size_of(name):
         return sum(p.numel() for p in model.get_submodule(name).parameters())
 
-    block_cost = size_of(plan['blocks']) // len(names) + block_size * model.config.n_embd
+    tables = {}  # {name of a block: elements of its embeddings}
     first_cost = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.startswith(plan['before_blocks']):
             first_cost += parameter.numel()
+        elif name.removesuffix('.weight').endswith(plan['tables']):
+            block = name.removeprefix(plan['blocks'] + '.').partition('.')[0]
+            tables[block] = tables.get(block, 0) + parameter.numel()
+    in_blocks = size_of(plan['blocks']) - sum(tables.values())
+    block_cost = in_blocks // len(names) + block_size * model.config.n_embd
+    block_costs = [block_cost + tables.get(name, 0) // 2 for name in names]
     last_cost = sum(size_of(name) for name in plan['after_blocks'])
-    return balance([first_cost // 2, *[block_cost] * len(names), last_cost], n_stages)
+    return balance([first_cost // 2, *block_costs, last_cost], n_stages)
 
 
 def balance(costs, parts):

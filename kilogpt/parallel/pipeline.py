@@ -113,7 +113,7 @@ class Pipeline:
         inputs = [x] if 0 in self.stages else []
         # Keywords go to every stage, each micro-batch to the pass of its own.
         others = dict(zip(('starts', 'pairs', 'reference'), others))
-        run(*inputs, target=targets, losses=losses, targets=targets, return_outputs=False, **others)
+        run(*inputs, target=targets, losses=losses, targets=targets, tokens=x, return_outputs=False, **others)
         if not losses:
             return torch.zeros((), device=self.device)
         return torch.stack(losses).sum().detach() / self.loss_scale

@@ -135,7 +135,7 @@ def run_rank(config):
             optimizer = build_optimizer(
                 config['optimizer'], laid_out.optimizer_parameters(), config['learning_rate'],
                 config['weight_decay'], (config['beta1'], config['beta2']), config['muon_momentum'],
-                model.split_plan['blocks'], dtype, laid_out.apply_to_whole_matrices)
+                model.split_plan, dtype, laid_out.apply_to_whole_matrices)
             laid_out.attach(optimizer)
             rows = micro_batch * (micro_steps if layout.pp > 1 else 1)
             x, y = torch.zeros(2, rows, block_size // layout.cp, dtype=torch.int64)

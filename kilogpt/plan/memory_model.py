@@ -9,6 +9,7 @@ what it sends. Source of the activations: Korthikanti et al. 2022 (4.1).
     memory(shape, layout, work)      # {part: bytes} at the moment when their sum is largest
     time_model.seconds(shape, layout, work, machine)   # {part: seconds} of an iteration
 """
+import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -233,7 +234,9 @@ def _whole_bytes(shape, layout, work, stages):
     merged = Stage.sum(stages)
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
-    largest_unit = max((shape.trained.counts(unit, layout).gathered for unit in units), default=0)
+    table = shape.trained.counts('tables', layout).gathered if merged.n_tables else 0
+    largest_unit = max((shape.trained.counts(unit, layout).gathered + table * (unit != 'experts')
+                        for unit in units), default=0)
     gathered, frozen = (_gathered_in_blocks(each, layout, stages, merged) for each in (shape, shape.frozen))
     frozen_width = work.width  # FSDP2 casts what it gathers to 16 bits, or leaves it as it is
     if work.width == FLOAT32:
@@ -253,13 +256,15 @@ def _gathered_in_blocks(shape, layout, stages, merged):
     blocks_gathered = all_parts.gathered - ends.gathered
     if layout.zero_stage < 3:
         return blocks_gathered
-    dense, sparse, experts = (shape.counts(part, layout).gathered for part in ('dense', 'sparse', 'experts'))
+    dense, sparse, experts, table = (shape.counts(part, layout).gathered
+                                     for part in ('dense', 'sparse', 'experts', 'tables'))
     two_blocks = [0]  # the parameters of two blocks, but the experts of only one
     if merged.n_dense:
         two_blocks.append(2 * dense)
     if merged.n_sparse:
         two_blocks.append(2 * sparse + experts)
-    return min(blocks_gathered, max(two_blocks))
+    n_tables = max(map(sum, itertools.pairwise(shape.has_table)), default=sum(shape.has_table))
+    return min(blocks_gathered, max(two_blocks) + min(n_tables, merged.n_tables) * table)
 
 
 def tokens_of(layout, work):

@@ -17,6 +17,7 @@ class Stage(NamedTuple):
     has_embedding: bool
     n_dense: int  # blocks without experts
     n_sparse: int  # blocks with experts
+    n_tables: int  # blocks with an embedding of their own
     has_head: bool
 
     @classmethod
@@ -32,7 +33,7 @@ class Stage(NamedTuple):
     def parts(self):
         """{part of a Shape: how many of them the stage has}."""
         return dict(before=int(self.has_embedding), dense=self.n_dense, sparse=self.n_sparse,
-                    experts=self.n_sparse, after=int(self.has_head))
+                    experts=self.n_sparse, tables=self.n_tables, after=int(self.has_head))
 
 
 class Counts(NamedTuple):
@@ -51,8 +52,9 @@ class Shape:
     """The parameters of a model and how a layout divides them. model: a GPT, on any device.
 
     parts: {part: [(name, shape, dimension that tp splits, or None)]}. The parts are 'before' and 'after' (the
-    parameters before and after the blocks), 'dense' (one block without experts), and 'sparse' and 'experts'
-    (one block with experts: the experts' matrices, and everything else in it).
+    parameters before and after the blocks), 'dense' (one block without experts), 'sparse' and 'experts' (one
+    block with experts: the experts' matrices, and everything else in it), and 'tables' (the embedding of a
+    block that has one, which is in no other part).
     trained: the Shape of the trained parameters alone, which is another one if the model has adapters (LoRA).
     frozen: the Shape of the weights of FrozenLinears, which lora_base_dtype may make narrow.
     counts(parameter): whether a parameter counts; all do if it is None.
@@ -67,7 +69,8 @@ class Shape:
         blocks = model.get_submodule(plan['blocks'])
         self.model, self.config, self.n_blocks = model, model.config, len(blocks)
         self.is_sparse = [self.config.has_experts(int(number)) for number in blocks]
-        self.parts = {part: [] for part in ('before', 'dense', 'sparse', 'experts', 'after')}
+        self.has_table = [self.config.has_value_embedding(int(number)) for number in blocks]
+        self.parts = {part: [] for part in ('before', 'dense', 'sparse', 'experts', 'tables', 'after')}
         # Blocks of one kind have the same parameters, so the first block of each kind is enough.
         first_blocks = {}  # {prefix of the names of its parameters: whether it has experts}
         for kind in set(self.is_sparse):
@@ -77,6 +80,9 @@ class Shape:
             entry = name, tuple(parameter.shape)
             module, _, kind = name.removeprefix(block).rpartition('.')
             if counts and not counts(parameter):
+                continue
+            if module.endswith(plan['tables']):
+                self.parts['tables'] = [(*entry, 1)]
                 continue
             if module == f'{plan["experts"]}.experts':
                 self.parts['experts'].append((*entry, 2 if kind == 'c_proj' else 1))
@@ -155,7 +161,7 @@ class Shape:
             for part, count in stage.parts.items():
                 counts = self._counts(part, *degrees, by_rows=by_rows)
                 total += count * counts.sharded
-                if part not in ('before', 'after'):
+                if part not in ('before', 'tables', 'after'):  # AdamW has these under Muon too
                     in_block_matrices += count * counts.sharded_in_matrices
         return total, in_block_matrices
 
@@ -168,12 +174,13 @@ class Shape:
         lengths = [self.n_blocks + 2]
         if pp > 1:
             lengths = stage_lengths(self.model, layout.n_stages, block_size)
-        stages, blocks = [], iter(self.is_sparse)
+        stages, blocks = [], iter(zip(self.is_sparse, self.has_table))
         for index, length in enumerate(lengths):
             is_first, is_last = index == 0, index == len(lengths) - 1
             n_blocks = length - is_first - is_last
-            n_sparse = sum(itertools.islice(blocks, n_blocks))
-            stages.append(Stage(is_first, n_blocks - n_sparse, n_sparse, is_last))
+            kinds = [*itertools.islice(blocks, n_blocks)]
+            n_sparse, n_tables = (sum(kind) for kind in zip(*kinds)) if kinds else (0, 0)
+            stages.append(Stage(is_first, n_blocks - n_sparse, n_sparse, n_tables, is_last))
         stages_of_ranks = []
         for rank in range(pp):
             stages_of_ranks.append(tuple(stages[index] for index in layout.stages_of(rank)))

@@ -202,7 +202,8 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
         """Seconds of the collectives of all blocks. gathered: {part: elements}. width: of an element."""
         of_part = dict(dense=collective_seconds(width * gathered['dense']),
                        sparse=collective_seconds(width * gathered['sparse']),
-                       experts=collective_seconds(width * gathered['experts'], spacing=layout.ep))
+                       experts=collective_seconds(width * gathered['experts'], spacing=layout.ep),
+                       tables=collective_seconds(width * gathered['tables']))
         return sum(stage.parts[part] * seconds for part, seconds in of_part.items())
 
     whole, trained = gathered_elements(shape), gathered_elements(shape.trained)
@@ -243,7 +244,7 @@ def _optimizer_seconds(shape, layout, work, machine):
         total = 8 * updated / HOST_LINK + 40 * updated / HOST_UPDATE
     if work.optimizer == 'muon':  # five Newton-Schulz steps on each matrix, which one process computes
         flops = matrix_bytes = 0
-        all_blocks = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), False)
+        all_blocks = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), 0, False)
         for part, count in all_blocks.parts.items():
             for _, sizes, _ in shape.trained.parts[part]:
                 if count and len(sizes) > 1:

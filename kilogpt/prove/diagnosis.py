@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'local', 'embedding', 'head')
+KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'local', 'embedding', 'tables', 'head')
 MAX_NAMES = 4  # parameters named in a sentence
 
 
