@@ -24,6 +24,7 @@ from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExper
 from kilogpt.layers.options import ModelOptions
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.layers.sampling import draw_token
+from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding
 
 
 @dataclass
@@ -92,11 +93,6 @@ def build_norm(width, config, place=None):
     return nn.RMSNorm(width, eps=config.norm_eps)
 
 
-def build_embedding(rows, width):
-    """An nn.Embedding with undefined values. Its constructor would draw values, which imports the compiler."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
-
-
 class DotProductAttention(nn.Module):
     """softmax(q kᵀ / √D) v, causal."""
 
@@ -123,10 +119,7 @@ class Attention(nn.Module):
         self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
-        self.value_embedding = None
-        if config.has_value_embedding(layer):  # with a gate for each head, as in nanochat
-            self.value_embedding = build_embedding(config.padded_vocab_size, kv_width)
-            self.value_gate = nn.Linear(min(config.n_embd, 32), config.n_kv_head, bias=False)
+        self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
         self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
         if config.qk_norm and config.qk_norm_over == 'head':
@@ -145,7 +138,7 @@ class Attention(nn.Module):
         """x (B, T, C) -> (B, T, C).
 
         rope: one of `rope_tables`. mask: as in DotProductAttention. cache: the CacheView of this layer.
-        tokens (B, T): the ids, for a value embedding.
+        tokens (B, T): their ids, for a value embedding.
         """
         B, T, _ = x.shape
         x = cast_for_linears(x)
@@ -153,8 +146,7 @@ class Attention(nn.Module):
         k = self.k_norm_all(self.c_k(x)).view(B, T, -1, self.head_width)  # (B, T, G, D)
         v = self.c_v(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
         if self.value_embedding is not None:
-            gate = 2 * torch.sigmoid(self.value_gate(x[..., :self.value_gate.in_features]))  # (B, T, G)
-            v = v + gate[..., None] * self.value_embedding(tokens).view_as(v).type_as(v)
+            v = self.value_embedding(v, x, tokens)
         if rope is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:  # norms and rotation in float32
@@ -231,7 +223,7 @@ class GPT(nn.Module):
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
-        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_gate', 'mlp.c_fc', 'mlp.c_gate',
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'mlp.c_fc', 'mlp.c_gate',
                  'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
@@ -242,7 +234,7 @@ class GPT(nn.Module):
         # Norms of values that stay split by heads or positions.
         local=('attn.q_norm', 'attn.k_norm', 'ln_1_after', 'ln_2_after'),
         embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
-        tables=('attn.value_embedding',),              # embeddings in blocks: features over ranks
+        tables=('attn.value_embedding.table',),        # embeddings in blocks: features over ranks
     )
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
     replaceable = dict(
@@ -305,7 +297,7 @@ class GPT(nn.Module):
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
         std = initial_std(name, shape) if 'lora_' in name else 0.02
-        if '.value_' in name:  # starts as a model without value embeddings
+        if 'value_embedding' in name:  # starts as a model without value embeddings
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)

@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False,
-              softcap=5.0, bias=False)
+              softcap=5.0, bias=False, value_pattern='NV')
 VARIANTS = dict(
     default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
     swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'),
@@ -50,7 +50,8 @@ PARTS = dict(
     all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
                    window=3, window_pattern='SL', rope_theta_window=10.0, rope_scaling='linear factor=2',
                    rope_share=0.5, attention_scale=0.5, attention_softcap=1.0, softcap=5.0, bias_of='qkv',
-                   embedding_scale=2.0, parallel_block=True, value_pattern='NV', residual_scale=0.5, rope_pattern='RRN'))
+                   embedding_scale=2.0, parallel_block=True, residual_scale=0.5, rope_pattern='RRN',
+                   value_pattern='NV'))
 VARIANTS |= PARTS
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
 few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN],
@@ -198,8 +199,8 @@ def reference(w, c, idx):
             for p in 'qk':
                 projected[p] = rms(projected[p], f'{name}.{p}_norm_all')
         if c.value_pattern[layer % len(c.value_pattern)] == 'V':
-            gate = 2 / (1 + torch.exp(-linear(x[:, :32], f'{name}.value_gate')))  # a number for each head
-            embedding = w[f'{name}.value_embedding.weight'][idx]
+            gate = 2 * torch.sigmoid(linear(x[:, :32], f'{name}.value_embedding.gate'))
+            embedding = w[f'{name}.value_embedding.table.weight'][idx]
             projected['v'] = projected['v'] + gate.repeat_interleave(D, dim=1) * embedding
         for h in range(c.n_head):
             # Consecutive query heads share a key/value head (Ainslie et al. 2023).
@@ -373,6 +374,12 @@ def test_zero_init_starts_each_block_as_the_identity():
     x = torch.randn(2, 8, 8)
     for block in model.transformer.h.values():
         assert torch.equal(block(x), x) and block.mlp.c_fc.weight.std() > 0.01
+
+
+def test_value_embeddings_change_nothing_at_first():
+    without, added = (GPT(GPTConfig(**TINY, value_pattern=pattern)) for pattern in ('N', 'VN'))
+    assert added.num_params() == without.num_params() + 128 * 32 + 4 * 32  # a table, and a gate for each head
+    assert torch.equal(added(tokens(2, 16)), without(tokens(2, 16)))
 
 
 def test_weights_start_as_gpt2s():

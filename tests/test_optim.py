@@ -76,7 +76,8 @@ def test_muon_equals_that_of_pytorch_and_adamw_for_the_rest():
     """
     def parameters():
         torch.manual_seed(0)
-        shapes = {'h.0.a': (48, 32), 'wte': (50, 32), 'h.0.b': (32, 48), 'h.1.a': (48, 32), 'h.0.norm': (32,)}
+        shapes = {'h.0.a': (48, 32), 'wte': (50, 32), 'h.0.b': (32, 48), 'h.1.a': (48, 32), 'h.0.norm': (32,),
+                  'h.1.b.table.weight': (48, 32)}
         return {name: torch.nn.Parameter(torch.randn(shape)) for name, shape in shapes.items()}
     ours, theirs = parameters(), parameters()
     matrices = ('h.0.a', 'h.0.b', 'h.1.a')
@@ -85,7 +86,8 @@ def test_muon_equals_that_of_pytorch_and_adamw_for_the_rest():
                          adjust_lr_fn='match_rms_adamw'),
         build_adamw([(name, theirs[name]) for name in theirs if name not in matrices],
                     1e-2, 0.1, (0.9, 0.95)))
-    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), split_plan=dict(blocks='h', tables=()), momentum=0.8)
+    plan = dict(blocks='h', tables=('b.table',))
+    optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), plan, momentum=0.8)
     for step in range(5):
         if step in (0, 2):
             for parameter in ours.values():

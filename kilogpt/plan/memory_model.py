@@ -224,14 +224,15 @@ def _whole_bytes(shape, layout, work, stages):
     """The WholeBytes of the stages of a pipeline rank."""
     all_parts, ends = shape.totals(stages, layout)
     trained_parts, trained_ends = shape.trained.totals(stages, layout)
+    merged = Stage.sum(stages)
     if not layout.uses_fsdp:
         gathered = 0
         if work.width < FLOAT32:  # autocast's copies, which a FrozenLinear does not keep
             in_blocks = all_parts.split_in_matrices - ends.split_in_matrices
             frozen = shape.frozen.totals(stages, layout)[0].split
-            gathered = work.width * (in_blocks - frozen + ends.split)
+            in_tables = merged.n_tables * shape.counts('tables', layout).split  # whose rows alone are cast
+            gathered = work.width * (in_blocks - in_tables - frozen + ends.split)
         return WholeBytes(FLOAT32 * trained_parts.split, gathered, 0, 0)
-    merged = Stage.sum(stages)
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
     table = shape.trained.counts('tables', layout).gathered if merged.n_tables else 0
