@@ -39,7 +39,16 @@ def exit_on_error():
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.
             sys.stderr.reconfigure(write_through=False)
-        sys.exit(1 if is_of_closed_pipe(error) else f'error: {error}')
+        sys.exit(1 if is_of_closed_pipe(error) else f'error: {_sentence_of(error)}')
+
+
+def _sentence_of(error):
+    """The message of an exception, without the number of an error of the operating system."""
+    if isinstance(error, OSError) and error.filename is not None and str(error).startswith('[Errno'):
+        if isinstance(error, FileExistsError):
+            return f'{error.filename} exists already: remove it, or choose another name'
+        return f'{error.filename}: {error.strerror}'
+    return error
 
 
 @functools.cache  # once is enough
@@ -188,8 +197,7 @@ def _read_argument(argument, argv, config, key_types):
 
 def _read_file(path, config):
     """{key: value} of the keys that a config file sets. A .py file can read the values so far."""
-    if not os.path.isfile(path):
-        raise ValueError(f'config file {path!r} does not exist (a key is set as --key=value)')
+    _check_config_file(path, config)
     is_json = path.endswith('.json')
     try:
         with open(path, encoding='utf-8') as file:
@@ -209,6 +217,21 @@ def _read_file(path, config):
         if not is_helper and not is_unchanged:
             changed[key] = value
     return changed
+
+
+def _check_config_file(path, config):
+    """ValueError, with what was probably meant, unless the path is an existing .py or .json file."""
+    key, equals, _ = path.partition('=')
+    if equals and key in config:
+        raise ValueError(f'{path!r} is not a config file; did you mean --{path}?')
+    if os.path.isfile(path + '.py'):
+        raise ValueError(f'config file {path!r} does not exist; did you mean {path}.py?')
+    if not os.path.exists(path):
+        raise ValueError(f'config file {path!r} does not exist (a key is set as --key=value)')
+    if os.path.isdir(path) or not path.endswith(('.py', '.json')):  # a text would be executed as Python
+        example = next((f' For example, --{key}={path}' for key in ('input', 'out_dir') if key in config), '')
+        raise ValueError(f'{path!r} is not a config file, whose name ends in .py or .json: a key is set as '
+                         f'--key=value.{example}')
 
 
 def _parse(text, accepted_types):

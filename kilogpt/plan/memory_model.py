@@ -32,6 +32,11 @@ CPU_COMPILER = 0.13e9  # bytes of torch.compile
 # another one if copies for saves are allocated beside the training.
 CPU_GAPS = 0.13  # as a share of the bytes of all tensors
 CPU_HOLE = 0.4  # as a share of the bytes of logits
+# The same for several processes, fitted to the runs in LOG.md of 2026-11-27. Parameters and gradients that are
+# gathered and freed in every iteration, and gloo's copies of them, leave holes between what stays.
+CPU_PEERS = 0.08e9  # bytes of torch.distributed and gloo
+CPU_HOLES_OF_ZERO1 = 1.7  # as a share of the bytes of whole parameters
+CPU_HOLES_OF_FSDP = 2.7
 
 
 @dataclass(frozen=True)
@@ -91,15 +96,19 @@ def memory(shape, layout, work):
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
-def reserve(parts, work):
+def reserve(parts, work, shape, layout):
     """Bytes that a process takes in addition to those of its tensors, the result of `memory`.
 
-    On GPUs these are CUDA, NCCL and the gaps between tensors; on CPUs Python, PyTorch and such gaps.
+    On GPUs these are CUDA, NCCL and the gaps between tensors; on CPUs Python, PyTorch, gloo and such gaps.
     """
     total = sum(parts.values())
     if work.device == 'cpu':
         holes = 2 if work.saves_in_background else 1
         gaps = CPU_GAPS * total + holes * CPU_HOLE * parts['logits']
+        if layout.world_size > 1:
+            share = CPU_HOLES_OF_FSDP if layout.uses_fsdp else CPU_HOLES_OF_ZERO1 * (layout.zero_stage == 1)
+            whole = max(shape.totals(stages, layout)[0].split for stages in shape.stages(layout, work.block_size))
+            gaps += CPU_PEERS + share * FLOAT32 * whole
         return CPU_PROCESS + CPU_COMPILER * work.compile + gaps
     return CONTEXT + GAPS * total
 
