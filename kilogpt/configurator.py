@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import tokenize
+import traceback
 import types
 import typing
 
@@ -209,7 +210,11 @@ def _read_file(path, config):
             raise ValueError(f'{path} does not hold a JSON object of keys and values')
         return {key: value for key, value in source.items() if key not in _FORMER_KEYS}
     namespace = dict(config, __file__=path)
-    exec(source, namespace)
+    try:
+        exec(source, namespace)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        raise ValueError(f'{path}, line {lines[-1]}: {type(error).__name__}: {error}') from None
     changed = {}
     for key, value in namespace.items():
         is_helper = key.startswith('_') or isinstance(value, types.ModuleType) or callable(value)
@@ -260,7 +265,7 @@ def _as_number(value, accepted_types):
 def _check(key, value, config, key_types, where):
     """The value, a number as a number of the key's type. ValueError if the key or the type is wrong."""
     if key not in config:
-        similar = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
+        similar = difflib.get_close_matches(key, config, n=1, cutoff=0.6)
         hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
         if where != 'the command line':
             hint += ' (a helper variable in a config file must start with _)'
