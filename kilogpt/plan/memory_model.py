@@ -180,15 +180,18 @@ def phases(shape, layout, work, rank):
     copies = _copied_bytes(sharded, layout) if work.saves_in_background else 0
     resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers,
                     copies=copies)
+    # FSDP2 reduces the head's gradient, the first one, at the end, with those of the embeddings.
+    head = work.width * shape.config.padded_vocab_size * shape.config.n_embd / layout.tp
+    head *= merged.has_head and layout.uses_fsdp and layout.pp == 1 and not shape.config.lora_rank
     return {
         'loss': resident | dict(
             gradients=gradients_before, gathered=gathered, activations=activations, logits=logits),
         'backward': resident | dict(
-            gradients=gradients_before, gathered=gathered, logits=0,
+            gradients=gradients_before, gathered=gathered + head, logits=0,
             activations=activations + recomputed + backward),
         'reduce': resident | dict(
             gradients=gradients if layout.pp > 1 else gradients_before, logits=0,
-            gathered=gathered + reduced_unit, activations=activations - decrease),
+            gathered=gathered + head + reduced_unit, activations=activations - decrease),
         'end': resident | dict(
             gradients=max(gradients_before, gradients), gathered=gathered + reduced_ends, activations=0,
             logits=0),
