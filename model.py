@@ -341,7 +341,7 @@ class GPT(nn.Module):
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
         rope = rope_tables(self.config, positions, length)
-        is_counted = None if targets is None else targets.flatten() >= 0
+        is_counted = targets.flatten() >= 0 if targets is not None and self.config.mlp == 'moe' else None
         for name, block in self.transformer.h.items():
             mask = masks[self.config.window_of(int(name))]
             x = block(x, rope.get(self.config.rope_of(int(name))), mask, views[name], is_counted)
@@ -508,7 +508,7 @@ class LossInParts(torch.autograd.Function):
             part_grad_x, *part_grad_weight = torch.autograd.grad(part_loss, inputs[:1 + is_trained])
             grad_x.append(part_grad_x)
             if is_trained:
-                grad_weight += part_grad_weight[0]
+                grad_weight += part_grad_weight.pop()  # no longer held while the next part is computed
             total = total + part_loss.detach()
         ctx.save_for_backward(torch.cat(grad_x), grad_weight.type_as(weight) if is_trained else None)
         return total

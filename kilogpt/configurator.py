@@ -16,6 +16,7 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import tokenize
 import traceback
@@ -63,9 +64,24 @@ def expect_closed_pipe():
 
 
 def _report_error(kind, error, trace):
-    """sys.excepthook: print the traceback, but nothing for a closed pipe."""
-    if not is_of_closed_pipe(error):
+    """sys.excepthook: print the traceback, a sentence if memory is lacking, but nothing for a closed pipe."""
+    if sentence := lack_of_memory(error):
+        print(f'error: {sentence}', file=sys.stderr)
+    elif not is_of_closed_pipe(error):
         sys.__excepthook__(kind, error, trace)
+
+
+def lack_of_memory(error):
+    """A sentence if an exception is that a GPU has too little memory, else None."""
+    if type(error).__name__ != 'OutOfMemoryError':  # PyTorch's, which is not imported here
+        return None
+    lack, size = str(error).partition('\n')[0], r'([\d.]+ \w+)'
+    if found := re.search(rf'allocate {size}\. (GPU \d+) has a total capacity of {size} of which {size}', lack):
+        wanted, gpu, total, free = found.groups()
+        lack = f'{gpu} is out of memory: {wanted} are wanted, but of its {total} only {free} are free.'
+    return (f'{lack} train.py takes less with a lower batch_size and a higher gradient_accumulation_steps, with '
+            'activation_checkpoint=selective or full, and on several GPUs with zero_stage=3: '
+            'python -m kilogpt.plan predicts how much')
 
 
 def is_of_closed_pipe(error):

@@ -78,6 +78,13 @@ class Work:
         """Bytes of an element in matrix products, and of a parameter gathered for these products."""
         return 4 if self.dtype == 'float32' else 2
 
+    def residual(self, layout):
+        """Bytes of an element of the residual stream: FSDP2 casts the weights, and the stream follows them.
+
+        Under autocast it stays float32.
+        """
+        return self.width if layout.uses_fsdp else FLOAT32
+
 
 def memory(shape, layout, work):
     """{part: bytes} of tensors on the fullest process, at the moment when their sum is largest.
@@ -148,7 +155,8 @@ def phases(shape, layout, work, rank):
     kept = sum(count * of_kind[kind].kept for kind, count in kinds.items())
     products = sum(count * of_kind[kind].products for kind, count in kinds.items())
     in_flight = micro_batches_in_flight(layout, work.micro_steps, rank)
-    stream = tokens_of(layout, work) / layout.tp * shape.config.n_embd * work.width  # output of a block
+    # The output of a block.
+    stream = tokens_of(layout, work) / layout.tp * shape.config.n_embd * work.residual(layout)
     activations = in_flight * (kept / layout.stages_per_rank + stream)
     # Activations of a block that are free again when its gradients are whole for the first time.
     decrease = min((costs.freed for costs in of_kind.values()), default=0)
@@ -181,15 +189,18 @@ def phases(shape, layout, work, rank):
     copies = _copied_bytes(sharded, layout) if work.saves_in_background else 0
     resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers,
                     copies=copies)
+    # FSDP2 reduces the head's gradient, the first one, at the end, with those of the embeddings.
+    head = work.width * shape.config.padded_vocab_size * shape.config.n_embd / layout.tp
+    head *= merged.has_head and layout.uses_fsdp and layout.pp == 1 and not shape.config.lora_rank
     return {
         'loss': resident | dict(
             gradients=gradients_before, gathered=gathered, activations=activations, logits=logits),
         'backward': resident | dict(
-            gradients=gradients_before, gathered=gathered, logits=0,
+            gradients=gradients_before, gathered=gathered + head, logits=0,
             activations=activations + recomputed + backward),
         'reduce': resident | dict(
             gradients=gradients if layout.pp > 1 else gradients_before, logits=0,
-            gathered=gathered + reduced_unit, activations=activations - decrease),
+            gathered=gathered + head + reduced_unit, activations=activations - decrease),
         'end': resident | dict(
             gradients=max(gradients_before, gradients), gathered=gathered + reduced_ends, activations=0,
             logits=0),
@@ -236,8 +247,10 @@ def _whole_bytes(shape, layout, work, stages):
         gathered = 0
         if work.width < FLOAT32:  # autocast's copies, which a FrozenLinear does not keep
             in_blocks = all_parts.split_in_matrices - ends.split_in_matrices
-            frozen = shape.frozen.totals(stages, layout)[0].split
-            gathered = work.width * (in_blocks - frozen + ends.split)
+            in_blocks -= shape.frozen.totals(stages, layout)[0].split
+            if work.compile and work.activation_checkpoint != 'none':  # copied again in the backward pass
+                in_blocks = 0
+            gathered = work.width * (in_blocks + ends.split)
         return WholeBytes(FLOAT32 * trained_parts.split, gathered, 0, 0)
     merged = Stage.sum(stages)
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
@@ -306,8 +319,7 @@ def block_activations(config, layout, work, has_experts):
     heads, kv_heads = config.n_head * config.head_width, config.n_kv_head * config.head_width
     if layout.cp > 1:  # key/value heads are repeated if there are more ranks than heads
         kv_heads *= layout.cp // math.gcd(layout.cp, config.n_kv_head // tp)
-    # FSDP2 casts the weights to 16 bits, and the residual stream follows. Under autocast it stays float32.
-    residual = work.width if layout.uses_fsdp else FLOAT32
+    residual = work.residual(layout)
     norm_input = residual * C
     if config.norm == 'rmsnorm' and on_cpu:  # not fused: keeps the float32 input and the normalized input
         norm_input = 2 * FLOAT32 * C
@@ -359,6 +371,9 @@ def block_activations(config, layout, work, has_experts):
         kept += residual * C / tp
         if has_experts:  # attention and experts are checkpointed, the norms are not
             kept += (2 * norm_input - residual * C) / tp + width * C
+        elif work.compile and config.norm_place == 'before':
+            # The compiler keeps the result of the first norm, but not those of both c_proj, which are only added.
+            kept -= width * C
     elif work.compile:
         # The compiler's partitioner keeps the inputs of products, but not the result of SwiGLU's activation.
         if not has_experts:
@@ -398,15 +413,22 @@ def loss_bytes(shape, layout, work):
     """Peak bytes of the loss: logits in 16 bits and in float32, their log-softmax and their gradient."""
     config = shape.config
     rows, vocabulary = int(tokens_of(layout, work)), config.padded_vocab_size
-    per_logit = 2 * work.width if work.compile and layout.tp == 1 else 12
+    per_logit = 12
+    if work.compile and layout.tp == 1:
+        changes_logits = config.softcap or config.logit_scale != 1
+        in_place = work.device == 'cuda' and not changes_logits  # loss_kernel.py: logits become gradients
+        per_logit = work.width if in_place else 2 * work.width
     per_logit += 8 if config.softcap else 0
     if layout.tp > 1:  # sharded logits, all at once; DTensor's loss makes one more copy
         return (per_logit + FLOAT32) * rows * vocabulary / layout.tp + work.width * rows * config.n_embd
     size = shape.model.loss.part_size(
         rows, vocabulary, cpu.MAX_LOGITS if work.device == 'cpu' else math.inf)
+    hidden = (work.residual(layout) + work.width) * rows * config.n_embd  # what the last norm gives; gradients
     if size == rows:
-        return per_logit * rows * vocabulary
-    gradients = (FLOAT32 + 2 * work.width) * vocabulary * config.n_embd + work.width * rows * config.n_embd
+        return per_logit * rows * vocabulary + hidden
+    of_weight = vocabulary * config.n_embd
     if config.lora_rank:  # the head is frozen, and at most cast
-        gradients = work.width * ((work.width < FLOAT32) * vocabulary + rows) * config.n_embd
-    return per_logit * size * vocabulary + gradients
+        return per_logit * size * vocabulary + hidden + work.width * (work.width < FLOAT32) * of_weight
+    # The sum of the weight's gradients, and that of a part beside the gradients of its logits.
+    of_part = max(per_logit * size * vocabulary, work.width * (size * vocabulary + of_weight))
+    return of_part + hidden + FLOAT32 * of_weight
