@@ -348,7 +348,7 @@ class GPT(nn.Module):
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
         rope = rope_tables(self.config, positions, length)
-        is_counted = None if targets is None else targets.flatten() >= 0
+        is_counted = targets.flatten() >= 0 if targets is not None and self.config.mlp == 'moe' else None
         for name, block in self.transformer.h.items():
             mask = masks[self.config.window_of(int(name))]
             rope_of_block = rope.get(self.config.rope_of(int(name)))

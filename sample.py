@@ -69,6 +69,8 @@ def read_prompt():
             text = sys.stdin.read()
         else:
             text = pathlib.Path(start.removeprefix('FILE:')).read_text(encoding='utf-8')
+    except OSError as error:
+        raise ValueError(f'start is {start!r}, but that file cannot be read: {error.strerror}') from None
     except UnicodeDecodeError as error:
         raise ValueError(f'start is {start!r}, but that text is not UTF-8 ({error}): convert it') from None
     return text, tokenizer.encode(text)

@@ -116,9 +116,10 @@ def find_dataset(dataset):
                          'server must list its folder, or have a meta.json with "tokens" there')
     places = places_of(dataset)
     scripts = filter(os.path.exists, [os.path.join(place, 'prepare.py') for place in places])
-    advice = f'make it from text with python data/text/prepare.py --input=FILES --out={dataset}'
+    advice = (f'make it from text with python data/text/prepare.py --input=FILES --out={dataset} (from '
+              'conversations with data/conversations, from pairs of answers with data/preferences)')
     for path in scripts:
-        advice = f'run python {os.path.relpath(path)}'
+        advice = f'run python {os.path.relpath(path)} (the first lines of that file have examples)'
     raise ValueError(f'dataset {dataset!r} has no data in {" or ".join(dict.fromkeys(places))}: {advice}')
 
 

@@ -77,20 +77,22 @@ def look(source, split, options):
                  for document in split_documents(piece, separator, loader.has_flags, is_pairs)]
     if is_pairs:
         print('    what follows is about pairs, of a chosen and a rejected document each')
+    name = 'document'
     if documents:
         print_lengths(np.array([len(document) for document in documents]))
         print_repeated(documents, tokenizer)
     else:
         reason = f'the separator {separator} does not occur twice'
         print(f'    no documents: {"meta.json names no separator" if separator is None else reason}')
+        name = 'piece'
         documents = [piece[begin:begin + SHOWN] for piece in pieces for begin in range(0, len(piece), SHOWN)]
     order = np.random.default_rng(options.seed).permutation(len(documents))
     if source.meta.get('tokenizer'):
         sample = [documents[i] for i in order[:SAMPLED]]
         n_bytes = sum(len(tokenizer.decode_bytes(ids_of(document).tolist())) for document in sample)
-        print(f'    {n_bytes / sum(map(len, sample)):.3f} bytes per token, in {len(sample)} of the documents')
+        print(f'    {n_bytes / sum(map(len, sample)):.3f} bytes per token, in {len(sample)} of the {name}s')
     for i in sorted(order[:options.samples].tolist()):
-        print(f'    --- document {i}, {len(documents[i]):,} tokens\n{show(documents[i], tokenizer)}')
+        print(f'    --- {name} {i}, {len(documents[i]):,} tokens\n{show(documents[i], tokenizer)}')
 
 
 def read_pieces(loader, max_tokens):

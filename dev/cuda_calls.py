@@ -3,8 +3,9 @@
     bash dev/cuda_without_gpu/run.sh dev/cuda_calls.py --gradient_accumulation_steps=8 --batch_size=12
 
 Arguments are those of train.py. The run has random tokens and six iterations, of which the fifth is shown: it neither
-logs nor saves. A place is the innermost line of ours. Of a kernel that Triton compiled for the H100, the table has the
-registers of a thread, the bytes of its local memory (spilled registers), and the shared memory of a block.
+logs nor saves. A place is the innermost line of ours. PyTorch computes in stream 0 unless it is told otherwise. Of a
+kernel that Triton compiled for the H100, the table has the registers of a thread, the bytes of its local memory
+(spilled registers), and the shared memory of a block.
 """
 import collections
 import json
@@ -34,6 +35,8 @@ def main():
                        env=os.environ | dict(TORCHINDUCTOR_CACHE_DIR=cache, TRITON_CACHE_DIR=f'{cache}/triton'))
         with open(f'{out_dir}.cuda.0', encoding='utf-8') as file:
             print_calls(json.load(file)['5'])
+        with open(f'{out_dir}.streams.0', encoding='utf-8') as file:
+            print_streams(json.load(file)['5'])
         print_kernels(pathlib.Path(cache))
 
 
@@ -47,6 +50,12 @@ def print_calls(calls):
         for other, place, count in sorted(calls, key=lambda entry: -entry[2]):
             if other == call:
                 print(f'       {count:6} {place}')
+
+
+def print_streams(calls):
+    """calls: [(call, number of a stream, how often)]."""
+    for stream in sorted({stream for _, stream, _ in calls}):
+        print(f'stream {stream}: ' + ', '.join(f'{count} {call}' for call, other, count in calls if other == stream))
 
 
 def print_kernels(cache):

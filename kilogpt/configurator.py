@@ -16,8 +16,10 @@ import inspect
 import io
 import json
 import os
+import re
 import sys
 import tokenize
+import traceback
 import types
 import typing
 
@@ -39,7 +41,16 @@ def exit_on_error():
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.
             sys.stderr.reconfigure(write_through=False)
-        sys.exit(1 if is_of_closed_pipe(error) else f'error: {error}')
+        sys.exit(1 if is_of_closed_pipe(error) else f'error: {_sentence_of(error)}')
+
+
+def _sentence_of(error):
+    """The message of an exception, without the number of an error of the operating system."""
+    if isinstance(error, OSError) and error.filename is not None and str(error).startswith('[Errno'):
+        if isinstance(error, FileExistsError):
+            return f'{error.filename} exists already: remove it, or choose another name'
+        return f'{error.filename}: {error.strerror}'
+    return error
 
 
 @functools.cache  # once is enough
@@ -53,9 +64,24 @@ def expect_closed_pipe():
 
 
 def _report_error(kind, error, trace):
-    """sys.excepthook: print the traceback, but nothing for a closed pipe."""
-    if not is_of_closed_pipe(error):
+    """sys.excepthook: print the traceback, a sentence if memory is lacking, but nothing for a closed pipe."""
+    if sentence := lack_of_memory(error):
+        print(f'error: {sentence}', file=sys.stderr)
+    elif not is_of_closed_pipe(error):
         sys.__excepthook__(kind, error, trace)
+
+
+def lack_of_memory(error):
+    """A sentence if an exception is that a GPU has too little memory, else None."""
+    if type(error).__name__ != 'OutOfMemoryError':  # PyTorch's, which is not imported here
+        return None
+    lack, size = str(error).partition('\n')[0], r'([\d.]+ \w+)'
+    if found := re.search(rf'allocate {size}\. (GPU \d+) has a total capacity of {size} of which {size}', lack):
+        wanted, gpu, total, free = found.groups()
+        lack = f'{gpu} is out of memory: {wanted} are wanted, but of its {total} only {free} are free.'
+    return (f'{lack} train.py takes less with a lower batch_size and a higher gradient_accumulation_steps, with '
+            'activation_checkpoint=selective or full, and on several GPUs with zero_stage=3: '
+            'python -m kilogpt.plan predicts how much')
 
 
 def is_of_closed_pipe(error):
@@ -188,8 +214,7 @@ def _read_argument(argument, argv, config, key_types):
 
 def _read_file(path, config):
     """{key: value} of the keys that a config file sets. A .py file can read the values so far."""
-    if not os.path.isfile(path):
-        raise ValueError(f'config file {path!r} does not exist (a key is set as --key=value)')
+    _check_config_file(path, config)
     is_json = path.endswith('.json')
     try:
         with open(path, encoding='utf-8') as file:
@@ -201,7 +226,11 @@ def _read_file(path, config):
             raise ValueError(f'{path} does not hold a JSON object of keys and values')
         return {key: value for key, value in source.items() if key not in _FORMER_KEYS}
     namespace = dict(config, __file__=path)
-    exec(source, namespace)
+    try:
+        exec(source, namespace)
+    except Exception as error:
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]
+        raise ValueError(f'{path}, line {lines[-1]}: {type(error).__name__}: {error}') from None
     changed = {}
     for key, value in namespace.items():
         is_helper = key.startswith('_') or isinstance(value, types.ModuleType) or callable(value)
@@ -209,6 +238,21 @@ def _read_file(path, config):
         if not is_helper and not is_unchanged:
             changed[key] = value
     return changed
+
+
+def _check_config_file(path, config):
+    """ValueError, with what was probably meant, unless the path is an existing .py or .json file."""
+    key, equals, _ = path.partition('=')
+    if equals and key in config:
+        raise ValueError(f'{path!r} is not a config file; did you mean --{path}?')
+    if os.path.isfile(path + '.py'):
+        raise ValueError(f'config file {path!r} does not exist; did you mean {path}.py?')
+    if not os.path.exists(path):
+        raise ValueError(f'config file {path!r} does not exist (a key is set as --key=value)')
+    if os.path.isdir(path) or not path.endswith(('.py', '.json')):  # a text would be executed as Python
+        example = next((f' For example, --{key}={path}' for key in ('input', 'out_dir') if key in config), '')
+        raise ValueError(f'{path!r} is not a config file, whose name ends in .py or .json: a key is set as '
+                         f'--key=value.{example}')
 
 
 def _parse(text, accepted_types):
@@ -237,7 +281,7 @@ def _as_number(value, accepted_types):
 def _check(key, value, config, key_types, where):
     """The value, a number as a number of the key's type. ValueError if the key or the type is wrong."""
     if key not in config:
-        similar = difflib.get_close_matches(key, config, n=1, cutoff=0.5)
+        similar = difflib.get_close_matches(key, config, n=1, cutoff=0.6)
         hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
         if where != 'the command line':
             hint += ' (a helper variable in a config file must start with _)'

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from dataclasses import dataclass
 
 # The maker's figures for each GPU: dense TFLOP/s in 16 bits with float32 accumulation, in float32 (TF32
@@ -133,6 +134,10 @@ class Machine:
                                                   (ranks - in_node) / self.network)
 
 
+def _bare(name):
+    return re.sub(r'[\W_]', '', name).lower()
+
+
 def find_machine(name, link=400, per_node=8):
     """The Machine of a GPU in the table, or of a file written by --calibrate.
 
@@ -143,7 +148,7 @@ def find_machine(name, link=400, per_node=8):
         if machine.device == 'cuda':
             machine.network = 1e9 * LINK_SHARE * link / 8
         return machine
-    found = next((gpu for gpu in GPUS if gpu.lower() == name.lower()), None)
+    found = next((gpu for gpu in GPUS if _bare(gpu) == _bare(name)), None)  # RTX4090 is RTX 4090
     if found is None:
         raise ValueError(f'--gpu is {name!r}: choose one of {", ".join(GPUS)}, '
                          'or a file written by python -m kilogpt.plan --calibrate')

@@ -14,6 +14,9 @@ from kilogpt.machines import GPUS, read_text
 # Matrix products (rows, inner, columns) to time on a CPU. Caches and vector units decide which shape is
 # fastest: with AMX, bfloat16 reaches three times as many FLOP/s with the last two as with the first.
 TIMED_PRODUCTS = ((512, 512, 512), (4096, 768, 768), (16384, 384, 384))
+# Seconds for which a run waits for the server of Weights & Biases at its start and at its end. wandb waits for
+# 90 seconds, and at the end for ever, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT are set.
+WANDB_LIMITS = dict(init_timeout=30.0, finish_timeout=60.0)
 
 
 def peak_flops(device, dtype):
@@ -46,13 +49,39 @@ def measured_flops(rows, inner, columns, dtype, seconds=0.03):
     return 2 * rows * inner * columns / min(times)
 
 
+def start_wandb(**arguments):
+    """The run that logs to Weights & Biases; an offline one, with a warning, if the server does not answer.
+
+    arguments: those of wandb.init. ImportError if wandb is not installed, ValueError if wandb cannot start.
+    """
+    try:
+        import wandb
+    except ImportError:
+        raise ImportError('wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False') from None
+    limits = {key: seconds for key, seconds in WANDB_LIMITS.items()
+              if key in wandb.Settings.model_fields and f'WANDB_{key.upper()}' not in os.environ}
+    try:
+        try:
+            return wandb.init(resume='allow', settings=limits, **arguments)
+        except wandb.errors.CommError as error:
+            if isinstance(error, wandb.errors.AuthenticationError) or 'returned error' in str(error):
+                raise
+            reason = ' '.join(str(error).split())
+            print(f'warning: Weights & Biases does not answer ({reason}). Training continues, and logs to '
+                  f'{os.path.join(arguments["dir"], "wandb")}, from where `wandb sync` uploads it',
+                  file=sys.stderr, flush=True)
+            return wandb.init(resume='allow', settings=limits, mode='offline', **arguments)
+    except wandb.Error as error:  # without an account, or with a project that is not the user's
+        raise ValueError(f'wandb_log=True, but {" ".join(str(error).split())} '
+                         '(or set WANDB_MODE=offline, or --wandb_log=False)') from None
+
+
 class Metrics:
     """Writes the log of a run to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
 
     Only the main process writes.
     prints: whether to write to the console too.
-    wandb: None, or the arguments of wandb.init (project, name, config, id). ImportError if wandb is not
-    installed, ValueError if wandb cannot start.
+    wandb: None, or arguments of start_wandb (project, name, config, id).
     tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
     iteration: the iteration at which the run starts or resumes.
     """
@@ -61,22 +90,14 @@ class Metrics:
         self.out_dir = out_dir
         self.file = self.wandb = self.tensorboard = None
         self.prints = prints
-        self.wandb_step = 0
+        self.wandb_step, self.wandb_id = 0, None  # the id under which wandb continues this run
         self.save = None  # the arguments of save_started, until save_written
         self.seconds_per_iteration = None  # from the last training line
         if not is_main:
             return
         if wandb is not None:
-            try:
-                import wandb as client
-            except ImportError:
-                raise ImportError(
-                    'wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False') from None
-            try:
-                self.wandb = client.init(dir=out_dir, resume='allow', **wandb)
-            except client.Error as error:  # without an account or a network
-                raise ValueError(f'wandb_log=True, but {error} '
-                                 '(or set WANDB_MODE=offline, or --wandb_log=False)') from None
+            self.wandb = start_wandb(dir=out_dir, **wandb)
+            self.wandb_id = self.wandb.id
         if tensorboard:
             try:
                 from torch.utils.tensorboard import SummaryWriter
@@ -95,11 +116,6 @@ class Metrics:
         # While the disk is full, the buffer keeps the lines. The next flush writes them first.
         self.file = open(path, 'a', buffering=2 ** 20, encoding='utf-8')
         self.disk_is_full = False
-
-    @property
-    def wandb_id(self):
-        """The id under which wandb continues this run, or None without wandb."""
-        return self.wandb.id if self.wandb else None
 
     def train(self, line, eta_seconds):
         """Write a training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds.
@@ -150,9 +166,8 @@ class Metrics:
                 self.tensorboard.add_text(f'sample/{number}', text, iteration)
         if self.wandb:
             import wandb
-            self.wandb_step = max(self.wandb_step, iteration)
             rows = [[sample['prompt'], sample['text']] for sample in samples]
-            self.wandb.log(dict(samples=wandb.Table(columns=['prompt', 'text'], data=rows)), step=self.wandb_step)
+            self._write_to_wandb(dict(samples=wandb.Table(columns=['prompt', 'text'], data=rows)), iteration)
 
     def exchange(self, line):
         """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""
@@ -204,10 +219,18 @@ class Metrics:
         self.file.write(json.dumps(values) + '\n')
         self._flush()
         if self.wandb:
-            self.wandb_step = max(self.wandb_step, line['iter'])  # wandb drops lines of earlier steps
-            self.wandb.log(line, step=self.wandb_step)
+            self._write_to_wandb(line, line['iter'])
         if self.tensorboard and line['iter'] >= self.tensorboard_begin:
             self._write_to_tensorboard(line)
+
+    def _write_to_wandb(self, values, iteration):
+        self.wandb_step = max(self.wandb_step, iteration)  # wandb drops lines of earlier steps
+        try:
+            self.wandb.log(values, step=self.wandb_step)
+        except Exception as error:  # the process wandb-core, which sends them, has died
+            print(f'warning: wandb has failed ({type(error).__name__}: {error}). Training continues without it',
+                  file=sys.stderr, flush=True)
+            self.wandb = None
 
     def _write_to_tensorboard(self, line):
         try:
@@ -235,7 +258,10 @@ class Metrics:
         if self.file is not None:
             self._flush()
         if self.wandb:
-            self.wandb.finish()
+            try:
+                self.wandb.finish()
+            except Exception as error:  # as in _write_to_wandb
+                print(f'warning: wandb has failed ({type(error).__name__}: {error})', file=sys.stderr, flush=True)
         if self.tensorboard:
             self.tensorboard.close()
 
@@ -309,13 +335,24 @@ class Meter:
                        eta_seconds=(self.run.max_iters - line['iter']) * line['dt_ms'] / 1000)
 
 
+_bytes_of_graphs = []
+
+
+def count_graph(pool):
+    """Add a CUDA graph's pool of memory to the peak from now on. PyTorch counts it in the recording alone."""
+    _bytes_of_graphs.append(sum(
+        segment['total_size'] - segment['active_size'] for segment in torch.cuda.memory_snapshot()
+        if tuple(segment['segment_pool_id']) == tuple(pool)))
+    torch.cuda.reset_peak_memory_stats()  # the peak of the recording would count these bytes twice
+
+
 def peak_memory_gb(device):
     """The most memory that this process has held so far, in GB (1e9): allocated on CUDA, else resident.
 
     0.0 if the resident memory is unknown: Windows does not have Unix's module `resource`.
     """
     if device.type == 'cuda':
-        return torch.cuda.max_memory_allocated(device) / 1e9
+        return (torch.cuda.max_memory_allocated(device) + sum(_bytes_of_graphs)) / 1e9
     # Not getrusage's figure on Linux, which includes what the parent held when it started this process.
     if found := re.search(r'VmHWM:\s*(\d+) kB', read_text('/proc/self/status')):
         return int(found.group(1)) * 1024 / 1e9

@@ -122,6 +122,7 @@ def test_one_seed_says_nothing_about_noise(write_seeds, report):
     text = report('a=a-s*', 'b=b-s0')
     assert 'is not known: one seed says nothing about noise.' in text and "such as 'b=out-b-s*'." in text
     assert 'p = ' not in text and 'comparisons' not in text
+    assert "such as 'out-b=out-b-s*'." in report('a=a-s*', 'out-b=b-s0')
 
 
 def test_runs_of_different_lengths_are_compared_at_the_tokens_of_the_shortest(write_run, report):

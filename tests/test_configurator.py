@@ -83,7 +83,7 @@ def test_command_line(arguments, key, value):
     ('--steps', '--steps needs a value'), ('--steps --flag', '--steps needs a value'),
     ('--top_k=1.5', "top_k takes int or None.*'1.5'"),
     ('no/such/file.py', "config file 'no/such/file.py' does not exist"),
-    ('steps=3', "config file 'steps=3' does not exist .*--key=value"),
+    ("steps=3", "'steps=3' is not a config file; did you mean --steps=3"),
 ])
 def test_bad_arguments_end_in_one_sentence(arguments, message):
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
@@ -121,7 +121,9 @@ def test_config_file_of_nanogpt_works(tmp_path):
     ('a.py', 'flag = 1', 'flag takes bool, but .*a.py gives 1'),
     ('a.py', 'steps = None', 'steps takes int, but .*a.py gives None'),
     ('a.py', 'steps = [1]', 'steps takes int'),
-    ('a.py', 'import no_such_module', 'no_such_module'),
+    ('a.py', 'import no_such_module', 'a.py, line 1: ModuleNotFoundError.* no_such_module'),
+    ('a.py', 'def half(x):\n    return x / 0\nsteps = half(3)', 'a.py, line 2: ZeroDivisionError: division by zero'),
+    ('a.py', 'step_of_mine = 3', "unknown key 'step_of_mine' in .*a.py; --help lists them all"),
     ('a.json', '{"stepz": 3}', "unknown key 'stepz' in .*a.json; did you mean steps"),
     ('a.json', '{"steps": null}', 'steps takes int'),
     ('a.json', '{"steps": 3', 'a.json'), ('a.json', '[1]', 'a.json'), ('a.py', 'steps = = 3', 'a.py'),
@@ -130,6 +132,28 @@ def test_bad_files_end_in_one_sentence(tmp_path, name, text, message):
     (tmp_path / name).write_text(text)
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):
         result(tmp_path / name)
+
+
+@pytest.mark.parametrize('argument, message', [
+    ('steps=5', "'steps=5' is not a config file; did you mean --steps=5?"),
+    ('{}/a', 'did you mean {}/a.py?'),
+    ('{}/text.txt', "{}/text.txt' is not a config file, whose name ends in .py or .json"),
+    ('{}', "For example, --out_dir={}"),
+])
+def test_argument_that_is_not_a_config_file_is_not_executed(tmp_path, argument, message):
+    (tmp_path / 'a.py').touch()
+    (tmp_path / 'text.txt').write_text('import sys; sys.exit("error: executed")')
+    with pytest.raises(SystemExit) as ended:
+        result(argument.format(tmp_path))
+    assert message.format(tmp_path) in ended.value.code
+
+
+def test_errors_of_the_system_are_sentences_without_a_number(tmp_path):
+    for act, message in ((os.mkdir, f'error: {tmp_path} exists already: remove it, or choose another name'),
+                         (os.rmdir, f'error: {tmp_path}/none: No such file or directory')):
+        with pytest.raises(SystemExit) as ended, exit_on_error():
+            act(tmp_path if act is os.mkdir else tmp_path / 'none')
+        assert ended.value.code == message
 
 
 def test_resolved_config_works_as_a_config_file(tmp_path):

@@ -13,7 +13,7 @@ import torch
 
 from data.datasets import find_sources, fingerprint
 from data.loader import SCAN_TOKENS
-from helpers import (FAULTS, ROOT, curve, first_iterations, newest_state, run_script, saved_iterations,
+from helpers import (FAULTS, ROOT, TINY, curve, first_iterations, newest_state, run_script, saved_iterations,
                      side_by_side)
 from kilogpt.convert.nanogpt import packed_in_memory
 from model import GPT, GPTConfig
@@ -38,9 +38,10 @@ BAD_ARGUMENTS = {
     'dtype': (['--dtype=float8'], 'dtype', 'float8', 'bfloat16'),
     'no GPU': (['--device=cuda'], 'device=cuda', '--device=cpu'),
     'no such device': (['--device=gpu'], "'gpu'", 'cuda'),
-    'missing dataset': (['--dataset=nothing_here'], 'nothing_here', 'data/text/prepare.py --input'),
+    'missing dataset': (['--dataset=nothing_here'], 'nothing_here', 'data/text/prepare.py --input',
+                        'data/preferences'),
     'dataset not prepared': (['--dataset={tmp}/empty'], 'empty', 'has no data'),
-    'own dataset not prepared': (['--dataset={tmp}/own'], 'run python', 'own/prepare.py'),
+    'own dataset not prepared': (['--dataset={tmp}/own'], 'run python', 'own/prepare.py (the first'),
     'alien token': (['--dataset={tmp}/alien'], 'token 65', 'vocab_size is 65', 'train.bin'),
     'alien token in a large file': (['--dataset={tmp}/large'], 'token 65', 'vocab_size is 65'),
     'four bytes a token': (['--dataset={tmp}/wide'], 'train.bin', 'uint16', '4 bytes', '"dtype": "uint32"'),
@@ -129,6 +130,17 @@ def test_sentence_is_printed_under_torchrun(train):
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
     assert sentence in failure.stderr.splitlines()
+
+
+@pytest.mark.parametrize('nproc', [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_lack_of_memory_is_one_sentence_with_the_keys_to_change(tmp_path, dataset, nproc):
+    failure = run_script('tests/with_fault.py', FAULTS / 'out_of_memory.py', *TINY, f'--dataset={dataset}',
+                         f'--out_dir={tmp_path}/out', nproc=nproc, check=False)
+    assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
+    sentence = next(line for line in failure.stderr.splitlines() if line.startswith('error: '))
+    assert '2.54 GiB are wanted, but of its 79.65 GiB only 1.31 GiB are free.' in sentence
+    assert all(key in sentence for key in (
+        'gradient_accumulation_steps', 'activation_checkpoint', 'zero_stage', 'kilogpt.plan'))
 
 
 def test_sentence_and_the_end_of_its_line_are_one_write():

@@ -155,3 +155,10 @@ def test_scripts_run_where_unix_is_not(train):
     sampled = run_forked('sample.py', f'--out_dir={run.out_dir}', '--device=cpu', '--start=A',
                          '--max_new_tokens=3', '--num_samples=1', faults=elsewhere)
     assert sampled.stdout.startswith('A')
+
+
+def test_git_ignores_what_commands_write_into_data():
+    patterns = pathlib.Path(ROOT, '.gitignore').read_text().split()
+    for name in ('train.bin', 'meta.json', 'token_bytes.json', 'chat_template.jinja', 'train.bin.reference'):
+        path = pathlib.PurePath('data', 'mine', name)
+        assert any(path.match(pattern.replace('**', '*')) for pattern in patterns), name

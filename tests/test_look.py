@@ -47,6 +47,7 @@ def test_large_splits_are_read_in_pieces_and_mixtures_have_shares(folder, tmp_pa
     assert '640 of them are read, in 64 pieces' in page
     assert '75.00% of the mixture' in page and '25.00% of the mixture' in page
     assert 'no documents: meta.json names no separator' in page
+    assert 'of the pieces' in page and '--- piece 0' in page
 
 
 def test_bad_options_are_one_sentence(folder):

@@ -49,6 +49,45 @@ def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
     assert steps == [10, 12, 12]
 
 
+def test_run_continues_offline_if_wandb_does_not_answer(tmp_path, monkeypatch, capsys):
+    """A server that answers with an error, such as an unknown project, ends the run at once instead."""
+    wandb = pytest.importorskip('wandb')
+    answers, calls = ['giving up after 3 attempt(s):\n deadline exceeded', 'returned error 403: denied'], []
+
+    def init(**arguments):
+        calls.append(arguments)
+        if arguments.get('mode') != 'offline':
+            raise wandb.errors.CommError(answers.pop(0))
+        return 'offline run'
+
+    monkeypatch.setattr(wandb, 'init', init)
+    monkeypatch.setenv('WANDB_FINISH_TIMEOUT', '600')
+    assert metrics.start_wandb(dir='out', project='p') == 'offline run'
+    assert calls[0]['settings'] == dict(init_timeout=30.0) and calls[1]['project'] == 'p'
+    warning, = capsys.readouterr().err.splitlines()
+    assert 'attempt(s): deadline exceeded' in warning and 'wandb sync' in warning and 'out/wandb' in warning
+    with pytest.raises(ValueError, match='wandb_log=True, but returned error 403.* WANDB_MODE=offline'):
+        metrics.start_wandb(dir='out', project='p')
+
+
+def test_run_survives_the_death_of_the_process_of_wandb(tmp_path, capsys):
+    """The log has every line, and the next checkpoint still has the id of the run in wandb."""
+    def fail(*arguments, **options):
+        raise ConnectionResetError('Connection lost')
+
+    log = metrics.Metrics(tmp_path, is_main=True)
+    log.wandb, log.wandb_id = SimpleNamespace(log=fail, finish=fail), 'abc'
+    for iteration in (10, 20):
+        log.eval(dict(iter=iteration, train_loss=4.0, val_loss=4.0))
+    assert log.wandb is None and log.wandb_id == 'abc'
+    log.wandb = SimpleNamespace(finish=fail)
+    log.close()
+    assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert 'ConnectionResetError: Connection lost' in first and 'Training continues without it' in first
+    assert 'warning: wandb has failed' in second
+
+
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
 def test_value_that_is_not_finite_is_null(tmp_path, value):
     log = metrics.Metrics(tmp_path, is_main=True)

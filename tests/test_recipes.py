@@ -61,6 +61,8 @@ def test_what_does_not_fit_is_one_sentence(bench, tmp_path):
     done, rows = bench('--no_sweep', '--seeds=1', f'base={BASE}', f'other={patch} {BASE}', check=False)
     assert done.returncode == 1 and done.stderr.startswith('error: other: ') and rows.keys() >= {'base'}
     assert done.stderr.endswith('the patched code\n')
+    done, _ = bench(f'{tmp_path}/config.py', check=False)  # arguments without a name
+    assert done.returncode == 1 and done.stderr.startswith(f"error: '{tmp_path}/config.py' is not a recipe: write NAME=")
     done, _ = bench(f'base={tmp_path}/none.diff {BASE}', check=False)
     assert done.returncode == 1
     assert done.stderr == f'error: the patch {tmp_path}/none.diff cannot be read: No such file or directory\n'

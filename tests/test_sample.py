@@ -114,6 +114,8 @@ def test_prompt_that_is_not_utf8_is_named(trained, tmp_path):
     done = sample(trained, f'--start=FILE:{path}', check=False)
     sentence = f"start is 'FILE:{path}', but that text is not UTF-8"
     assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
+    missing = sample(trained, '--start=FILE:none.txt', check=False).stderr
+    assert "error: start is 'FILE:none.txt', but that file cannot be read: No such file or directory\n" in missing
 
 
 @pytest.mark.quick

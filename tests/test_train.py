@@ -3,6 +3,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import time
 
 import numpy as np
@@ -400,3 +401,17 @@ def test_resumed_run_continues_its_wandb_run(train):
     identity = newest_state(second.out_dir)['wandb_id']
     assert identity and len(folders) == 2 and all(folder.name.endswith(identity) for folder in folders)
     assert list(second.lines) == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('server', ['silent', 'refuses'])
+def test_run_trains_without_the_server_of_wandb(train, server):
+    pytest.importorskip('wandb')
+    with socket.create_server(('127.0.0.1', 0)) as listener:  # accepts, but never answers
+        address = f'http://127.0.0.1:{listener.getsockname()[1]}'
+        if server == 'refuses':
+            listener.close()
+        run = train('--wandb_log=True', '--wandb_project=p', '--wandb_run_name=r', '--max_iters=2',
+                    env=dict(WANDB_BASE_URL=address, WANDB_API_KEY='a' * 40, WANDB_INIT_TIMEOUT='3'))
+    assert 'warning: Weights & Biases does not answer' in run.stderr and list(run.lines) == [1, 2]
+    assert len(list((run.out_dir / 'wandb').glob('offline-run-*'))) == 1

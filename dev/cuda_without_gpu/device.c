@@ -36,7 +36,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     strcpy(p->name, NAME);
     memcpy(p->uuid.bytes, "without a GPU", 13);
     p->uuid.bytes[15] = device;
-    p->totalGlobalMem = MEMORY;
+    p->totalGlobalMem = memory_size();
     p->major = 9;
     p->multiProcessorCount = attribute(CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT);
     p->warpSize = 32;
@@ -95,7 +95,7 @@ CUresult cuDriverGetVersion(int *version) { *version = CUDA_VERSION; return CUDA
 CUresult cuDeviceGetCount(int *count) { *count = DEVICES; return CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int number) { *device = number; return CUDA_SUCCESS; }
 CUresult cuDeviceGetName(char *text, int size, CUdevice device) { snprintf(text, size, NAME); return CUDA_SUCCESS; }
-CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) { *bytes = MEMORY; return CUDA_SUCCESS; }
+CUresult cuDeviceTotalMem(size_t *bytes, CUdevice device) { *bytes = memory_size(); return CUDA_SUCCESS; }
 CUresult cuDeviceGetAttribute(int *value, CUdevice_attribute which, CUdevice device) {
     *value = attribute(which);
     return CUDA_SUCCESS;

@@ -5,6 +5,7 @@
    error that names both calls, and so does a rank that waits for longer than PATIENCE. */
 #include "stub.h"
 #include <fcntl.h>
+#include <sys/stat.h>
 #define __CUDA_FP16_H__ /* these two need headers that the packages lack */
 #define __CUDA_BF16_H__
 #include <nccl.h>
@@ -38,23 +39,40 @@ static void name_file(char *path, struct ncclComm *comm, u64 number, int from, i
     snprintf(path, 128, "/dev/shm/cuda_without_gpu.%llx.%llu.%d.%d", comm->id, number, from, to);
 }
 
-static void put(struct call *call, const char *path, size_t bytes) {
+/* Whether each rank gets a part of what a rank brings. */
+static int divides_input(enum operation operation) { return operation == REDUCE_SCATTER || operation == ALL_TO_ALL; }
+
+/* Bytes that a rank brings, and those of them that travel. */
+static size_t sent(struct call *call) {
+    return divides_input(call->operation) ? call->comm->count * call->bytes : call->bytes;
+}
+static size_t moved(size_t bytes) { return bytes > MOST_MOVED ? 0 : bytes; }
+
+static void put(struct call *call, const char *path) {
     char unfinished[160];
     snprintf(unfinished, sizeof unfinished, "%s.tmp", path);
     FILE *file = fopen(unfinished, "w");
     fwrite(call->header, HEADER, 1, file);
-    fwrite(call->from, bytes, 1, file);
+    fwrite(call->from, moved(sent(call)), 1, file);
     fclose(file);
     rename(unfinished, path);
+}
+
+/* Each reader of a file adds a byte to it, and the last one deletes it. size: that of the file without these bytes. */
+static void note_reader(int file, const char *path, size_t size, int readers) {
+    struct stat status;
+    write(file, "", 1);
+    if (!fstat(file, &status) && status.st_size >= size + readers)
+        unlink(path);
 }
 
 /* Wait for a file and read some bytes of its tensor. Error if the file is of another call. */
 static ncclResult_t take(struct call *call, const char *path, size_t offset, void *to, size_t bytes) {
     char header[HEADER] = "nothing";
-    int file = open(path, O_RDONLY);
+    int file = open(path, O_RDWR | O_APPEND);
     for (int wait = 0; file < 0 && wait < 2000 * PATIENCE; wait++) {
         usleep(500);
-        file = open(path, O_RDONLY);
+        file = open(path, O_RDWR | O_APPEND);
     }
     if (file >= 0)
         pread(file, header, HEADER, 0);
@@ -66,12 +84,10 @@ static ncclResult_t take(struct call *call, const char *path, size_t offset, voi
     pread(file, to, bytes, HEADER + offset);
     if (call->operation == BROADCAST || call->operation == RECEIVE)
         note_number(to, bytes);
+    note_reader(file, path, HEADER + moved(sent(call)), call->operation == RECEIVE ? 1 : call->comm->count);
     close(file);
     return ncclSuccess;
 }
-
-/* Whether each rank gets a part of what a rank brings. */
-static int divides_input(enum operation operation) { return operation == REDUCE_SCATTER || operation == ALL_TO_ALL; }
 
 /* --- calls ---------------------------------------------------------------------------------------------- */
 static void begin(struct call *call) {
@@ -79,11 +95,11 @@ static void begin(struct call *call) {
     char path[128];
     if (call->operation == SEND) {
         name_file(path, comm, comm->n_sent[call->peer]++, comm->rank, call->peer);
-        put(call, path, call->bytes);
+        put(call, path);
     } else if (call->operation != RECEIVE) {
         call->number = comm->n_calls++;
         name_file(path, comm, call->number, comm->rank, ALL);
-        put(call, path, divides_input(call->operation) ? comm->count * call->bytes : call->bytes);
+        put(call, path);
     }
 }
 
@@ -96,9 +112,7 @@ static ncclResult_t end(struct call *call) {
         return error;
     if (call->operation == RECEIVE) {
         name_file(path, comm, comm->n_received[call->peer]++, call->peer, comm->rank);
-        error = take(call, path, 0, call->to, bytes);
-        unlink(path);
-        return error;
+        return take(call, path, 0, call->to, bytes);
     }
     for (int rank = 0; rank < comm->count && !error; rank++) {
         int joins_output = call->operation == ALL_GATHER || call->operation == ALL_TO_ALL;
@@ -106,10 +120,6 @@ static ncclResult_t end(struct call *call) {
         name_file(path, comm, call->number, rank, ALL);
         error = take(call, path, divides_input(call->operation) ? share : 0, call->to + (joins_output ? rank * bytes : 0),
                      is_read ? bytes : 0);
-    }
-    if (call->number) { /* all ranks have read the files of the call before, since they have begun this one */
-        name_file(path, comm, call->number - 1, comm->rank, ALL);
-        unlink(path);
     }
     return error;
 }

@@ -51,27 +51,42 @@ static struct block forget(const void *start) {
     return forgotten;
 }
 
+/* Bytes of a device. */
+size_t memory_size(void) {
+    const char *mib = getenv("CUDA_WITHOUT_GPU_MIB");
+    return (mib ? strtoull(mib, NULL, 10) : MIB) << 20;
+}
+
 static int take(size_t bytes) {
-    if (used[current_device] + bytes > MEMORY)
+    if (used[current_device] + bytes > memory_size())
         return cudaErrorMemoryAllocation;
     used[current_device] += bytes;
     return cudaSuccess;
 }
 
+/* Addresses without memory: the host gives pages when they are touched, so that devices may have more than the host. */
+static void *reserve(size_t bytes) {
+    void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    return start == MAP_FAILED ? NULL : start;
+}
+
 static int allocate(void **address, size_t bytes, enum kind kind) {
     report(kind == DEVICE ? "cudaMalloc" : "cudaHostAlloc", bytes, NULL);
-    int error = kind == DEVICE ? take(bytes) : cudaSuccess;
-    *address = error || !bytes ? NULL : aligned_alloc(512, (bytes + 511) & ~(size_t)511);
-    if (*address)
-        remember(*address, bytes, kind);
-    return error;
+    *address = NULL;
+    if (!bytes)
+        return cudaSuccess;
+    if (kind == DEVICE && take(bytes) || !(*address = reserve(bytes)))
+        return cudaErrorMemoryAllocation;
+    remember(*address, bytes, kind);
+    return cudaSuccess;
 }
 
 static int release(void *address) {
     struct block block = forget(address);
     if (block.kind == DEVICE)
         used[block.device] -= block.bytes;
-    free(block.start);
+    if (block.bytes)
+        munmap(block.start, block.bytes);
     return cudaSuccess;
 }
 
@@ -91,8 +106,8 @@ CUresult cuMemAlloc(CUdeviceptr *address, size_t bytes) { return allocate((void 
 CUresult cuMemFree(CUdeviceptr address) { return release((void *)address); }
 
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total) {
-    *free_bytes = MEMORY - used[current_device];
-    *total = MEMORY;
+    *total = memory_size();
+    *free_bytes = *total - used[current_device];
     return cudaSuccess;
 }
 CUresult cuMemGetInfo(size_t *free_bytes, size_t *total) { return cudaMemGetInfo(free_bytes, total); }
@@ -115,12 +130,12 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdevicep
     return CUDA_SUCCESS;
 }
 
-/* Expandable segments: addresses first, then memory behind them. The host gives pages when they are touched. */
+/* Expandable segments: addresses first, then memory behind them. */
 static CUmemGenericAllocationHandle n_chunks;
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr wish, u64 flags) {
-    void *start = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *start = reserve(bytes);
     *address = (CUdeviceptr)start;
-    if (start == MAP_FAILED)
+    if (!start)
         return CUDA_ERROR_OUT_OF_MEMORY;
     remember(start, bytes, DEVICE);
     return CUDA_SUCCESS;
@@ -186,6 +201,8 @@ static int forget_number(const void *address) {
 }
 
 static void move(void *to, const void *from, size_t bytes) {
+    if (bytes > MOST_MOVED && find(from).kind == DEVICE && find(to).kind == DEVICE)
+        return;
     int is_read = find(from).kind == DEVICE && find(to).kind != DEVICE;
     if (is_read && bytes <= NUMBER_BYTES && !forget_number(from))
         memset(to, bytes == 1, bytes);
@@ -217,10 +234,14 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
 cudaError_t cudaMemcpyPeerAsync(void *to, int d, const void *from, int s, size_t bytes, cudaStream_t stream) {
     return copy(to, from, bytes, stream);
 }
-cudaError_t cudaMemset(void *to, int value, size_t bytes) { memset(to, value, bytes); return cudaSuccess; }
+static void fill(void *to, int value, size_t bytes) {
+    if (bytes <= MOST_MOVED)
+        memset(to, value, bytes);
+}
+cudaError_t cudaMemset(void *to, int value, size_t bytes) { fill(to, value, bytes); return cudaSuccess; }
 cudaError_t cudaMemsetAsync(void *to, int value, size_t bytes, cudaStream_t stream) {
     report("memset", bytes, stream);
-    memset(to, value, bytes);
+    fill(to, value, bytes);
     return cudaSuccess;
 }
 

@@ -84,9 +84,9 @@ def bind(host, port):
     import socket
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ':' in host else socket.AF_INET)
-    except OSError as error:
-        raise OSError(f'cannot listen at port {port} of {host} ({error.strerror}): set --port or '
-                      '--host') from None
+    except (OSError, OverflowError) as error:  # OverflowError: beyond 65535
+        raise OSError(f'cannot listen at port {port} of {host} ({getattr(error, "strerror", error)}): set --port '
+                      'or --host') from None
 
 
 def answer(conversation, job, top_k, generator):

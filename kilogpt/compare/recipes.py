@@ -86,7 +86,9 @@ class Recipe:
     """Arguments of train.py, the code they are for, and the training of both."""
 
     def __init__(self, argument, options):
-        self.name, _, arguments = argument.partition('=')
+        self.name, equals, arguments = argument.partition('=')
+        if not equals or '/' in self.name or self.name.startswith('-'):
+            raise ValueError(f'{argument!r} is not a recipe: write NAME=ARGUMENTS, such as "base={argument}"')
         arguments = shlex.split(arguments)
         patches = [argument for argument in arguments if argument.endswith('.diff')]
         self.options, self.root = options, copy_of_code(patches, options.folder)

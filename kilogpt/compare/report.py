@@ -187,9 +187,10 @@ def compare_last(base, other, y):
               for candidate in (base, other)]
     what = f'val_{y} of {other.name}'
     if min(map(len, groups)) < 2:
+        folder = other.name if other.name.startswith('out') else f'out-{other.name}'
         return (f'Whether {what} differs from that of {base.name} by more than the noise is not known: '
                 'one seed says nothing about noise. Give two seeds or more of each, as a pattern such as '
-                f"'{other.name}=out-{other.name}-s*'.")
+                f"'{other.name}={folder}-s*'.")
     runs = groups[0] + groups[1]
     if not all(run.has('tokens') for run in runs):
         return f'{what} is not compared: a log does not say how many tokens its run has trained on.'

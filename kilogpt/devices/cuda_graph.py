@@ -7,6 +7,7 @@ import warnings
 
 import torch
 
+from kilogpt import metrics
 from kilogpt.layers.mixture import find_experts
 
 
@@ -77,6 +78,7 @@ class GraphedPasses:
             raise RuntimeError('this model cannot be recorded as a CUDA graph: set cuda_graph to False '
                                f'({str(error).splitlines()[0]})') from error
         self._graph, self._recorded = graph, self._state(batch)
+        metrics.count_graph(graph.pool())
 
     def _state(self, batch):
         """What the passes depend on besides the values of tensors."""

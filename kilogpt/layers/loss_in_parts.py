@@ -19,7 +19,7 @@ class LossInParts(torch.autograd.Function):
             part_grad_x, *part_grad_weight = torch.autograd.grad(part_loss, inputs[:1 + is_trained])
             grad_x.append(part_grad_x)
             if is_trained:
-                grad_weight += part_grad_weight[0]
+                grad_weight += part_grad_weight.pop()  # no longer held while the next part is computed
             total = total + part_loss.detach()
         ctx.save_for_backward(torch.cat(grad_x), grad_weight.type_as(weight) if is_trained else None)
         return total

@@ -12,7 +12,7 @@ import traceback
 
 import torch.distributed as dist
 
-from kilogpt.configurator import is_of_closed_pipe
+from kilogpt.configurator import is_of_closed_pipe, lack_of_memory
 
 _store = None  # of all processes of this start: whether one of them has printed its error
 
@@ -45,7 +45,9 @@ def _report_error(kind, error, trace):
                   'torchrun names the one that ended first', file=sys.stderr, flush=True)
         time.sleep(1)  # torchrun must see the process that ended first before this one
         os._exit(1)
-    if not is_of_closed_pipe(error):
+    if sentence := lack_of_memory(error):
+        sys.stderr.write(f'error: {sentence}\n')
+    elif not is_of_closed_pipe(error):
         # In one piece, so that the tracebacks of two processes do not mix.
         sys.stderr.write(''.join(traceback.format_exception(kind, error, trace)))
         sys.stderr.flush()

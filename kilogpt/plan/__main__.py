@@ -118,7 +118,7 @@ def print_plan(planner, rows, arguments, price):
     for row in rows[:10]:
         print(row_text(row, price))
     best = rows[0]
-    print('\nthe first in detail:')
+    print(f'\nthe first in detail, on {planner.gpus} × {planner.machine.name}:')
     print_parts(best)
     print(f'\n{command(planner, best, arguments)}\n\npopular layouts:')
     for name, keys in popular(planner).items():

@@ -49,7 +49,7 @@ def predict_memory(model, layout, config, device_type, available):
 def _bytes_of(shape, layout, config, device_type):
     work = memory_model.Work.of(config, layout, device_type)
     parts = memory_model.memory(shape, layout, work)
-    return sum(parts.values()) + memory_model.reserve(parts, work)
+    return sum(parts.values()) + memory_model.reserve(parts, work, shape, layout)
 
 
 def _changes(layout, config, device_type):

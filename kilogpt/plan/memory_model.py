@@ -33,6 +33,11 @@ CPU_COMPILER = 0.13e9  # bytes of torch.compile
 # another one if copies for saves are allocated beside the training.
 CPU_GAPS = 0.13  # as a share of the bytes of all tensors
 CPU_HOLE = 0.4  # as a share of the bytes of logits
+# The same for several processes, fitted to the runs in LOG.md of 2026-11-27. Parameters and gradients that are
+# gathered and freed in every iteration, and gloo's copies of them, leave holes between what stays.
+CPU_PEERS = 0.08e9  # bytes of torch.distributed and gloo
+CPU_HOLES_OF_ZERO1 = 1.7  # as a share of the bytes of whole parameters
+CPU_HOLES_OF_FSDP = 2.7
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,13 @@ class Work:
         """Bytes of an element in matrix products, and of a parameter gathered for these products."""
         return 4 if self.dtype == 'float32' else 2
 
+    def residual(self, layout):
+        """Bytes of an element of the residual stream: FSDP2 casts the weights, and the stream follows them.
+
+        Under autocast it stays float32.
+        """
+        return self.width if layout.uses_fsdp else FLOAT32
+
 
 def memory(shape, layout, work):
     """{part: bytes} of tensors on the fullest process, at the moment when their sum is largest.
@@ -92,15 +104,19 @@ def memory(shape, layout, work):
     return max(candidates, key=lambda parts: sum(parts.values()))
 
 
-def reserve(parts, work):
+def reserve(parts, work, shape, layout):
     """Bytes that a process takes in addition to those of its tensors, the result of `memory`.
 
-    On GPUs these are CUDA, NCCL and the gaps between tensors; on CPUs Python, PyTorch and such gaps.
+    On GPUs these are CUDA, NCCL and the gaps between tensors; on CPUs Python, PyTorch, gloo and such gaps.
     """
     total = sum(parts.values())
     if work.device == 'cpu':
         holes = 2 if work.saves_in_background else 1
         gaps = CPU_GAPS * total + holes * CPU_HOLE * parts['logits']
+        if layout.world_size > 1:
+            share = CPU_HOLES_OF_FSDP if layout.uses_fsdp else CPU_HOLES_OF_ZERO1 * (layout.zero_stage == 1)
+            whole = max(shape.totals(stages, layout)[0].split for stages in shape.stages(layout, work.block_size))
+            gaps += CPU_PEERS + share * FLOAT32 * whole
         return CPU_PROCESS + CPU_COMPILER * work.compile + gaps
     return CONTEXT + GAPS * total
 
@@ -140,7 +156,8 @@ def phases(shape, layout, work, rank):
     kept = sum(count * of_kind[kind].kept for kind, count in kinds.items())
     products = sum(count * of_kind[kind].products for kind, count in kinds.items())
     in_flight = micro_batches_in_flight(layout, work.micro_steps, rank)
-    stream = tokens_of(layout, work) / layout.tp * shape.config.n_embd * work.width  # output of a block
+    # The output of a block.
+    stream = tokens_of(layout, work) / layout.tp * shape.config.n_embd * work.residual(layout)
     activations = in_flight * (kept / layout.stages_per_rank + stream)
     # Activations of a block that are free again when its gradients are whole for the first time.
     decrease = min((costs.freed for costs in of_kind.values()), default=0)
@@ -173,15 +190,18 @@ def phases(shape, layout, work, rank):
     copies = _copied_bytes(sharded, layout) if work.saves_in_background else 0
     resident = dict(parameters=sharded['parameters'], moments=sharded['moments'], buffers=buffers,
                     copies=copies)
+    # FSDP2 reduces the head's gradient, the first one, at the end, with those of the embeddings.
+    head = work.width * shape.config.padded_vocab_size * shape.config.n_embd / layout.tp
+    head *= merged.has_head and layout.uses_fsdp and layout.pp == 1 and not shape.config.lora_rank
     return {
         'loss': resident | dict(
             gradients=gradients_before, gathered=gathered, activations=activations, logits=logits),
         'backward': resident | dict(
-            gradients=gradients_before, gathered=gathered, logits=0,
+            gradients=gradients_before, gathered=gathered + head, logits=0,
             activations=activations + recomputed + backward),
         'reduce': resident | dict(
             gradients=gradients if layout.pp > 1 else gradients_before, logits=0,
-            gathered=gathered + reduced_unit, activations=activations - decrease),
+            gathered=gathered + head + reduced_unit, activations=activations - decrease),
         'end': resident | dict(
             gradients=max(gradients_before, gradients), gathered=gathered + reduced_ends, activations=0,
             logits=0),
@@ -229,9 +249,11 @@ def _whole_bytes(shape, layout, work, stages):
         gathered = 0
         if work.width < FLOAT32:  # autocast's copies, which a FrozenLinear does not keep
             in_blocks = all_parts.split_in_matrices - ends.split_in_matrices
-            frozen = shape.frozen.totals(stages, layout)[0].split
-            in_tables = merged.n_tables * shape.counts('tables', layout).split  # whose rows alone are cast
-            gathered = work.width * (in_blocks - in_tables - frozen + ends.split)
+            in_blocks -= shape.frozen.totals(stages, layout)[0].split
+            in_blocks -= merged.n_tables * shape.counts('tables', layout).split  # whose rows alone are cast
+            if work.compile and work.activation_checkpoint != 'none':  # copied again in the backward pass
+                in_blocks = 0
+            gathered = work.width * (in_blocks + ends.split)
         return WholeBytes(FLOAT32 * trained_parts.split, gathered, 0, 0)
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
@@ -303,8 +325,7 @@ def block_activations(config, layout, work, has_experts):
     heads, kv_heads = config.n_head * config.head_width, config.n_kv_head * config.head_width
     if layout.cp > 1:  # key/value heads are repeated if there are more ranks than heads
         kv_heads *= layout.cp // math.gcd(layout.cp, config.n_kv_head // tp)
-    # FSDP2 casts the weights to 16 bits, and the residual stream follows. Under autocast it stays float32.
-    residual = work.width if layout.uses_fsdp else FLOAT32
+    residual = work.residual(layout)
     norm_input = residual * C
     if config.norm == 'rmsnorm' and on_cpu:  # not fused: keeps the float32 input and the normalized input
         norm_input = 2 * FLOAT32 * C
@@ -356,6 +377,9 @@ def block_activations(config, layout, work, has_experts):
         kept += residual * C / tp
         if has_experts:  # attention and experts are checkpointed, the norms are not
             kept += (2 * norm_input - residual * C) / tp + width * C
+        elif work.compile and config.norm_place == 'before':
+            # The compiler keeps the result of the first norm, but not those of both c_proj, which are only added.
+            kept -= width * C
     elif work.compile:
         # The compiler's partitioner keeps the inputs of products, but not the result of SwiGLU's activation.
         if not has_experts:
@@ -395,15 +419,22 @@ def loss_bytes(shape, layout, work):
     """Peak bytes of the loss: logits in 16 bits and in float32, their log-softmax and their gradient."""
     config = shape.config
     rows, vocabulary = int(tokens_of(layout, work)), config.padded_vocab_size
-    per_logit = 2 * work.width if work.compile and layout.tp == 1 else 12
+    per_logit = 12
+    if work.compile and layout.tp == 1:
+        changes_logits = config.softcap or config.logit_scale != 1
+        in_place = work.device == 'cuda' and not changes_logits  # loss_kernel.py: logits become gradients
+        per_logit = work.width if in_place else 2 * work.width
     per_logit += 8 if config.softcap else 0
     if layout.tp > 1:  # sharded logits, all at once; DTensor's loss makes one more copy
         return (per_logit + FLOAT32) * rows * vocabulary / layout.tp + work.width * rows * config.n_embd
     size = shape.model.loss.part_size(
         rows, vocabulary, cpu.MAX_LOGITS if work.device == 'cpu' else math.inf)
+    hidden = (work.residual(layout) + work.width) * rows * config.n_embd  # what the last norm gives; gradients
     if size == rows:
-        return per_logit * rows * vocabulary
-    gradients = (FLOAT32 + 2 * work.width) * vocabulary * config.n_embd + work.width * rows * config.n_embd
+        return per_logit * rows * vocabulary + hidden
+    of_weight = vocabulary * config.n_embd
     if config.lora_rank:  # the head is frozen, and at most cast
-        gradients = work.width * ((work.width < FLOAT32) * vocabulary + rows) * config.n_embd
-    return per_logit * size * vocabulary + gradients
+        return per_logit * size * vocabulary + hidden + work.width * (work.width < FLOAT32) * of_weight
+    # The sum of the weight's gradients, and that of a part beside the gradients of its logits.
+    of_part = max(per_logit * size * vocabulary, work.width * (size * vocabulary + of_weight))
+    return of_part + hidden + FLOAT32 * of_weight

@@ -74,7 +74,7 @@ class Planner:
             config['compile'] = False  # compiler.py refuses to compile with these schedules
         work = memory_model.Work.of(config, layout, self.machine.device, split)
         memory = memory_model.memory(self.shape, layout, work)
-        memory['reserve'] = memory_model.reserve(memory, work)
+        memory['reserve'] = memory_model.reserve(memory, work, self.shape, layout)
         durations = time_model.seconds(self.shape, layout, work, self.machine)
         seconds = sum(durations.values())
         flops = self.flops_per_token * self.tokens / seconds

@@ -296,6 +296,12 @@ def test_port_that_is_taken_is_named(server, trained):  # noqa: F811
     assert done.returncode == 1 and f'cannot listen at port {server.port} of 127.0.0.1' in done.stderr
 
 
+@pytest.mark.parametrize('port', [80000, -1])
+def test_impossible_port_is_named(port):
+    with pytest.raises(OSError, match=f'cannot listen at port {port} of 127.0.0.1 .*: set --port'):
+        server_module.bind('127.0.0.1', port)
+
+
 @pytest.mark.slow
 def test_missing_library_is_named(trained, tmp_path):  # noqa: F811
     fault = tmp_path / 'fault.py'

@@ -25,16 +25,25 @@ def pytest_collection_modifyitems(items):
                 'cuda_dry tests/cuda_dry')))
 
 
+def read_calls(path):
+    """{iteration: Counter of (call, place or stream)} of a file of faults/record_cuda.py, if it exists."""
+    found = {}
+    if os.path.exists(path):
+        for iteration, entries in json.loads(pathlib.Path(path).read_text()).items():
+            found[int(iteration)] = collections.Counter({(call, where): n for call, where, n in entries})
+    return found
+
+
 @pytest.fixture(scope='session')
 def dry_run(train, tmp_path_factory):
-    """`train` on pretended GPUs. The run also has `calls`, what rank 0 asked: {iteration: Counter of (call, place)}."""
+    """`train` on pretended GPUs. The run also has what rank 0 asked: `calls`, {iteration: Counter of (call, place)}.
+
+    `streams` is the same with the number of a stream instead of a place.
+    """
     def dry_run(*arguments, faults=(), out_dir=None, **options):
         out_dir = out_dir or tmp_path_factory.mktemp('run') / 'out'
         run = train('--device=cuda', *arguments, out_dir=out_dir, faults=[*ALWAYS, *faults], **options)
-        run.calls, path = {}, pathlib.Path(f'{out_dir}.cuda.0')
-        if path.exists():
-            for iteration, entries in json.loads(path.read_text()).items():
-                run.calls[int(iteration)] = collections.Counter({(call, place): n for call, place, n in entries})
+        run.calls, run.streams = read_calls(f'{out_dir}.cuda.0'), read_calls(f'{out_dir}.streams.0')
         return run
     return dry_run
 

@@ -10,7 +10,7 @@ import pytest
 
 from cuda_helpers import SHORT, SMALL, copies_from_pageable_memory, products_of
 from gpu_checks import MODELS, RUNS
-from helpers import FAULTS, ROOT, newest_tensors, run_forked, saved_iterations
+from helpers import FAULTS, ROOT, TINY, newest_tensors, run_forked, run_script, saved_iterations
 
 
 def check(run):
@@ -123,6 +123,7 @@ def test_sigterm_saves_and_ends_the_run(dry_run):
     assert run.returncode == 143 and saved_iterations(run.out_dir)[-1] == 4
 
 
-def test_what_an_h100_cannot_hold_ends_the_run(dry_run):
-    run = dry_run('--max_iters=1', '--n_embd=32768', '--n_head=256', '--n_layer=40', check=False)
-    assert run.returncode == 1 and 'out of memory' in run.stderr + run.stdout
+def test_what_an_h100_cannot_hold_ends_the_run(dataset, tmp_path):
+    run = run_script('train.py', *TINY, '--device=cuda', f'--dataset={dataset}', f'--out_dir={tmp_path}/out',
+                     '--n_embd=32768', '--n_head=256', '--n_layer=40', check=False)
+    assert run.returncode == 1 and 'error: GPU 0 is out of memory: ' in run.stderr and 'Traceback' not in run.stderr

@@ -26,6 +26,17 @@ def test_experts_on_several_gpus_wait_for_their_router_alone(dry_run):
     assert waits_of(run, SETTLED).keys() == {'kilogpt/parallel/expert.py dispatch'}
 
 
+@pytest.mark.parametrize('settings, collectives', [
+    ('', {'ncclAllReduce'}), ('--zero_stage=1', {'ncclReduceScatter'}),
+    ('--zero_stage=3', {'ncclAllGather', 'ncclReduceScatter'})])
+def test_collectives_of_the_passes_are_not_in_the_stream_of_products(dry_run, settings, collectives):
+    """A GPU can run them beside the computation. Those of the update are in its stream."""
+    run = dry_run(*QUIET, '--dtype=bfloat16', *settings.split(), nproc=2)
+    streams = {call: {stream for other, stream in run.streams[5] if other == call} for call, _ in run.streams[5]}
+    assert all(found == {0} for call, found in streams.items() if call.startswith('product'))
+    assert all(streams[call] and 0 not in streams[call] for call in collectives)
+
+
 # --- planted mistakes ---------------------------------------------------------------------------------------
 
 def test_hidden_item_is_found_by_its_place(dry_run):

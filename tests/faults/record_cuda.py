@@ -2,7 +2,8 @@
 
 The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of Run.advance
 to the next; what an evaluation or a save asks for counts in the iteration that follows. A place is the innermost line
-of ours.
+of ours. OUT_DIR.streams.RANK has the same with the number of a stream instead of a place: 0 is the stream in which
+PyTorch computes unless it is told otherwise, and the others have numbers in the order of their first use.
 """
 import collections
 import ctypes
@@ -20,6 +21,7 @@ OURS = tuple(os.path.join(ROOT, name) for name in ('train.py', 'sample.py', 'mod
 NOT_OURS = 'place', 'record', 'even_counts', 'divide'  # here, and in cuda_sizes.py
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 calls, iterations = collections.Counter(), {}
+calls_of_streams, iterations_of_streams, streams = collections.Counter(), {}, {None: 0}
 
 
 def record(call, n_bytes, stream):
@@ -27,6 +29,7 @@ def record(call, n_bytes, stream):
     if call == 'copy of pageable memory' and n_bytes <= 8:
         call = 'copy of a pageable number'
     calls[call, place()] += 1
+    calls_of_streams[call, streams.setdefault(stream, len(streams))] += 1
 
 
 def place():
@@ -41,10 +44,12 @@ def place():
 
 def advance(self):
     advance_uncounted(self)
-    iterations[self.iteration] = [[*key, count] for key, count in calls.items()]
-    calls.clear()
-    with open(f'{out_dir}.cuda.{os.environ.get("RANK", "0")}', 'w') as file:
-        json.dump(iterations, file)
+    for name, counts, found in (('cuda', calls, iterations),
+                                ('streams', calls_of_streams, iterations_of_streams)):
+        found[self.iteration] = [[*key, count] for key, count in counts.items()]
+        counts.clear()
+        with open(f'{out_dir}.{name}.{os.environ.get("RANK", "0")}', 'w') as file:
+            json.dump(found, file)
 
 
 advance_uncounted, run.Run.advance = run.Run.advance, advance

@@ -92,9 +92,9 @@ def predict(row):
     s, tokens = work.micro_batch * work.block_size / layout.cp, work.micro_batch * work.block_size
     recomputed = 0  # bytes of the products that torchtitan does not keep
     if row.options['activation_checkpoint'] == 'selective':
-        # Every second of the seven products: c_k, c_proj, c_gate.
+        # Every second of the seven products: c_k, c_proj, c_gate. The compiler would not keep that of c_proj anyway.
         width = config.n_kv_head * config.head_width + config.n_embd + config.n_hidden
-        recomputed = shape.n_blocks * s * work.width * width / tp
+        recomputed = shape.n_blocks * s * work.width * (width - work.compile * config.n_embd) / tp
         flops = 2 * s * (config.n_embd * width) / tp
         seconds += shape.n_blocks * flops / machine.rate('float8' if work.fp8 else work.dtype, 1024)
     most = 0

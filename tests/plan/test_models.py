@@ -117,15 +117,16 @@ RESIDENT = dict(
     vocabulary='--n_layer=2 --n_embd=256 --block_size=512 --batch_size=2 --mlp=swiglu')
 
 
-@pytest.mark.parametrize('case', [
-    'state', *(pytest.param(case, marks=pytest.mark.slow) for case in ('activations', 'vocabulary'))])
-def test_resident_memory_on_a_cpu_is_as_predicted_at_start(train, tmp_path, case):
+@pytest.mark.parametrize('case, nproc, zero_stage', [('state', 1, 0), *(
+    pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ('activations', 1, 0), ('vocabulary', 1, 0), ('state', 2, 0), ('state', 2, 1), ('state', 2, 3)))])
+def test_resident_memory_on_a_cpu_is_as_predicted_at_start(train, tmp_path, case, nproc, zero_stage):
     """`mem_gb` is within 20% of the line that train.py prints."""
-    arguments = [*SAVES.split(), *RESIDENT[case].split()]
+    arguments = [*SAVES.split(), *RESIDENT[case].split(), f'--zero_stage={zero_stage}']
     if case == 'vocabulary':
         write_random_tokens(tmp_path, 49152)
         arguments.append(f'--dataset={tmp_path}')
-    run = train(*arguments, runner=run_script)  # a forked process would share memory with its parent
+    run = train(*arguments, runner=run_script, nproc=nproc)  # a forked process would share memory with its parent
     predicted = float(re.search(r'memory +([\d.]+) GB predicted', run.stdout).group(1))
     assert predicted == pytest.approx(run.lines[3]['mem_gb'], rel=0.2)
 

@@ -119,6 +119,10 @@ def test_bad_input_is_one_sentence(run_plan, tmp_path, monkeypatch, arguments, m
     assert re.match(f'error: .*{message}', problem) and '\n' not in problem, problem
 
 
+def test_name_of_a_gpu_is_found_without_its_spaces_and_capitals():
+    assert [machines.find_machine(name).name for name in ('RTX4090', 'h100-pcie')] == ['RTX 4090', 'H100 PCIe']
+
+
 def test_search_proposes_nothing_that_train_would_refuse(machine_file):
     """Each row passes train.py's checks, and train.py would not change a micro-batch."""
     config = config_of(os.path.join(ROOT, 'train.py'), [*TINY, '--gradient_accumulation_steps=4'])
