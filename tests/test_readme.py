@@ -113,6 +113,7 @@ SESSIONS = dict(
         step('python train.py config/quickstart.py --init_from=out-windows --rope_scaling=yarn,factor=2,'
              'original_max_position_embeddings=64 --block_size=128 --out_dir=out-longer',
              SMALL + ' --block_size=128'),
+        step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
     ],
     help=[
         step('python train.py --help'),
