@@ -13,11 +13,12 @@ class ValueEmbedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.table = build_embedding(config.padded_vocab_size, config.n_kv_head * config.head_width)
-        self.gate = nn.Linear(min(config.n_embd, 32), config.n_kv_head, bias=False)
+        self.n_features = min(config.n_embd, 32)  # of x, which the gate reads
+        self.gate = nn.Linear(self.n_features, config.n_kv_head, bias=False)
 
     def forward(self, v, x, tokens):
         """v (B, T, G, D), x (B, T, C): the input of attention, tokens (B, T) -> v (B, T, G, D)."""
-        strength = 2 * torch.sigmoid(self.gate(x[..., :self.gate.in_features]))  # (B, T, G), 1 at the start
+        strength = 2 * torch.sigmoid(self.gate(x[..., :self.n_features]))  # (B, T, G), 1 at the start
         return v + strength[..., None] * self.table(tokens).view_as(v).type_as(v)
 
 
