@@ -121,7 +121,7 @@ def test_config_file_of_nanogpt_works(tmp_path):
     ('a.py', 'flag = 1', 'flag takes bool, but .*a.py gives 1'),
     ('a.py', 'steps = None', 'steps takes int, but .*a.py gives None'),
     ('a.py', 'steps = [1]', 'steps takes int'),
-    ('a.py', 'import no_such_module', 'a.py, line 1: ModuleNotFoundError.* no_such_module'),
+    ('a.py', 'import no_such_module', "a.py, line 1: ModuleNotFoundError.* 'no_such_module'"),
     ('a.py', 'def half(x):\n    return x / 0\nsteps = half(3)', 'a.py, line 2: ZeroDivisionError: division by zero'),
     ('a.py', 'step_of_mine = 3', "unknown key 'step_of_mine' in .*a.py; --help lists them all"),
     ('a.json', '{"stepz": 3}', "unknown key 'stepz' in .*a.json; did you mean steps"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from kilogpt import metrics
 from kilogpt.devices.cuda_graph import GraphedPasses, can_record
 from kilogpt.layers.preferences import use_preferences
 from model import GPT, GPTConfig
@@ -46,7 +47,13 @@ def passes(monkeypatch):
         yield
         passes.recording = None
 
-    monkeypatch.setattr(torch.cuda, 'CUDAGraph', SimpleNamespace)
+    segments = [dict(segment_pool_id=(0, 1), total_size=9e9, active_size=2e9),
+                dict(segment_pool_id=(0, 0), total_size=100e9, active_size=100e9)]
+    monkeypatch.setattr(metrics, '_bytes_of_graphs', [])
+    monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 3e9)
+    monkeypatch.setattr(torch.cuda, 'CUDAGraph', lambda: SimpleNamespace(pool=lambda: (0, 1)))
+    monkeypatch.setattr(torch.cuda, 'memory_snapshot', lambda: segments)
+    monkeypatch.setattr(torch.cuda, 'reset_peak_memory_stats', lambda: None)
     monkeypatch.setattr(torch.cuda, 'graph', record)
     monkeypatch.setattr(torch.cuda, 'set_sync_debug_mode', lambda mode: setattr(passes, 'mode', mode))
     return passes
@@ -83,6 +90,7 @@ def test_replays_give_the_losses_and_gradients_of_the_passes(passes):
     for scale in (0.5, 0.1):
         assert_equal_to_plain(passes, graphed, batches(3), scale)
     assert passes.calls == 0 and passes.mode == 'default' and not notes
+    assert metrics.peak_memory_gb(torch.device('cuda')) == 3 + 7  # what the allocator holds for replays too
 
 
 def test_what_was_not_recorded_runs_without_the_graph(passes):
