@@ -88,7 +88,7 @@ class Recipe:
     def __init__(self, argument, options):
         self.name, equals, arguments = argument.partition('=')
         if not equals or '/' in self.name or self.name.startswith('-'):
-            raise ValueError(f'{argument!r} is not a recipe: write NAME=ARGUMENTS, such as "base={argument}"')
+            sys.exit(f'error: {argument!r} is not a recipe: write NAME=ARGUMENTS, such as "base={argument}"')
         arguments = shlex.split(arguments)
         patches = [argument for argument in arguments if argument.endswith('.diff')]
         self.options, self.root = options, copy_of_code(patches, options.folder)
