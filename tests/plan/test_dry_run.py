@@ -146,9 +146,9 @@ def test_dry_run_of_experts_is_close_to_a_run_with_uneven_loads(train, dataset):
         assert sent == {key: size for key, size in expected.items() if key in sent}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('layout', [
-    'ddp', 'zero3', 'tp', 'interleaved1f1b', 'experts ep zero3'])
+    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ('tp', 'experts ep zero3')),
+    *(pytest.param(layout, marks=pytest.mark.matrix) for layout in ('ddp', 'zero3', 'interleaved1f1b'))])
 def test_dry_run_predicts_the_bytes_of_the_profiler(layout, train, dataset):
     """PyTorch's profiler counts the bytes of a run independently of our ByteCounter."""
     nproc, arguments = LAYOUTS[layout]
