@@ -219,10 +219,10 @@ def test_shipped_config_passes(config):
 
 @pytest.mark.parametrize('model', [
     pytest.param('gemma', marks=pytest.mark.slow),
-    *(pytest.param(model, marks=pytest.mark.matrix) for model in ('after', 'neox', 'granite'))])
+    *(pytest.param(model, marks=pytest.mark.matrix) for model in ('modern', 'after', 'neox', 'granite'))])
 def test_parts_of_other_models_pass(model):
     """Each key of kilogpt/layers/options.py is in one of these models, or in those of test_lora_layouts.py."""
-    arguments = ' '.join(MODELS[name] for name in ('after', 'gemma', 'neox', 'granite')).split()
+    arguments = ' '.join(MODELS[name] for name in ('modern', 'after', 'gemma', 'neox', 'granite')).split()
     keys = {argument.removeprefix('--').partition('=')[0] for argument in arguments}
     fields = {field.name for field in dataclasses.fields(ModelOptions)}
     assert fields - keys == {'n_hidden', 'norm_eps', 'rope_theta', *lora.KEYS}  # the first three are numbers
