@@ -138,7 +138,7 @@ class Attention(nn.Module):
         """x (B, T, C) -> (B, T, C).
 
         rope: one of `rope_tables`. mask: as in DotProductAttention. cache: the CacheView of this layer.
-        tokens (B, T): their ids, for a value embedding.
+        tokens (B, T): the token ids, which a value embedding looks up.
         """
         B, T, _ = x.shape
         x = cast_for_linears(x)
@@ -301,6 +301,8 @@ class GPT(nn.Module):
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
+        if std == 0:  # without drawing a number for each of millions of zeros
+            return torch.zeros(stop - start, *shape[1:], device='cpu')
         size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
         first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
         value = torch.empty(last - first, *shape[1:], device='cpu')

@@ -83,7 +83,7 @@ def test_command_line(arguments, key, value):
     ('--steps', '--steps needs a value'), ('--steps --flag', '--steps needs a value'),
     ('--top_k=1.5', "top_k takes int or None.*'1.5'"),
     ('no/such/file.py', "config file 'no/such/file.py' does not exist"),
-    ("steps=3", "'steps=3' is not a config file; did you mean --steps=3"),
+    ('steps=3', "'steps=3' is not a config file; did you mean --steps=3"),
 ])
 def test_bad_arguments_end_in_one_sentence(arguments, message):
     with pytest.raises(SystemExit, match=f'^error: [^\n]*(?:{message})[^\n]*$'):

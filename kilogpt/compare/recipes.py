@@ -29,6 +29,7 @@ from data.datasets import dataset_folder
 from kilogpt.compare.candidates import cost_of_reaching, last_value
 from kilogpt.compare.noise import paired
 from kilogpt.compare.report import mean_text, table
+from kilogpt.configurator import exit_on_error
 from kilogpt.plot.sources import read_run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -47,7 +48,8 @@ def main():
     parser.add_argument('--no_sweep', action='store_true', help='train at the given learning rates alone')
     parser.add_argument('--jobs', type=int, default=1, help='recipes that train at the same time (1)')
     options = parser.parse_args()
-    recipes = [Recipe(argument, options) for argument in options.recipes]
+    with exit_on_error():
+        recipes = [Recipe(argument, options) for argument in options.recipes]
     is_whole = True
     for size in map(Size, options.sizes or ['given:']):
         with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
@@ -88,7 +90,7 @@ class Recipe:
     def __init__(self, argument, options):
         self.name, equals, arguments = argument.partition('=')
         if not equals or '/' in self.name or self.name.startswith('-'):
-            sys.exit(f'error: {argument!r} is not a recipe: write NAME=ARGUMENTS, such as "base={argument}"')
+            raise ValueError(f'{argument!r} is not a recipe: write NAME=ARGUMENTS, such as "base={argument}"')
         arguments = shlex.split(arguments)
         patches = [argument for argument in arguments if argument.endswith('.diff')]
         self.options, self.root = options, copy_of_code(patches, options.folder)
@@ -179,7 +181,7 @@ def copy_of_code(patches, folder):
             with open(patch, 'rb') as file:
                 contents.append(file.read())
         except OSError as error:
-            sys.exit(f'error: the patch {patch} cannot be read: {error.strerror}')
+            raise ValueError(f'the patch {patch} cannot be read: {error.strerror}') from None
     name = '-'.join([commit[:12], *(hashlib.sha256(content).hexdigest()[:12] for content in contents)])
     tree = os.path.abspath(os.path.join(folder, 'code', name))
     if not os.path.exists(tree):
@@ -189,7 +191,7 @@ def copy_of_code(patches, folder):
         subprocess.run(['tar', 'x', '-C', unfinished], check=True, input=run_git('archive', 'HEAD'))
         for patch, content in zip(patches, contents):
             if subprocess.run(['patch', '-p1', '-s', '-d', unfinished], input=content).returncode:
-                sys.exit(f'error: {patch} does not fit the last commit: write it again, with git diff')
+                raise ValueError(f'{patch} does not fit the last commit: write it again, with git diff')
         os.rename(unfinished, tree)
     return tree
 
@@ -198,7 +200,8 @@ def run_git(*arguments):
     """What a command of git prints."""
     done = subprocess.run(['git', '-C', ROOT, *arguments], capture_output=True)
     if done.returncode:
-        sys.exit(f'error: recipes train with the last commit of {ROOT}, but git says: {done.stderr.decode().strip()}')
+        raise ValueError(f'recipes train with the last commit of {ROOT}, but git says: '
+                         f'{done.stderr.decode().strip()}')
     return done.stdout
 
 

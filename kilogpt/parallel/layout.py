@@ -190,24 +190,22 @@ def stage_lengths(model, n_stages, block_size):
     and updates are not.
     """
     plan = model.split_plan
-    names = list(model.get_submodule(plan['blocks']))
+    blocks = model.get_submodule(plan['blocks']).values()
 
     def size_of(name):
         return sum(p.numel() for p in model.get_submodule(name).parameters())
 
-    tables = {}  # {name of a block: elements of its embeddings}
+    tables = []  # elements of the embeddings in each block
+    for block in blocks:
+        tables.append(sum(module.weight.numel() for name, module in block.named_modules()
+                          if name in plan['tables']))
+    block_cost = (size_of(plan['blocks']) - sum(tables)) // len(blocks) + block_size * model.config.n_embd
     first_cost = 0
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if name.startswith(plan['before_blocks']):
             first_cost += parameter.numel()
-        elif name.removesuffix('.weight').endswith(plan['tables']):
-            block = name.removeprefix(plan['blocks'] + '.').partition('.')[0]
-            tables[block] = tables.get(block, 0) + parameter.numel()
-    in_blocks = size_of(plan['blocks']) - sum(tables.values())
-    block_cost = in_blocks // len(names) + block_size * model.config.n_embd
-    block_costs = [block_cost + tables.get(name, 0) // 2 for name in names]
     last_cost = sum(size_of(name) for name in plan['after_blocks'])
-    return balance([first_cost // 2, *block_costs, last_cost], n_stages)
+    return balance([first_cost // 2, *(block_cost + table // 2 for table in tables), last_cost], n_stages)
 
 
 def balance(costs, parts):

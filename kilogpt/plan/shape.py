@@ -69,7 +69,8 @@ class Shape:
         blocks = model.get_submodule(plan['blocks'])
         self.model, self.config, self.n_blocks = model, model.config, len(blocks)
         self.is_sparse = [self.config.has_experts(int(number)) for number in blocks]
-        self.has_table = [self.config.has_value_embedding(int(number)) for number in blocks]
+        self.has_table = [any(name in plan['tables'] for name, _ in block.named_modules())
+                          for block in blocks.values()]
         self.parts = {part: [] for part in ('before', 'dense', 'sparse', 'experts', 'tables', 'after')}
         # Blocks of one kind have the same parameters, so the first block of each kind is enough.
         first_blocks = {}  # {prefix of the names of its parameters: whether it has experts}

@@ -244,6 +244,7 @@ def _optimizer_seconds(shape, layout, work, machine):
         total = 8 * updated / HOST_LINK + 40 * updated / HOST_UPDATE
     if work.optimizer == 'muon':  # five Newton-Schulz steps on each matrix, which one process computes
         flops = matrix_bytes = 0
+        # AdamW updates the embeddings in blocks, which are therefore not among the matrices.
         all_blocks = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), 0, False)
         for part, count in all_blocks.parts.items():
             for _, sizes, _ in shape.trained.parts[part]:
