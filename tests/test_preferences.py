@@ -255,7 +255,8 @@ def start(train, tmp_path_factory):
 
 
 def evaluate(source, pairs, *arguments, **options):
-    return run_forked('kilogpt.evaluate', source, f'--reference={pairs}', '--device=cpu', *arguments, **options)
+    return run_forked('kilogpt.evaluate', source, f'--reference={pairs}', '--device=cpu', '--dtype=float32', *arguments,
+                      **options)
 
 
 def test_margins_rise_on_held_out_pairs(train, start):

@@ -319,6 +319,7 @@ NEEDS = {
                      'python bench.py --random_tokens=50257 --batch_size=4'), 'no more than bench.py --profile above'),
     'python bench.py --random_tokens=50257 --document_length=256 --documents=mask --batch_size=48': 'a GPU',
     'python bench.py config/gpt2_xl_fsdp.py --zero_stage=0 --random_tokens=50257': 'a GPU',
+    'python bench.py config/train_gpt2_moe.py --ep=1': 'a GPU',
     'python train.py config/quickstart.py --dataset=s3://': 'a bucket: test_storage.py has one',
     'python sample.py --out_dir=s3://': 'a bucket: test_storage.py has one',
     'python -m kilogpt.convert export s3://': 'a bucket: test_storage.py has one',
