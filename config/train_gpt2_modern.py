@@ -1,6 +1,6 @@
 # The shape of GPT-2 (124M) with modern blocks (RoPE, RMSNorm, SwiGLU, QK-norm, softcap, untied head), Muon,
 # and the wsd schedule. All were chosen by runs of small models (LOG.md). The learning rate is usual for AdamW
-# at this size and was not tuned.
+# at this size and was not tuned: 21M parameters and 32,768 tokens an iteration were better at 6e-3 than at 3e-3.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
 out_dir = 'out-gpt2-modern'
 wandb_project = 'owt'
