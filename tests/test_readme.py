@@ -295,6 +295,7 @@ NEEDS = {
     'python -m data.look mypairs': 'the dataset of the command before',
     'python train.py config/dpo.py': 'weights of a real model: docs/dpo.md has figures',
     'python sample.py --out_dir=out-dpo': 'the run of the command before',
+    'python train.py config/quickstart.py --optimizer=muon': 'no more than the quick start, which has it on CPUs',
     'python data/tasks/make.py': 'no more than test_make_tasks.py does',
     'python -m kilogpt.evaluate out-quickstart --tasks=core:': 'files of 160 MB: test_tasks.py has small ones',
     'python dev/versus.py ../nanoGPT': 'a checkout of nanoGPT: test_versus.py has a stand-in',
