@@ -126,8 +126,8 @@ def test_two_processes_give_the_same_answers(layout, model, answers, theirs):
 def test_command_writes_the_figures_of_the_harness(model, include, theirs, tmp_path):
     env = HERE_ONLY | dict(HF_HOME=str(tmp_path))
     done = run_forked('kilogpt.evaluate', model.run, f'--lm_eval={",".join(TASKS)}',
-                      '--device=cpu', f'--lm_eval_include={include}', f'--out={tmp_path}/scores.json',
-                      env=env, nproc=2)
+                      '--device=cpu', '--dtype=float32', f'--lm_eval_include={include}',
+                      f'--out={tmp_path}/scores.json', env=env, nproc=2)
     scores = json.loads((tmp_path / 'scores.json').read_text())
     assert {key for key in scores if not key.endswith('_stderr')} == FIGURES | {'source', 'iter', 'tokens'}
     for key in FIGURES:
