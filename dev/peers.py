@@ -293,6 +293,8 @@ def choose_peers(options):
     if WARMUP + options.iterations > options.iters:
         sys.exit(f'error: --iterations={options.iterations} and {WARMUP} before them are more than '
                  f'--iters={options.iters}')
+    if options.rounds < 1:
+        sys.exit(f'error: --rounds must be at least 1, not {options.rounds}')
     for name in names:
         if name not in known:
             sys.exit(f'error: --peers has {name!r}: the peers are {", ".join(known)}')

@@ -96,6 +96,7 @@ def test_table_is_what_the_runs_logged_and_the_same_recipe_has_the_same_losses(d
     (['--peers=nanochat'], 'the peer nanochat needs --nanochat=FOLDER, a checkout of https://github.com/karpathy'),
     (['--nanochat=nowhere'], 'there is no nowhere/scripts/base_train.py: give --nanochat a checkout of'),
     (['--peers=llama'], "--peers has 'llama': the peers are kilogpt, nanogpt, transformers"),
+    (['--rounds=0'], '--rounds must be at least 1, not 0'),
     (['--iters=20'], '--iterations=20 and 5 before them are more than --iters=20'),
 ])
 def test_wrong_arguments_are_one_sentence(tmp_path, monkeypatch, arguments, message):
