@@ -58,6 +58,7 @@ def evaluations(folder):
     return {line['iter']: line['val_loss'] for line in lines if 'val_loss' in line}
 
 
+@pytest.mark.slow
 def test_table_is_what_the_runs_logged_and_the_same_recipe_has_the_same_losses(dataset, tmp_path):
     """Our model in the place of nanoGPT's, in the loop of peers, learns what it learns in train.py."""
     nanogpt, folder = tmp_path / 'nanoGPT', tmp_path / 'out'
