@@ -28,12 +28,14 @@ SHAPES = {
 VOCABULARIES = {'8B': 128256, '70B': 128256}
 COMPILED = '--compile=True --cuda_graph=False'  # a graph has the same tensors, in a pool that is not counted
 FULL, SELECTIVE = '--activation_checkpoint=full', '--activation_checkpoint=selective'
+EXPERTS = '--mlp=moe --n_experts=8 --n_active_experts=2'
 CASES = [
     '124M', f'124M {SELECTIVE}', f'124M {FULL}', '124M --optimizer=muon', '124M --zero_stage=3',
     f'124M {COMPILED}', f'124M {COMPILED} {SELECTIVE}', f'124M {COMPILED} {FULL}',
     f'350M {COMPILED}', '1.5B', '1.5B --optimizer=muon', f'1.5B {COMPILED} {SELECTIVE}',
     '8B', f'8B --zero_stage=3 {COMPILED} {SELECTIVE}',
     '124M x2', '124M x2 --zero_stage=1', '1.5B x2 --zero_stage=3 --optimizer=muon', '8B x2 --tp=2',
+    '124M x2 --cp=2', '124M x2 --pp=2', f'124M {EXPERTS}', f'124M x2 {EXPERTS} --ep=2',
     f'70B 1/256 --zero_stage=3 --tp=8 {FULL} --gradient_accumulation_steps=64', f'70B 1/256 --zero_stage=3 {FULL}']
 RUN = ('--device=cuda --dtype=bfloat16 --compile=False --max_iters=3 --eval_iters=0 --keep_checkpoints=0 '
        '--on_nonfinite=skip --log_interval=9').split()

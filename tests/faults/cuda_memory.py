@@ -6,6 +6,7 @@ host need not have room for them. With MEMORY_PLACES=1 the file also has `places
 they were most, by line.
 """
 import collections
+import ctypes
 import json
 import os
 import runpy
@@ -13,6 +14,8 @@ import sys
 
 import torch
 
+if hasattr(ctypes.CDLL(None), 'on_cuda_call'):  # on pretended GPUs; real ones compute what the host must know
+    runpy.run_path(os.path.join(os.path.dirname(__file__), 'cuda_sizes.py'))
 if os.environ.get('ONE_OF_MANY'):
     runpy.run_path(os.path.join(os.path.dirname(__file__), 'one_of_many.py'))
 from kilogpt import run
