@@ -76,7 +76,7 @@ def test_table_is_what_the_runs_logged_and_the_same_recipe_has_the_same_losses(d
         times = json.loads((folder / 'times' / name / 'round-1.json').read_text())
         assert row['last val_loss'] == f'{losses[12]:.4f}' and row['ms/iteration'] == f'{times["ms"]:.1f}'
         assert row['memory'] == f'{times["gb"]:.2f} GB' and row['tokens/s'] == f'{128_000 / times["ms"]:,.0f}'
-        assert row['first start'] == row['later'] == f'{times["start"]:.1f} s' and 1 < times["start"] < 100
+        assert row['first start'] == row['later'] == f'{times["start"]:.1f} s' and times["start"] > 0
         curve = (folder / 'curves' / name / 'metrics.jsonl').read_text().splitlines()
         assert json.loads(curve[-1])['seconds'] == pytest.approx(12 * times['ms'] / 1000)
         assert json.loads((folder / 'curves' / name / 'config.json').read_text())['seed'] == 1
