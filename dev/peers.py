@@ -34,12 +34,13 @@ sys.path.insert(0, ROOT)
 from data.datasets import dataset_folder, read_meta
 from data.loader import TokenLoader
 from kilogpt import metrics
-from kilogpt.compare.candidates import cost_of_reaching, last_value
+from kilogpt.compare import recipes
+from kilogpt.compare.candidates import cost_of_reaching
 from kilogpt.compare.report import table
 from kilogpt.configurator import config_of
 from kilogpt.parallel.processes import resolve_dtype
 from kilogpt.plot.sources import read_run
-from kilogpt.script_runs import as_arguments, timed
+from kilogpt.script_runs import timed, train_command
 
 CPU = torch.device('cpu')
 EVALUATIONS = 15  # of a run, besides the one at its start
@@ -109,13 +110,12 @@ def start(options, name, factor, out_dir, timed_iters=0, **environment):
     if name in options.recipes:
         arguments = options.recipes[name]
         rate = factor * config_of(os.path.join(ROOT, 'train.py'), arguments)['learning_rate']
-        command = [os.path.join(ROOT, 'train.py'), *arguments, *as_arguments(
-            dataset=options.dataset, out_dir=out_dir, n_layer=options.layers, n_head=options.heads,
+        command = train_command(
+            arguments, out_dir, dataset=options.dataset, n_layer=options.layers, n_head=options.heads,
             n_embd=options.width, block_size=options.block_size, batch_size=options.batch_size,
             gradient_accumulation_steps=1, learning_rate=f'{rate:g}', lr_decay_iters=options.iters,
             max_iters=timed_iters or options.iters, eval_iters=0 if timed_iters else options.eval_iters,
-            eval_interval=options.eval_interval, seed=options.seed, device='cpu', log_interval=1,
-            keep_checkpoints=0, wandb_log=False)]
+            eval_interval=options.eval_interval, seed=options.seed, device='cpu')
     else:
         command = [os.path.abspath(__file__), *sys.argv[1:], f'--run={name}', f'--factor={factor}',
                    f'--out_dir={out_dir}', f'--timed={timed_iters}']
@@ -144,28 +144,20 @@ def find_rate(options, name):
 def last_loss(options, name, factor):
     """The last validation loss of a run, which is trained if it is not there; infinite if it has diverged."""
     out_dir = folder_of_run(options, name, factor)
-    if not has_ended(options, out_dir):
+    if recipes.read_if_over(out_dir) is None:
         threads = max(1, os.cpu_count() // options.jobs)
         try:
             start(options, name, factor, out_dir, OMP_NUM_THREADS=str(threads))
         except RuntimeError:
-            if not any(file.startswith('nonfinite') for file in os.listdir(out_dir)):
+            if recipes.read_if_over(out_dir) is None:  # it has not diverged
                 raise
-            return math.inf
-    loss = last_value(read_run(out_dir), 'loss')
+    loss = recipes.last_loss(read_run(out_dir))
     print(f'{name}: {factor:g} times the documented learning rate: {loss}', file=sys.stderr, flush=True)
-    return math.inf if loss is None else loss
+    return loss
 
 
 def folder_of_run(options, name, factor):
     return os.path.join(options.folder, 'runs', name, f'x{factor:g}')
-
-
-def has_ended(options, out_dir):
-    if not os.path.exists(os.path.join(out_dir, 'metrics.jsonl')):
-        return False
-    evals = read_run(out_dir).evals
-    return bool(evals) and evals[-1]['iter'] == options.iters
 
 
 def measure(options, factors):
@@ -280,8 +272,8 @@ def parse_arguments():
     options.tokens = options.batch_size * options.block_size  # of an iteration
     options.warmup = max(1, round(0.04 * options.iters))  # of peers that document it for much longer runs
     options.eval_interval = max(1, math.ceil(options.iters / EVALUATIONS))
-    recipes = [recipe.partition('=') for recipe in options.ours or [OURS]]
-    options.recipes = {name: shlex.split(arguments) for name, _, arguments in recipes}
+    ours = [recipe.partition('=') for recipe in options.ours or [OURS]]
+    options.recipes = {name: shlex.split(arguments) for name, _, arguments in ours}
     return options
 
 
@@ -318,7 +310,7 @@ def main():
             factors = dict(zip(names, pool.map(lambda name: find_rate(options, name), names)))
         report = describe(options, factors, measure(options, factors))
     except RuntimeError as error:
-        sys.exit(f'error: {error}')
+        sys.exit(str(error))  # as the run has said it
     print(report)
     with open(os.path.join(options.folder, 'table.md'), 'w', encoding='utf-8') as file:
         file.write(report + '\n')

@@ -210,7 +210,7 @@ def read_if_over(folder):
     if not os.path.exists(os.path.join(folder, 'metrics.jsonl')):
         return None
     run = read_run(folder)
-    has_diverged = run.config['on_nonfinite'] == 'abort' and any(
+    has_diverged = run.config.get('on_nonfinite') == 'abort' and any(
         name.startswith('nonfinite') for name in os.listdir(folder))
     return run if has_diverged or has_ended(run) else None
 
