@@ -6,6 +6,7 @@ sequence that a process may have, and some are longer than a window, or than a p
 import functools
 import itertools
 import json
+import os
 import shutil
 
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 from test_islands import PLAIN_OUTER, islands_of
 from test_parallel import BASE, MODERN, SCHEDULES
 
+from data.datasets import find_sources
 from data.flags import BEGIN, CONTEXT
 from data.prepare import write_random_tokens
-from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_weights, side_by_side
+from data.splits import open_training_split
+from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights, side_by_side
+from kilogpt.configurator import config_of
 from kilogpt.prove import compare, observer
 
 ITERATIONS = 3
@@ -51,6 +55,9 @@ LAYOUTS = {
 CAPPED = {(2, 'cp2'), (2, 'pp2 zbv full'), (2, 'zero2'), (4, 'tp2 cp2')}
 DEFAULT = {(2, 'cp2', 'both', 'rope'), (2, 'pp2 zbv', 'both', 'rope'), (2, 'ddp', 'answers', 'rope'),
            (2, 'cp2', 'answers', 'rope')}
+# Each mechanism also divides a loss over answers, whose number differs between processes, on its own.
+SLOW_ANSWERS = {(2, 'zero3', 'rope'), (2, 'tp2', 'rope'), (2, 'pp2 1f1b', 'rope'), (2, 'pp2 zbv', 'rope'),
+                (2, 'moe ep2', 'moe'), (3, 'zero3', 'rope')}
 
 
 def cases():
@@ -65,6 +72,8 @@ def cases():
             is_slow = i == number % 5 and j == (number // 4 + i // 2) % min(2, len(models))
             if j == 2:
                 is_slow = (nproc, layout) in CAPPED and list(KINDS)[i] == 'both'
+            if list(KINDS)[i] == 'answers':
+                is_slow |= (nproc, layout, models[j]) in SLOW_ANSWERS
             mark = pytest.mark.slow if is_slow else pytest.mark.matrix
             params.append(pytest.param(*case, marks=() if case in DEFAULT else mark))
     return params
@@ -156,6 +165,44 @@ def test_layout_trains_documents_as_one_process_does(document_run, nproc, layout
     run, one = document_run(nproc, layout, kind, model), document_run(1, 'one', kind, model)
     assert list(one.lines) == [1, 2, 3] and list(one.evals) == [0, 3]
     assert_near(run, one)
+    for found, expected, tolerance in zip(run.observations, one.observations, (1e-3, 1e-2, 1e-2)):
+        assert wrong_gradients(found, expected, tolerance) == []
+
+
+@pytest.fixture(scope='module')
+def rare_answers(documents, tmp_path_factory):
+    """Arguments for a dataset of conversations of which one in about sixty has an answer."""
+    folder = tmp_path_factory.mktemp('rare')
+    for split in ('train', 'val'):
+        ids = np.fromfile(documents / f'{split}.bin', '<u2')
+        is_begin = ids == 0
+        is_target = np.random.default_rng(4).random(is_begin.sum() + 1) < 1 / 60
+        tokens = ids.astype('<u4') | np.where(is_target[is_begin.cumsum()] & ~is_begin, 0, CONTEXT)
+        (tokens | np.where(is_begin, BEGIN, 0)).astype('<u4').tofile(folder / f'{split}.bin')
+    (folder / 'meta.json').write_text('{"vocab_size": 65, "dtype": "uint32", "flags": true}')
+    return [*MODERN.split(), '--documents=mask', f'--dataset={folder}']
+
+
+@pytest.fixture(scope='module')
+def one_with_rare_answers(train, rare_answers, tmp_path_factory):
+    return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, *rare_answers, nproc=1, has_experts=False)
+
+
+@pytest.mark.parametrize('nproc, arguments', [
+    (3, ''), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (2, ''), (3, '--zero_stage=3'), (4, '--dp_replicate=2 --zero_stage=3'), (2, '--cp=2'),
+        (2, '--pp=2 --pp_schedule=zbv')))])
+def test_processes_without_any_answer_train_as_one_process_does(train, rare_answers, one_with_rare_answers, tmp_path,
+                                                                nproc, arguments):
+    """One or two rows of an iteration have answers, so that other processes and micro-batches have no target."""
+    config = config_of(os.path.join(ROOT, 'train.py'), [*SHORT, *rare_answers])
+    loader = open_training_split(find_sources(config['dataset']), 65, config)
+    has_answers = (loader.train_batch(np.arange(ITERATIONS * 24))[1] >= 0).any(axis=1)
+    assert has_answers.reshape(ITERATIONS, 24).sum(axis=1).tolist() == [1, 2, 1]
+    run = observed_run(train, tmp_path, SHORT, *rare_answers, *arguments.split(), nproc=nproc, has_experts=False)
+    one = one_with_rare_answers
+    assert_near(run, one)
+    assert all(line['grad_norm'] > 0 for line in one.lines.values())
     for found, expected, tolerance in zip(run.observations, one.observations, (1e-3, 1e-2, 1e-2)):
         assert wrong_gradients(found, expected, tolerance) == []
 

@@ -1,12 +1,14 @@
 """Every layout trains adapters as one process does: losses, evaluations, norms, each gradient, and no base.
 
+The models `answers` and `expert_answers` train on conversations, where the number of targets differs between processes.
 All runs begin with adapters that were trained before, since with B = 0 the gradients of A would be zero.
 """
 import functools
 
 import pytest
 import torch
-from test_document_layouts import ITERATIONS, observed_run, wrong_gradients
+from test_document_layouts import (ITERATIONS, conversations, documents, observed_run,  # noqa: F401  two fixtures
+                                   wrong_gradients)
 from test_parallel import BASE, MODERN, by_name
 
 from helpers import assert_near, newest_weights, side_by_side
@@ -19,6 +21,7 @@ MODELS = dict(gpt2=('--bias', '--lora_rank=3'), modern=(MODERN, '--lora_rank=4 -
               muon=(MODERN, '--lora_rank=4 --optimizer=muon'),
               shallow=('--n_layer=2', '--lora_rank=4'),
               moe=(EXPERTS, '--lora_rank=4 --lora_targets=attention'),
+              answers=(MODERN, '--lora_rank=4'), expert_answers=(EXPERTS, '--lora_rank=4 --lora_targets=attention'),
               int8=(MODERN, '--lora_rank=4 --lora_targets=c_q,mlp.c_proj --lora_base_dtype=int8'),
               bfloat16=('--bias', '--lora_rank=4 --lora_base_dtype=bfloat16'))
 # {processes: {layout, whose name begins with its model: its arguments}}
@@ -35,8 +38,10 @@ SLOW_LAYOUTS = {
         'modern tp2 full': '--tp=2 --activation_checkpoint=full',
         'modern pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full', 'int8 ddp': '',
         'int8 tp2': '--tp=2', 'int8 pp2 zbv': '--pp=2 --pp_schedule=zbv',
-        'int8 zero3 full': '--zero_stage=3 --activation_checkpoint=full', 'bfloat16 zero3': '--zero_stage=3'},
-    3: {'gpt2 zero3': '--zero_stage=3'},
+        'int8 zero3 full': '--zero_stage=3 --activation_checkpoint=full', 'bfloat16 zero3': '--zero_stage=3',
+        'answers ddp': '', 'answers zero3': '--zero_stage=3', 'answers tp2': '--tp=2', 'answers cp2': '--cp=2',
+        'answers pp2 1f1b': '--pp=2', 'answers pp2 zbv': '--pp=2 --pp_schedule=zbv', 'expert_answers ep2': '--ep=2'},
+    3: {'gpt2 zero3': '--zero_stage=3', 'answers ddp': ''},
     4: {'modern tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv', 'moe ep2 cp2': '--cp=2 --ep=2 --zero_stage=3',
         'shallow pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb', 'int8 tp2 pp2': '--tp=2 --pp=2',
         'bfloat16 hsdp': '--dp_replicate=2 --zero_stage=3', 'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
@@ -47,8 +52,12 @@ LAYOUTS_BY_HAND = {
         'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
         'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2', 'int8 cp2': '--cp=2',
         'int8 zero1': '--zero_stage=1', 'bfloat16 tp2': '--tp=2',
-        'bfloat16 offload': '--zero_stage=3 --cpu_offload'},
-    4: {'gpt2 tp2 cp2': '--tp=2 --cp=2'},
+        'bfloat16 offload': '--zero_stage=3 --cpu_offload',
+        'answers zero2 selective': '--zero_stage=2 --activation_checkpoint=selective',
+        'answers pp2 zbv full': '--pp=2 --pp_schedule=zbv --activation_checkpoint=full'},
+    3: {'answers zero3': '--zero_stage=3'},
+    4: {'gpt2 tp2 cp2': '--tp=2 --cp=2', 'answers hsdp': '--dp_replicate=2 --zero_stage=3',
+        'answers tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv'},
 }
 ARGUMENTS = by_name(LAYOUTS) | by_name(SLOW_LAYOUTS) | by_name(LAYOUTS_BY_HAND)
 
@@ -92,7 +101,7 @@ def runs_of_layouts(request, prepare, start):
 
 
 @pytest.fixture(scope='module')
-def lora_run(request, train, tmp_path_factory):
+def lora_run(request, train, conversations, tmp_path_factory):  # noqa: F811
     def prepare(model):
         """The folder of a run that has trained adapters beside a base that was trained as well."""
         of_base, of_adapters = MODELS[model]
@@ -103,9 +112,12 @@ def lora_run(request, train, tmp_path_factory):
     def start(adapters, nproc, layout):
         model = layout.split()[0]
         arguments = ARGUMENTS.get((nproc, layout), '').split()
-        optimizer = ['--optimizer=muon'] * (model == 'muon')
+        if model == 'muon':
+            arguments.append('--optimizer=muon')
+        if 'answers' in model:
+            arguments += ['--documents=pack', f'--dataset={conversations}']
         return observed_run(train, tmp_path_factory.mktemp('gradients'), SHORT, f'--init_from={adapters}',
-                            *optimizer, *arguments, nproc=nproc, has_experts=model == 'moe')
+                            *arguments, nproc=nproc, has_experts=model in ('moe', 'expert_answers'))
 
     return runs_of_layouts(request, prepare, start)
 
