@@ -62,11 +62,6 @@ class DocumentLoader(TokenLoader):
         """Which of an array of tokens documents begin with."""
         return begins_of(tokens, self.separator)
 
-    def train_tokens(self, sequences):
-        """Inputs and the tokens that follow, (B, block_size) as in the file, and starts, of sequences."""
-        tokens = self.read_rows(self.train_starts(sequences))
-        return tokens[:, :-1], tokens[:, 1:], *self.more_arrays(tokens[:, :-1])
-
     @functools.cached_property
     def sample(self):
         """(lengths of the documents in a sample of training sequences, share of documents that are whole).

@@ -9,7 +9,7 @@ import os
 import numpy as np
 
 from data.datasets import find_shards
-from data.flags import ids_of, targets_of
+from data.flags import begins_of, ids_of, targets_of
 from data.shards import RemoteTokens, first_tokens, open_shards, read_pieces
 from data.storage import is_url
 
@@ -17,7 +17,7 @@ from data.storage import is_url
 SCAN_TOKENS = 2 ** 26
 # This many sequences are shuffled in one call: a step asks for few, and each call of numpy has a cost.
 SHUFFLE_BLOCK = 4096
-TARGET_SAMPLE = 256  # sequences in which the share of targets is measured
+TARGET_SAMPLE = 256  # sequences in which targets and answers are counted
 # Micro-batches of remote files that are read at a time: at 26 ms each, the way there may take 400 ms.
 REMOTE_AHEAD = 16
 
@@ -121,6 +121,11 @@ class TokenLoader:
         """The `batch` of the training sequences with these numbers; -1 stands for padding."""
         return self.batch(self.train_starts(sequences))
 
+    def train_tokens(self, sequences):
+        """Inputs and the tokens that follow, (B, block_size) as in the file, and `more_arrays`, of sequences."""
+        tokens = self.read_rows(self.train_starts(sequences))
+        return tokens[:, :-1], tokens[:, 1:], *self.more_arrays(tokens[:, :-1])
+
     def train_starts(self, sequences):
         """Stream positions at which training sequences begin, given their numbers; -1 stays -1."""
         epochs, places = np.divmod(sequences, self.per_epoch)
@@ -192,8 +197,14 @@ class TokenLoader:
         if not self.has_flags:
             return []
         sample = np.arange(min(TARGET_SAMPLE, self.per_epoch))
-        share = self.count_targets(self.train_batch, sample) / (len(sample) * self.block_size)
-        return [f'targets     {share:.1%} of the tokens: those of answers']
+        inputs, following, *starts = self.train_tokens(sample)
+        is_target, is_begin = targets_of(following) >= 0, begins_of(following, None)
+        continues = is_target & ~is_begin & (targets_of(inputs) >= 0)  # the answer in which the input is
+        # Pieces of documents begin at these places, and whole documents at some of them.
+        begins = starts[0] == np.arange(self.block_size) if starts else np.arange(self.block_size) == 0
+        n_cut = (continues & begins & ~begins_of(inputs, None)).sum()
+        return [f'targets     {is_target.mean():.1%} of the tokens: those of answers, of which '
+                f'{(is_target & ~continues).sum():,} begin and {n_cut:,} are cut in {len(sample)} sequences']
 
     @property
     def place(self):

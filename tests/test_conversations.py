@@ -124,6 +124,36 @@ def test_loss_and_gradients_are_those_of_the_answers_one_by_one(chats, kind, mon
         assert torch.allclose(parameter.grad, found[name], atol=1e-10), name
 
 
+@pytest.mark.parametrize('kind', [TokenLoader, DocumentLoader, PackedLoader])
+def test_answers_that_are_cut_are_counted_and_told(kind, tmp_path):
+    """Each token's id is its place in the file, so that rows say where they were cut."""
+    rng = np.random.default_rng(0)
+    begins, answer_of, n_answers = [], [], 0
+    while len(answer_of) < 3000:
+        begins.append(len(answer_of))
+        for turn in range(rng.integers(1, 4)):  # a document may begin with an answer, and context precedes others
+            answer_of += [None] * rng.integers(turn > 0, 4) + [n_answers] * rng.integers(2, 50)
+            n_answers += 1
+    tokens = np.arange(len(answer_of), dtype='<u4')
+    tokens[begins] |= BEGIN
+    tokens[[answer is None for answer in answer_of]] |= CONTEXT
+    tokens.tofile(tmp_path / 'train.bin')
+    meta = dict(vocab_size=len(tokens), dtype='uint32', flags=True)
+    loader = kind(str(tmp_path), 'train', 32, len(tokens), meta, 1, *([] if kind is TokenLoader else [None]))
+    x, y, *_ = loader.train_batch(np.arange(loader.per_epoch))
+    begun, n_cut = set(), 0
+    for row in x:
+        for i, place in enumerate(row):
+            answer, following = answer_of[place], answer_of[(place + 1) % len(tokens)]
+            if following is not None and following != answer:
+                begun.add(following)
+            is_cut = (i == 0 or row[i - 1] != place - 1) and place not in begins
+            n_cut += following is not None and following == answer and is_cut
+    assert loader.per_epoch < 256 and n_cut > 10 and len(begun) > 0.9 * n_answers
+    assert loader.describe()[0] == (f'targets     {(y >= 0).mean():.1%} of the tokens: those of answers, of which '
+                                    f'{len(begun)} begin and {n_cut} are cut in {loader.per_epoch} sequences')
+
+
 def test_iteration_without_any_target_changes_nothing_but_by_weight_decay(train, tmp_path):
     tokens = np.random.default_rng(0).integers(0, 65, 4000).astype('<u4') | CONTEXT
     tokens[::40] |= BEGIN
