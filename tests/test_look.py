@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 from helpers import run_forked
 
+from data.flags import REJECTED, flag_document
+from data.look import show
+from data.tokenizer import get_tokenizer
+
 META = dict(vocab_size=256, dtype='uint16', tokenizer='bytes', separator=0)
 
 
@@ -48,6 +52,15 @@ def test_large_splits_are_read_in_pieces_and_mixtures_have_shares(folder, tmp_pa
     assert '75.00% of the mixture' in page and '25.00% of the mixture' in page
     assert 'no documents: meta.json names no separator' in page
     assert 'of the pieces' in page and '--- piece 0' in page
+
+
+def test_answers_are_green_on_a_terminal_and_in_brackets_elsewhere(monkeypatch):
+    tokenizer = get_tokenizer(META)
+    document = flag_document(list(b'ask answer.'), [False] * 4 + [True] * 7)
+    assert show(document, tokenizer) == 'ask [answer.]'
+    monkeypatch.setattr('sys.stdout.isatty', lambda: True)
+    assert show(document, tokenizer) == 'ask \033[32manswer.\033[0m'
+    assert show(document | REJECTED, tokenizer).endswith('rejected:\nask \033[32manswer.\033[0m')
 
 
 def test_bad_options_are_one_sentence(folder):
