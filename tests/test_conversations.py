@@ -76,6 +76,10 @@ def test_command_writes_the_same_from_one_and_two_processes_and_says_what_is_wro
     assert 40 <= n_val <= 80  # of 300, a fifth is drawn
     page = run_forked('data.look', tmp_path / '1').stdout
     assert 'of the tokens are targets, the messages of: assistant' in page and '\nAssistant:[ Answer ' in page
+    run_forked('data/conversations/prepare.py', f'--input={tmp_path}/a.jsonl', '--tokenizer=bytes', '--roles=user',
+               f'--out={tmp_path}/user', '--num_proc=1')
+    page = run_forked('data.look', tmp_path / 'user').stdout
+    assert 'of the tokens are targets, the messages of: user' in page and '[User: Hi\n]Assistant: Answer ' in page
     for content, sentence in (
             ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": " "}]}',
              'conversation 1: message 1, of the role assistant, is empty'),

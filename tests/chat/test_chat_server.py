@@ -273,6 +273,9 @@ def test_openai_library_gets_models_texts_and_usage(server):
     usage = answer.usage
     assert usage.prompt_tokens == len('User: HI\nAssistant:') and usage.completion_tokens >= 2
     assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    stream = client.chat.completions.create(model=server.name, messages=HI, stream=True)
+    pieces = [chunk.choices[0].delta.content for chunk in stream if chunk.choices[0].delta.content]
+    assert pieces == list(answer.choices[0].message.content) and len(pieces) > 1  # a token is a character
     text = client.completions.create(model=server.name, prompt='User: HI\nAssistant:')
     assert text.choices[0].text.strip().startswith(answer.choices[0].message.content)
     assert text.choices[0].finish_reason == 'length' and text.usage.completion_tokens == 16

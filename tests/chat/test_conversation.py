@@ -11,7 +11,7 @@ from helpers import run_forked, start_script
 
 from data.chat_template import ChatTemplate
 from data.tokenizer import CharTokenizer
-from kilogpt.chat import conversation as module
+from kilogpt.chat import conversation as module, terminal
 from kilogpt.chat.conversation import Conversation
 from model import GPT, GPTConfig
 
@@ -156,6 +156,22 @@ def test_long_conversation_forgets_its_beginning_and_says_so_once(trained, tmp_p
     done = chat(trained, 'HI\n' * 6 + f'{"x" * 60}\n', '--temperature=0')
     assert done.stderr.count('no longer sees the oldest turns') == 1
     assert 'error: the message takes' in done.stderr and done.stdout.count('> ') == 8
+
+
+@pytest.mark.quick
+def test_answer_is_printed_as_it_grows(capsys):
+    talk, printed = build(MODELS['rope']), []
+    generate = talk.generate
+
+    def watched(*arguments):
+        for token in generate(*arguments):
+            yield token
+            printed.append(capsys.readouterr().out)
+
+    talk.generate = watched
+    answer = terminal.show(talk, [1, 2, 3], 6, *GREEDY)
+    assert len(printed) == 6 and all(len(piece) == 1 for piece in printed[1:])
+    assert ''.join(printed).strip() == answer
 
 
 def test_character_outside_the_alphabet_does_not_end_the_conversation(trained):
