@@ -210,6 +210,7 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=64 --gpu=A100 --link=200 --as_given'),
         step('python -m kilogpt.plan config/llama_7b_tp_fsdp.py --gpus=1 --gpu=H100 --lora_rank=16 '
              '--lora_base_dtype=bfloat16 --block_size=1024 --batch_size=8 --gradient_accumulation_steps=1'),
+        step('python -m kilogpt.plan config/finetune_lora.py --gpus=1 --gpu=H100'),
         step('python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --as_given --check',
              '--n_layer=16 --ranks=1023'),
         step('python -m kilogpt.plan --calibrate=here.json'),

@@ -21,6 +21,7 @@ from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
 from kilogpt.plan.planner import Planner
+from kilogpt.plan.shape import NEW_MODELS, arguments_of_weights
 from kilogpt.script_runs import ROOT
 from kilogpt.settings import check_settings
 
@@ -207,6 +208,11 @@ def main():
         machine = find_machine(options.gpu, options.link, options.gpus_per_node)
         if config['dtype'] == 'auto':
             config['dtype'] = machine.dtype
+        if arguments_of_weights(config['init_from']):
+            print(f'the model is that of {config["init_from"]}', file=sys.stderr)
+        elif config['init_from'] not in NEW_MODELS:
+            print(f'init_from is {config["init_from"]!r}, which is not here: the model is that of the keys',
+                  file=sys.stderr)
         planner = Planner(config, machine, options.gpus, options.tokens_per_iter, options.load_imbalance)
         is_given = options.as_given or options.check
         rows = [planner.row_as_given()] if is_given else planner.search()

@@ -11,7 +11,6 @@ device; `substitutes_for_gpus` replaces the parts that differ on GPUs. Nothing i
 holds fewer activations), fp8 is emulated, and every expert of a mixture gets the same number of tokens.
 """
 import contextlib
-import dataclasses
 import json
 import os
 import subprocess
@@ -26,8 +25,6 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from data.datasets import dataset_folder, read_meta
-from data.mixtures import parse_mixture
 from kilogpt.devices import cpu
 from kilogpt.parallel import apply
 from kilogpt.configurator import config_of, exit_on_error
@@ -40,8 +37,9 @@ from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.plan.byte_counter import PARTS, ByteCounter
+from kilogpt.plan.shape import model_config
 from kilogpt.settings import check_settings
-from model import GPT, DotProductAttention, GPTConfig
+from model import GPT, DotProductAttention
 
 HOPPER = (9, 0)  # the compute capability assumed for GPUs
 
@@ -120,7 +118,7 @@ def run_rank(config):
     memory.counter.logits_width = model.config.padded_vocab_size // layout.tp
     memory.counter.group_names = names_of_groups(processes)
     with contextlib.ExitStack() as substitutes:
-        n_rows = micro_batch * block_size // layout.cp * config['n_active_experts']
+        n_rows = micro_batch * block_size // layout.cp * model.config.n_active_experts
         for substitute in (substitutes_for_experts(n_rows) + substitutes_for_communication(memory)
                            + substitutes_for_gpus(dtype) * on_gpu):
             substitutes.enter_context(substitute)
@@ -148,19 +146,11 @@ def run_rank(config):
         coordinates=dict(zip(('pp', 'dp', 'cp', 'tp'), layout.coordinates(processes.rank))),
         notes=layout.notes + layout.split_notes(global_batch, config['batch_size']) + laid_out.notes
         + ['nothing is compiled here: a compiled model holds fewer activations'] * config['compile']
-        + ['each expert gets the same number of tokens here'] * (config['mlp'] == 'moe'),
+        + ['each expert gets the same number of tokens here'] * (model.config.mlp == 'moe'),
         parameters=n_parameters, micro_batch=micro_batch, micro_steps=micro_steps, dtype=dtype,
         held=held, peak_bytes=sum(peak_parts.values()), peak_parts=peak_parts,
         collectives=memory.counter.collectives(), lay_out_seconds=lay_out_seconds,
         seconds=time.perf_counter() - began)
-
-
-def model_config(config):
-    """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary is GPT-2's."""
-    keys = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
-    first, *_ = parse_mixture(config['dataset'])
-    vocab_size = read_meta(dataset_folder(first))['vocab_size']
-    return GPTConfig(vocab_size=vocab_size, **{key: config[key] for key in keys})
 
 
 def run_iterations(laid_out, optimizer, x, y, steps, grad_clip, counter):

@@ -3,7 +3,6 @@
 `Planner` works by formulas: memory_model.py for memory, time_model.py for time. __main__.py prints its rows.
 """
 import contextlib
-import dataclasses
 import itertools
 
 import torch
@@ -14,8 +13,8 @@ from data.mixtures import parse_mixture
 from data.splits import open_training_split
 from kilogpt.parallel.layout import SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
-from kilogpt.plan.shape import Shape
-from model import GPT, GPTConfig
+from kilogpt.plan.shape import Shape, model_config
+from model import GPT
 
 LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')
 SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint',
@@ -44,10 +43,8 @@ class Planner:
             sources = find_sources(config['dataset'])
             lengths = open_training_split(sources, meta['vocab_size'], config).document_lengths()
         self.machine, self.gpus = machine, gpus
-        fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig)
-                  if field.name in config}
         with torch.device('meta'):
-            self.model = GPT(GPTConfig(vocab_size=meta['vocab_size'], **fields), seed=None)
+            self.model = GPT(model_config(config), seed=None)
         self.shape = Shape(self.model)
         seen = self.model.config.mean_seen(lengths)  # once, and not for each layout of a search
         self.config = config | dict(load_imbalance=load_imbalance, seen=seen)

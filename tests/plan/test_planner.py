@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import write_layouts
-from helpers import ROOT, TINY, run_script
+from helpers import ROOT, TINY, run_forked, run_script
 from test_models import formula_inputs
 
 from kilogpt import machines
@@ -80,6 +80,26 @@ def test_json_has_a_row_for_each_layout_that_fits(run_plan):
         assert 0 < row['mfu'] < 0.6
         keys = row['keys']
         assert keys['batch_size'] * keys['gradient_accumulation_steps'] == 8 * 64
+
+
+def test_model_of_weights_is_planned_and_not_that_of_the_keys(train, dataset, tmp_path):
+    shape = ['--n_layer=3', '--n_embd=64', *'--pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'.split()]
+    run, folder = train(*shape, '--max_iters=1', '--eval_iters=0').out_dir, tmp_path / 'weights'
+    run_forked('kilogpt.convert', 'export', run, folder)
+    for keys in ([], ['--lora_rank=4', '--lora_base_dtype=bfloat16', '--dropout=0.1']):
+        rows = []
+        for start in ([f'--dataset={dataset}', *shape], [f'--init_from={run}'], [f'--init_from={folder}']):
+            config = config_of(os.path.join(ROOT, 'train.py'), [*TINY, *start, *keys])
+            rows.append(Planner(config, MACHINE, 1).row_as_given())
+        assert rows[0] == rows[1] == rows[2]
+    adapted = train(f'--init_from={run}', '--lora_rank=4', '--max_iters=1', '--eval_iters=0').out_dir
+    for source, sentence in ((adapted, f'the model is that of {adapted}\n'), (folder, f'the model is that of {folder}\n'),
+                             ('absent', "init_from is 'absent', which is not here: the model is that of the keys\n")):
+        done = run_forked('kilogpt.plan', *TINY, f'--init_from={source}', '--gpus=1', '--as_given', '--json')
+        assert sentence in done.stderr
+        moments = json.loads(done.stdout)[0]['memory']['moments']
+        is_adapted = moments < json.loads(done.stdout)[0]['memory']['parameters'] / 4
+        assert is_adapted == (source == adapted)
 
 
 def test_as_given_predicts_only_the_layout_of_the_config(run_plan):
