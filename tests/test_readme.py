@@ -294,7 +294,7 @@ NEEDS = {
                      'python dev/versus_trl.py'), 'weights of a real model: docs/finetune.md has figures'),
     'python data/preferences/prepare.py': 'files of pairs: test_preferences.py has some',
     'python -m data.look mypairs': 'the dataset of the command before',
-    'python train.py config/dpo.py': 'weights of a real model: docs/dpo.md has figures, and test_tuning.py small weights',
+    'python train.py config/dpo.py': 'weights of a real model: docs/dpo.md has figures, test_tuning.py a small model',
     'python sample.py --out_dir=out-dpo': 'the run of the command before',
     'python train.py config/quickstart.py --optimizer=muon': 'no more than the quick start, which has it on CPUs',
     'python data/tasks/make.py': 'no more than test_make_tasks.py does',
