@@ -12,6 +12,7 @@ import re
 from data.json_tokenizer import named_tokens, read_json
 
 MAX_STEPS = 2 ** 20  # rounds of loops and calls in one rendering; a template with more is taken not to end
+ROLES = 'system', 'user', 'assistant', 'tool', 'developer', 'function'  # of OpenAI's protocol
 MAX_LENGTH = 2 ** 26  # characters of a rendered conversation
 # Characters that Unicode reserves for the inside of programs. The first two enclose what looks like a special
 # token within a message, the others what {% generation %} marks.
@@ -45,7 +46,7 @@ class ChatTemplate:
         if not tokenizer.name:
             raise ValueError('the tokenizer is not known, but a conversation needs text: set tokenizer')
         self.tokenizer = tokenizer
-        source = find_template(tokenizer.files)
+        self.source = source = find_template(tokenizer.files)
         self.where = f'the chat template in {tokenizer.folder}' if source else 'the default chat template'
         self.variables = dict(reversed([*named_tokens(tokenizer.files)]))  # of two, the first counts
         if not source and tokenizer.eot is not None:
@@ -90,6 +91,9 @@ class ChatTemplate:
         """
         roles = tuple(roles)
         for i, message in enumerate(check_messages(messages)):
+            if not self._knows(message['role'], roles):
+                raise ValueError(f'message {i} has the role {message["role"]!r}, which {self.where} does not name: '
+                                 'correct it, or set roles to have it among those that are counted')
             if message['role'] in roles and not message['content'].strip():
                 raise ValueError(f'message {i}, of the role {message["role"]}, is empty: leave it out')
         text = self._render(messages)
@@ -109,6 +113,13 @@ class ChatTemplate:
             for j in inside:
                 counted[j] = end is None or j <= end
         return ids, counted
+
+    def _knows(self, role, roles):
+        """Whether a role is a usual one, or one of `roles`, or named by the template.
+
+        Templates such as ChatML write any role, also one with an error in it. The default template refuses it.
+        """
+        return not self.source or role in ROLES + roles or bool(re.search(rf'\b{re.escape(role)}\b', self.source))
 
     @functools.cached_property
     def stop_ids(self):

@@ -170,6 +170,22 @@ def test_roles_say_whose_messages_are_counted(tmp_path):
     assert text_of() == ''
 
 
+def test_role_that_no_template_names_is_not_trained_on(tmp_path):
+    """ChatML writes any role, as transformers does."""
+    template, *rest = FAMILIES['chatml']
+    ours = ChatTemplate(JsonTokenizer(write_folder(tmp_path, template, *rest)))
+    messages = [*turns('Hi'), dict(role='asistant', content='Hello'), *turns('So?', 'a')]
+    assert '<|im_start|>asistant\nHello' in ours.render(messages)
+    with pytest.raises(ValueError, match="message 1 has the role 'asistant', which the chat template in .* not name"):
+        ours.documents(messages)
+    ids, counted = ours.tokens_and_counted(messages, ('assistant', 'asistant'))
+    assert ours.tokenizer.decode([i for i, is_counted in zip(ids, counted) if is_counted]).count('<|im_end|>') == 2
+    known = [dict(role=role, content='x') for role in ('developer', 'user', 'tool', 'assistant')]
+    assert any(ours.tokens_and_counted(known)[1])
+    named = ChatTemplate(JsonTokenizer(write_folder(tmp_path, f'{{# asistant #}}{template}', *rest)))
+    assert any(named.tokens_and_counted(messages)[1])
+
+
 @pytest.mark.parametrize('name', ['char', 'bytes', 'gpt2'])
 def test_default_template_ends_an_answer_by_end_of_text_or_a_newline(name, vocabulary, monkeypatch):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
