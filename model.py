@@ -24,7 +24,7 @@ from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExper
 from kilogpt.layers.options import ModelOptions
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.layers.sampling import draw_token
-from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding
+from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding, build_gate, head_strengths
 
 
 @dataclass
@@ -120,6 +120,7 @@ class Attention(nn.Module):
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
+        self.gate = build_gate(config, config.n_head) if config.attention_gate else None
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
         self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
         if config.qk_norm and config.qk_norm_over == 'head':
@@ -158,8 +159,10 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, G, S, D)
         y = self.dot_product(q, k, v, mask=mask)  # (B, H, T, D)
-        y = y.transpose(1, 2).reshape(B, T, -1)  # (B, T, H * D)
-        return self.resid_dropout(self.c_proj(y))
+        y = y.transpose(1, 2)  # (B, T, H, D)
+        if self.gate is not None:
+            y = y * head_strengths(self.gate, x)
+        return self.resid_dropout(self.c_proj(y.reshape(B, T, -1)))
 
 
 def activate(form, h, gate):
@@ -223,8 +226,8 @@ class GPT(nn.Module):
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
-        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'mlp.c_fc', 'mlp.c_gate',
-                 'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'attn.gate', 'mlp.c_fc',
+                 'mlp.c_gate', 'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
         rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
@@ -297,7 +300,7 @@ class GPT(nn.Module):
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
         std = initial_std(name, shape) if 'lora_' in name else 0.02
-        if 'value_embedding' in name:  # starts as a model without value embeddings
+        if 'attn.value_embedding' in name or 'attn.gate' in name:  # starts as a model without these
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)

@@ -113,6 +113,7 @@ router_z_loss = 0.0  # weight of the z-loss, which keeps the router's logits sma
 # optimizer
 optimizer = 'adamw'  # 'adamw', or 'muon': Muon for the blocks' matrices, AdamW for the rest
 learning_rate = 6e-4  # highest learning rate of the schedule
+lr_factors = ''  # other rates for some parameters: 'embedding:3, head:1, matrix:1, vector:1' times learning_rate
 max_iters = 600000  # iterations (updates) in all
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
 beta1 = 0.9  # decay of AdamW's mean of gradients
@@ -124,7 +125,8 @@ on_spike = 'none'  # on a gradient spike: 'skip' the update, or 'rollback' too a
 spike_factor = 5.0  # with on_spike: gradient norms above this many times their running median are too large
 # learning rate schedule
 decay_lr = True  # False = constant learning rate, without warm-up
-lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay over the last fifth)
+lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay)
+lr_decay_ratio = 0.2  # with wsd: the last part of the schedule, in which the learning rate falls
 warmup_iters = 2000  # iterations of linear warm-up
 lr_decay_iters = 600000  # iteration at which min_lr is reached; 0 = max_iters
 min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate / 10
@@ -209,7 +211,7 @@ with exit_on_error():
                      documents=documents, cuda_graph=cuda_graph, loss=loss, dpo_beta=dpo_beta)
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
-        muon_momentum, model.split_plan, dtype, parallel.apply_to_whole_matrices)
+        muon_momentum, model.split_plan, dtype, parallel.apply_to_whole_matrices, lr_factors)
     parallel.attach(optimizer)
     all_islands.attach(parallel, model)
     if tensors or not source:

@@ -6,28 +6,68 @@ import torch
 
 
 def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, split_plan, dtype,
-                    apply_to_whole_matrices):
+                    apply_to_whole_matrices, lr_factors=''):
     """The optimizer of a run: 'adamw', or 'muon' for the matrices of the blocks and AdamW for the rest.
 
     momentum, split_plan, apply_to_whole_matrices: those of Muon. dtype: the dtype of training, a string. Muon
-    computes in the same dtype, but in float32 if training is in float16.
+    computes in the same dtype, but in float32 if training is in float16. lr_factors: as `parse_lr_factors`.
     """
+    factors = parse_lr_factors(lr_factors)
+
+    def factor_of(name, parameter):
+        return factors.get(kind_of_parameter(name, parameter, split_plan), 1.0)
+
     if kind == 'adamw':
-        return build_adamw(named_parameters, learning_rate, weight_decay, betas)
+        return build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of)
     muon_dtype = torch.float32 if dtype == 'float16' else getattr(torch, dtype)
     return Muon(named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=muon_dtype,
-                momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices)
+                momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices, factor_of=factor_of)
 
 
-def build_adamw(named_parameters, learning_rate, weight_decay, betas):
-    """AdamW (Loshchilov and Hutter 2019), with weight decay only on matrices and embeddings."""
-    matrices, vectors = [], []
+KINDS = 'embedding', 'head', 'matrix', 'vector'  # of parameters, as lr_factors names them
+
+
+def parse_lr_factors(text):
+    """{kind of parameter: factor of its learning rate} of a text such as 'embedding:3, vector:2'."""
+    factors = {}
+    for part in filter(None, map(str.strip, text.split(','))):
+        kind, _, factor = map(str.strip, part.partition(':'))
+        try:
+            factors[kind] = float(factor)
+        except ValueError:
+            factors[kind] = -1.0
+        if kind not in KINDS or not 0 <= factors[kind] < math.inf:
+            raise ValueError(f'lr_factors is {text!r}: give a kind of parameters and a number from 0 on, such as '
+                             f'embedding:3, with commas between; the kinds are {", ".join(KINDS)}')
+    return factors
+
+
+def kind_of_parameter(name, parameter, split_plan):
+    """Which of KINDS a parameter is. A tied head is the embedding, and a position's vector is embedded too."""
+    module = name.removesuffix('.weight')
+    if module in split_plan['embedding'] + split_plan['positions'] or module.endswith(split_plan['tables']):
+        return 'embedding'
+    if module in split_plan['head']:
+        return 'head'
+    return 'matrix' if parameter.dim() >= 2 else 'vector'
+
+
+def build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of=lambda name, parameter: 1.0):
+    """AdamW (Loshchilov and Hutter 2019), with weight decay only on matrices and embeddings.
+
+    factor_of(name, parameter): the factor of a parameter's learning rate.
+    """
+    groups = {}
     for name, parameter in named_parameters:
-        (matrices if parameter.dim() >= 2 else vectors).append((name, parameter))
-    groups = [dict(params=matrices, weight_decay=weight_decay), dict(params=vectors, weight_decay=0.0)]
-    # A pipeline stage may have no vectors, and with adapters no trained parameters at all.
-    groups = [group for group in groups if group['params']] or [groups[0] | dict(param_names=[])]
-    return LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
+        kind = parameter.dim() < 2, factor_of(name, parameter)
+        groups.setdefault(kind, []).append((name, parameter))
+    groups = [dict(params=groups[is_vector, factor], weight_decay=0.0 if is_vector else weight_decay,
+                   lr_factor=factor) for is_vector, factor in sorted(groups)]
+    if not groups:  # a pipeline stage with adapters may train nothing
+        groups = [dict(params=[], param_names=[], weight_decay=weight_decay, lr_factor=1.0)]
+    optimizer = LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
+    set_lr(optimizer, learning_rate)
+    return optimizer
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -61,26 +101,29 @@ class Muon(torch.optim.Optimizer):
     `tables`, and experts' matrices (E, rows, columns), each of which is orthogonalised on its own.
     apply_to_whole_matrices(function, parameter, parts): applies a function of whole matrices (n, rows,
     columns) when each process holds parts of them, as Parallel.apply_to_whole_matrices does.
-    dtype: the dtype of the orthogonalisation.
+    dtype: the dtype of the orthogonalisation. factor_of: as in build_adamw.
     On one process, torch.optim.Muon gives the same updates, but only in bfloat16 and one matrix at a time.
     """
     add_param_group = LocalAdamW.add_param_group
     skips_on_device = True
 
     def __init__(self, named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=torch.bfloat16,
-                 momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts)):
+                 momentum=0.95, apply_to_whole_matrices=lambda function, parameter, parts: function(parts),
+                 factor_of=lambda name, parameter: 1.0):
         matrices, others = [], []
         for name, parameter in named_parameters:
             is_in_block = name.startswith(f'{split_plan["blocks"]}.')
             is_table = name.removesuffix('.weight').endswith(split_plan['tables'])
             is_of_muon = is_in_block and not is_table and parameter.dim() >= 2
             (matrices if is_of_muon else others).append((name, parameter))
-        self.adamw = build_adamw(others, learning_rate, weight_decay, betas)
+        self.adamw = build_adamw(others, learning_rate, weight_decay, betas, factor_of)
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
         groups = list(self.adamw.param_groups)
         if matrices:  # a pipeline stage may have none
-            groups.insert(0, dict(params=matrices, weight_decay=weight_decay, momentum=momentum))
+            groups.insert(0, dict(params=matrices, weight_decay=weight_decay, momentum=momentum,
+                                  lr_factor=factor_of(*matrices[0])))
         super().__init__(groups, self.adamw.defaults)
+        set_lr(self, learning_rate)
         self.adamw.state = self.state
         self.found_inf = None  # if this tensor is 1, the update is skipped, as in AdamW
 
@@ -152,24 +195,24 @@ def local_part(tensor):
 
 
 def set_lr(optimizer, lr):
-    """Set the learning rate of the next update."""
+    """Set the learning rate of the next update: in each group, times its lr_factor."""
     for group in optimizer.param_groups:
-        group['lr'] = lr
+        group['lr'] = lr * group.get('lr_factor', 1.0)
 
 
-def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters):
+def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters, decay_ratio=0.2):
     """The learning rate of the update that follows `iteration` finished ones.
 
     The rate rises linearly to peak over warmup_iters, falls to floor at decay_iters, and stays there.
     schedule: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay), which stays at peak and falls
-    linearly over the last fifth (Hägele et al. 2024).
+    linearly over the last part of decay_iters, decay_ratio of them (Hägele et al. 2024).
     """
     if iteration < warmup_iters:
         return peak * (iteration + 1) / (warmup_iters + 1)
     if iteration >= decay_iters:
         return floor
     if schedule == 'wsd':
-        start = max(warmup_iters, 0.8 * decay_iters)
+        start = max(warmup_iters, (1 - decay_ratio) * decay_iters)
         remaining = min(1.0, (decay_iters - iteration) / (decay_iters - start))
     else:
         remaining = 1 - (iteration - warmup_iters) / (decay_iters - warmup_iters)

@@ -2,10 +2,11 @@
 import contextlib
 import dataclasses
 
-from kilogpt.optim import scheduled_lr
+from kilogpt.optim import parse_lr_factors, scheduled_lr
 
 OUTER_INTERVAL = 100  # the outer_interval of a run with islands that does not set one
-RATE_KEYS = ('decay_lr', 'lr_schedule', 'learning_rate', 'min_lr', 'warmup_iters', 'lr_decay_iters')
+RATE_KEYS = ('decay_lr', 'lr_schedule', 'lr_decay_ratio', 'learning_rate', 'min_lr', 'warmup_iters',
+             'lr_decay_iters')
 # Keys that a run may set although its model comes from elsewhere: sequences may be shorter.
 FREE_MODEL_KEYS = ('block_size', 'dropout')
 
@@ -30,6 +31,9 @@ def check_settings(config):
     if config['islands'] > 1 or config['outer_interval'] or config['outer_store'] or config['island']:
         _check_islands(config)
     _check_range(config, 'muon_momentum', 0, 1)
+    parse_lr_factors(config['lr_factors'])
+    if not 0 < config['lr_decay_ratio'] <= 1:
+        raise ValueError(f'lr_decay_ratio is {config["lr_decay_ratio"]}: it must be above 0 and at most 1')
     _check_schedule(config)
     if config['documents'] != 'stream' and config['rope_scaling'].startswith('dynamic'):
         raise ValueError(f'rope_scaling is {config["rope_scaling"]!r}, which depends on the length of the whole '
@@ -121,7 +125,7 @@ def lr_of(config, iteration):
     if not config['decay_lr']:
         return config['learning_rate']
     return scheduled_lr(iteration, config['lr_schedule'], config['learning_rate'], config['min_lr'],
-                        config['warmup_iters'], decay_iters(config))
+                        config['warmup_iters'], decay_iters(config), config['lr_decay_ratio'])
 
 
 def settle_settings(config, model, shards, saved, source, say):

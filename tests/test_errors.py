@@ -33,6 +33,8 @@ BAD_ARGUMENTS = {
     'negative evaluation': (['--eval_iters=-1'], 'eval_iters', '-1', 'negative'),
     'schedule': (['--lr_schedule=cosin'], 'lr_schedule', 'cosin', 'wsd'),
     'rate of 0': (['--lr_decay_iters=3', '--min_lr=0'], 'lr_decay_iters is 3', 'iteration 3', 'max_iters=12'),
+    'rate of an unknown kind': (['--lr_factors=tables:3'], 'lr_factors', 'tables:3', 'embedding'),
+    'decay of nothing': (['--lr_decay_ratio=0'], 'lr_decay_ratio is 0', 'above 0'),
     'negative decay': (['--lr_decay_iters=-1'], 'lr_decay_iters', '-1', 'negative'),
     'dropout': (['--dropout=1.5'], 'dropout', '1.5'),
     'dtype': (['--dtype=float8'], 'dtype', 'float8', 'bfloat16'),

@@ -28,7 +28,7 @@ FLOORS = [
     {'bench.py', 'kilogpt/meet.py', 'sample.py', 'train.py'},
 ]
 # What one person reads in an evening, and how long it may be.
-LONGEST = {'train.py': 377, 'model.py': 520, 'data/loader.py': 220}
+LONGEST = {'train.py': 379, 'model.py': 520, 'data/loader.py': 220}
 LONGEST_OTHERS = 450
 
 HOME = pathlib.Path(ROOT)

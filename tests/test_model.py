@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False,
-              softcap=5.0, bias=False, value_pattern='NV')
+              softcap=5.0, bias=False, value_pattern='NV', attention_gate=True)
 VARIANTS = dict(
     default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
     swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'),
@@ -45,6 +45,7 @@ PARTS = dict(
     window=dict(window=3), windows=dict(ROPE, window=5, window_pattern='LS', rope_theta_window=10.0),
     wide_window=dict(window=16), scores=dict(attention_scale=0.7, attention_softcap=0.5, n_kv_head=2),
     capped_window=dict(attention_softcap=0.5, window=4, window_pattern='SL'),
+    gate=dict(attention_gate=True, n_kv_head=2),
     values=dict(value_pattern='VN', n_kv_head=2), values_everywhere=dict(ROPE, value_pattern='V'),
     scales=dict(embedding_scale=3.0, residual_scale=0.3, logit_scale=0.2, softcap=2.0),
     all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
@@ -215,6 +216,9 @@ def reference(w, c, idx):
             if is_windowed(layer):
                 weights = weights.triu(1 - c.window)
             heads.append(weights / weights.sum(-1, keepdim=True) @ v)
+        if c.attention_gate:
+            gate = 2 * torch.sigmoid(linear(x[:, :32], f'{name}.gate'))
+            heads = [heads[h] * gate[:, h:h + 1] for h in range(c.n_head)]
         return linear(torch.cat(heads, -1), f'{name}.c_proj')
 
     def mlp(x, name):
@@ -376,10 +380,13 @@ def test_zero_init_starts_each_block_as_the_identity():
         assert torch.equal(block(x), x) and block.mlp.c_fc.weight.std() > 0.01
 
 
-def test_value_embeddings_change_nothing_at_first():
-    without, added = (GPT(GPTConfig(**TINY, value_pattern=pattern)) for pattern in ('N', 'VN'))
-    assert added.num_params() == without.num_params() + 128 * 32 + 4 * 32  # a table, and a gate for each head
-    assert torch.equal(added(tokens(2, 16)), without(tokens(2, 16)))
+def test_value_embeddings_and_gates_change_nothing_at_first():
+    without, values, gates = (GPT(GPTConfig(**TINY, **keys)) for keys in (
+        {}, dict(value_pattern='VN'), dict(attention_gate=True)))
+    assert values.num_params() == without.num_params() + 128 * 32 + 4 * 32  # a table, and a gate for each head
+    assert gates.num_params() == without.num_params() + TINY['n_layer'] * 4 * 32
+    for model in (values, gates):
+        assert torch.equal(model(tokens(2, 16)), without(tokens(2, 16)))
 
 
 def test_weights_start_as_gpt2s():

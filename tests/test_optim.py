@@ -12,43 +12,44 @@ import torch
 
 from helpers import ROOT
 from model import GPT, GPTConfig
-from kilogpt.optim import Muon, build_adamw, orthogonalize, scheduled_lr
+from kilogpt.optim import (Muon, build_adamw, build_optimizer, kind_of_parameter, orthogonalize, parse_lr_factors,
+                           scheduled_lr, set_lr)
 
 pytestmark = pytest.mark.quick
 
 PEAK = 6e-4
 
 
-def remaining(schedule, it, warmup, decay):
+def remaining(schedule, it, warmup, decay, decay_ratio):
     """How much of the distance between floor and peak is left, from 1 to 0."""
     if schedule == 'wsd':
-        return min(1, (decay - it) / min(0.2 * decay, decay - warmup))
+        return min(1, (decay - it) / min(decay_ratio * decay, decay - warmup))
     ratio = (it - warmup) / (decay - warmup)
     return 0.5 * (1 + math.cos(math.pi * ratio)) if schedule == 'cosine' else 1 - ratio
 
 
-@pytest.mark.parametrize('schedule', ['cosine', 'linear', 'wsd'])
+@pytest.mark.parametrize('schedule, decay_ratio', [('cosine', 0.5), ('linear', 0.5), ('wsd', 0.2), ('wsd', 0.65)])
 @pytest.mark.parametrize('warmup, decay, floor', [
     (20, 200, 6e-5), (0, 7, 0.0), (190, 200, 6e-5), (200, 200, 6e-5), (1, 3, 0.0), (2000, 600_000, 6e-5),
     (5, 3, 0.0)])
-def test_schedules_follow_their_formulas(schedule, warmup, decay, floor):
+def test_schedules_follow_their_formulas(schedule, decay_ratio, warmup, decay, floor):
     """nanoGPT's get_lr(it), with the other schedules' decay in place of its cosine."""
     def get_lr(it):
         if it < warmup:
             return PEAK * (it + 1) / (warmup + 1)
         if it >= decay:  # nanoGPT has >, which differs only at warmup == decay, where nanoGPT divides by zero
             return floor
-        return floor + remaining(schedule, it, warmup, decay) * (PEAK - floor)
+        return floor + remaining(schedule, it, warmup, decay, decay_ratio) * (PEAK - floor)
     points = range(0, 2 * decay, max(1, decay // 500))
-    values = [scheduled_lr(it, schedule, PEAK, floor, warmup, decay) for it in points]
+    values = [scheduled_lr(it, schedule, PEAK, floor, warmup, decay, decay_ratio) for it in points]
     assert values == pytest.approx([get_lr(it) for it in points], rel=1e-9)
     # Any schedule rises to the peak, then falls to the floor, without jumps.
     top = values.index(max(values))
     assert values[:top + 1] == sorted(values[:top + 1]) and values[top:] == sorted(values[top:], reverse=True)
     assert values[-1] == floor and values[top] <= PEAK * (1 + 1e-12)
     if warmup < decay:
-        assert scheduled_lr(warmup, schedule, PEAK, floor, warmup, decay) == pytest.approx(PEAK)
-        last = scheduled_lr(decay - 1e-6, schedule, PEAK, floor, warmup, decay)
+        assert scheduled_lr(warmup, schedule, PEAK, floor, warmup, decay, decay_ratio) == pytest.approx(PEAK)
+        last = scheduled_lr(decay - 1e-6, schedule, PEAK, floor, warmup, decay, decay_ratio)
         assert last == pytest.approx(floor, abs=1e-5 * PEAK)
 
 
@@ -66,6 +67,44 @@ def test_adamw_decays_only_matrices_and_has_each_parameter_once(tie):
         is_matrix = name.endswith('weight') and 'ln_' not in name and '_norm' not in name
         assert decay[id(p)] == (0.1 if is_matrix else 0), name
     assert all(group['lr'] == 1e-3 and group['betas'] == (0.8, 0.9) for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize('kind', ['adamw', 'muon'])
+def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
+    """A first update without weight decay is proportional to the rate."""
+    factors = dict(embedding=3.0, head=0.5, vector=0.0, matrix=2.0)
+
+    def updates(lr_factors):
+        model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=False,
+                              qk_norm=True, value_pattern='V', attention_gate=True))
+        optimizer = build_optimizer(kind, list(model.named_parameters()), 1e-3, 0.0, (0.9, 0.95), 0.9, model.split_plan,
+                                    'float32', lambda function, parameter, parts: function(parts), lr_factors)
+        set_lr(optimizer, 2e-3)  # as each iteration does
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        generator = torch.Generator().manual_seed(0)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator)
+        optimizer.step()
+        kinds = {name: kind_of_parameter(name, p, model.split_plan) for name, p in model.named_parameters()}
+        return kinds, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+    kinds, plain = updates('')
+    _, scaled = updates('embedding: 3, head:0.5,vector:0, matrix:2')
+    found = {kind: {name for name in kinds if kinds[name] == kind} for kind in factors}
+    value_tables = {f'transformer.h.{i}.attn.value_embedding.table.weight' for i in range(2)}
+    assert found['embedding'] == {'transformer.wte.weight', 'transformer.wpe.weight', *value_tables}
+    assert found['head'] == {'lm_head.weight'}
+    assert all(('ln_' in name or '_norm' in name or name.endswith('bias')) == (name in found['vector'])
+               for name in kinds)
+    for name in kinds:
+        torch.testing.assert_close(scaled[name], factors[kinds[name]] * plain[name], rtol=1e-4, atol=1e-8, msg=name)
+
+
+@pytest.mark.parametrize('text', ['tables:3', 'embedding', 'embedding:', 'embedding:-1', 'head:nan', 'head:inf',
+                                  'head:2 vector:3'])
+def test_lr_factors_that_are_not_understood_are_named(text):
+    with pytest.raises(ValueError, match=f'lr_factors is {text!r}: .*embedding, head, matrix, vector'):
+        parse_lr_factors(text)
 
 
 @pytest.mark.skipif(not hasattr(torch.optim, 'Muon'), reason='this version of torch does not have Muon')

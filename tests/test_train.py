@@ -29,10 +29,11 @@ VARIANTS = dict(
     first_update=['--batch_size=12', '--gradient_accumulation_steps=1', '--max_iters=1', '--grad_clip=0.5'],
     muon=['--optimizer=muon', '--max_iters=1'],
     less_momentum=['--optimizer=muon', '--max_iters=1', '--muon_momentum=0.5'],
+    still_embedding=['--optimizer=muon', '--max_iters=1', '--lr_factors=embedding:0'],
     dropout=['--dropout=0.1'],
     bfloat16=['--dtype=bfloat16'],
     float16=['--dtype=float16'],
-    wsd=['--lr_schedule=wsd'],
+    wsd=['--lr_schedule=wsd', '--lr_decay_ratio=0.5'],
     intervals=['--save_interval=5', '--keep_checkpoints=9', '--eval_interval=100', '--eval_iters=0',
                '--decay_lr=False'],
     no_checkpoints=['--keep_checkpoints=0', '--eval_iters=0', '--lr_schedule=linear'],
@@ -217,6 +218,14 @@ def test_muon_takes_its_momentum_from_the_settings(variants):
         torch.testing.assert_close(less[name] / 0.5, usual[name] / 0.05)
 
 
+def test_lr_factors_leave_the_embedding_as_it_was(variants):
+    usual, still = (newest_tensors(variants[name].out_dir) for name in ('muon', 'still_embedding'))
+    for name, value in GPT(GPTConfig(**MODEL), seed=1337).named_parameters():  # the head is the embedding
+        is_still = name in ('transformer.wte.weight', 'transformer.wpe.weight')
+        assert torch.equal(still[f'model.{name}'], value) == is_still, name
+        assert torch.equal(still[f'model.{name}'], usual[f'model.{name}']) != is_still, name
+
+
 @pytest.mark.parametrize('dtype', ['bfloat16', 'float16'])
 def test_16_bit_training_is_near_float32(variants, dtype):
     assert_near(variants[dtype], variants['base'], loss=0.02, grad_norm=0.05)
@@ -230,7 +239,7 @@ def test_learning_rate_follows_its_schedule(variants):
     expected = dict(
         base=warmup + [1e-3 + 9e-3 * (1 + np.cos(np.pi * i / 10)) / 2 for i in range(10)],
         no_checkpoints=warmup + [1e-2 - 9e-4 * i for i in range(10)],  # linear
-        wsd=warmup + [1e-2] * 8 + [1e-3 + 9e-3 * (12 - i) / 2.4 for i in (10, 11)],
+        wsd=warmup + [1e-2] * 4 + [1e-3 + 9e-3 * (12 - i) / 6 for i in range(6, 12)],
         intervals=[1e-2] * 12)  # decay_lr=False
     for name, rates in expected.items():
         assert [line['lr'] for line in variants[name].lines.values()] == pytest.approx(rates), name

@@ -28,6 +28,7 @@ class ModelOptions:
     rope_theta_window: float = 0.0  # rope_theta of windowed blocks, without rope_scaling; 0 = as others
     attention_scale: float = 0.0  # factor of queries · keys; 0 = 1 / sqrt(head_width)
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
+    attention_gate: bool = False  # a gate for what each head has attended to, from the block's input
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream

@@ -1,4 +1,4 @@
-"""Value embeddings: vectors of the tokens themselves in attention's values. Imports torch alone."""
+"""Value embeddings: vectors of the tokens themselves in attention's values. Gates of heads. Imports torch alone."""
 import torch
 from torch import nn
 
@@ -13,13 +13,24 @@ class ValueEmbedding(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.table = build_embedding(config.padded_vocab_size, config.n_kv_head * config.head_width)
-        self.n_features = min(config.n_embd, 32)  # of x, which the gate reads
-        self.gate = nn.Linear(self.n_features, config.n_kv_head, bias=False)
+        self.gate = build_gate(config, config.n_kv_head)
 
     def forward(self, v, x, tokens):
         """v (B, T, G, D), x (B, T, C): the input of attention, tokens (B, T) -> v (B, T, G, D)."""
-        strength = 2 * torch.sigmoid(self.gate(x[..., :self.n_features]))  # (B, T, G), 1 at the start
-        return v + strength[..., None] * self.table(tokens).view_as(v).type_as(v)
+        return v + head_strengths(self.gate, x) * self.table(tokens).view_as(v).type_as(v)
+
+
+GATE_FEATURES = 32  # of x, which a gate reads
+
+
+def build_gate(config, n_heads):
+    """The linear of `head_strengths`."""
+    return nn.Linear(min(config.n_embd, GATE_FEATURES), n_heads, bias=False)
+
+
+def head_strengths(gate, x):
+    """What each head's vectors are multiplied by: (B, T, heads, 1), from 0 to 2, and 1 if the gate is all zeros."""
+    return 2 * torch.sigmoid(gate(x[..., :GATE_FEATURES]))[..., None]
 
 
 def build_embedding(rows, width):
