@@ -71,14 +71,15 @@ def test_adamw_decays_only_matrices_and_has_each_parameter_once(tie):
 
 @pytest.mark.parametrize('kind', ['adamw', 'muon'])
 def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
-    """A first update without weight decay is proportional to the rate."""
+    """A first update is proportional to the rate, but for the weight decay, which is as without factors."""
     factors = dict(embedding=3.0, head=0.5, vector=0.0, matrix=2.0)
 
-    def updates(lr_factors):
+    def updates(lr_factors, weight_decay=0.0):
         model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=False,
                               qk_norm=True, value_pattern='V', attention_gate=True))
-        optimizer = build_optimizer(kind, list(model.named_parameters()), 1e-3, 0.0, (0.9, 0.95), 0.9, model.split_plan,
-                                    'float32', lambda function, parameter, parts: function(parts), lr_factors)
+        optimizer = build_optimizer(kind, list(model.named_parameters()), 1e-3, weight_decay, (0.9, 0.95), 0.9,
+                                    model.split_plan, 'float32', lambda function, parameter, parts: function(parts),
+                                    lr_factors)
         set_lr(optimizer, 2e-3)  # as each iteration does
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         generator = torch.Generator().manual_seed(0)
@@ -89,7 +90,8 @@ def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
         return kinds, {name: p.detach() - before[name] for name, p in model.named_parameters()}
 
     kinds, plain = updates('')
-    _, scaled = updates('embedding: 3, head:0.5,vector:0, matrix:2')
+    text = 'embedding: 3, head:0.5,vector:0, matrix:2'
+    (_, scaled), (_, plain_decayed), (_, decayed) = updates(text), updates('', 10.0), updates(text, 10.0)
     found = {kind: {name for name in kinds if kinds[name] == kind} for kind in factors}
     value_tables = {f'transformer.h.{i}.attn.value_embedding.table.weight' for i in range(2)}
     assert found['embedding'] == {'transformer.wte.weight', 'transformer.wpe.weight', *value_tables}
@@ -98,6 +100,8 @@ def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
                for name in kinds)
     for name in kinds:
         torch.testing.assert_close(scaled[name], factors[kinds[name]] * plain[name], rtol=1e-4, atol=1e-8, msg=name)
+        torch.testing.assert_close(decayed[name] - scaled[name], plain_decayed[name] - plain[name], rtol=1e-4,
+                                   atol=1e-8, msg=name)
 
 
 @pytest.mark.parametrize('text', ['tables:3', 'embedding', 'embedding:', 'embedding:-1', 'head:nan', 'head:inf',

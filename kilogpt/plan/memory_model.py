@@ -346,6 +346,8 @@ def block_activations(config, layout, work, has_experts):
         attention += scores * (2 * FLOAT32 + (width if width < FLOAT32 else 0))
     if layout.cp > 1:
         attention += width * heads  # the result both before and after its exchange
+    if config.attention_gate:
+        attention += width * heads  # and before and after its gate
     if config.qk_norm:
         # Inputs are float32. If FSDP2 gathers the weights in 16 bits, the norm is not fused on GPUs either.
         is_fused = not on_cpu and (width == FLOAT32 or not layout.uses_fsdp)
