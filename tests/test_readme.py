@@ -114,6 +114,7 @@ SESSIONS = dict(
              'original_max_position_embeddings=64 --block_size=128 --out_dir=out-longer',
              SMALL + ' --block_size=128'),
         step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
+        step('python train.py config/quickstart.py --attention_gate --out_dir=out-gates', SMALL),
     ],
     help=[
         step('python train.py --help'),
