@@ -34,7 +34,7 @@ def assert_same_run(run, other, iterations):
 
 # --- killed ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('kills, iterations', [(4, 60), pytest.param(50, 300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('kills, iterations', [(2, 30), pytest.param(50, 300, marks=pytest.mark.slow)])
 def test_kills_change_nothing(train, dataset, tmp_path, kills, iterations):
     """Runs are killed at any moment, also in saves. The last attempt ends on the curve of an unbroken run."""
     out_dir, log = tmp_path / 'out', tmp_path / 'log'

@@ -119,6 +119,7 @@ def test_peak_memory_is_measured_and_is_0_if_unknown(monkeypatch):
     assert metrics.peak_memory_gb(cpu) == 0.0
 
 
+@pytest.mark.slow
 def test_peak_memory_leaves_out_that_of_the_parent():
     """Linux's getrusage starts at the peak of the process that launched this one."""
     code = 'import torch; from kilogpt import metrics; print(metrics.peak_memory_gb(torch.device("cpu")))'

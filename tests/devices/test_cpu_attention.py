@@ -285,6 +285,7 @@ print((peak() - before) * 1024)
 '''
 
 
+@pytest.mark.slow
 def test_no_matrix_of_all_scores_is_in_memory():
     """Which at 32,768 positions would take 1 GB as a mask alone."""
     done = subprocess.run([sys.executable, '-c', MEMORY], cwd=ROOT, check=True,
