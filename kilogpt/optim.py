@@ -35,7 +35,7 @@ def parse_lr_factors(text):
         try:
             factors[kind] = float(factor)
         except ValueError:
-            factors[kind] = -1.0
+            factors[kind] = math.nan
         if kind not in KINDS or not 0 <= factors[kind] < math.inf:
             raise ValueError(f'lr_factors is {text!r}: give a kind of parameters and a number from 0 on, such as '
                              f'embedding:3, with commas between; the kinds are {", ".join(KINDS)}')
@@ -57,20 +57,19 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of=
 
     factor_of(name, parameter): the factor of a parameter's learning rate, which does not change its decay.
     """
-    groups = {}
+    alike = {}  # {(whether they are vectors, their factor): [(name, parameter)]}
     for name, parameter in named_parameters:
-        kind = parameter.dim() < 2, factor_of(name, parameter)
-        groups.setdefault(kind, []).append((name, parameter))
-    groups = [dict(params=groups[is_vector, factor], **rates(factor, 0.0 if is_vector else weight_decay))
-              for is_vector, factor in sorted(groups)]
+        alike.setdefault((parameter.dim() < 2, factor_of(name, parameter)), []).append((name, parameter))
+    groups = [dict(params=params, **settings_of_group(factor, 0.0 if are_vectors else weight_decay))
+              for (are_vectors, factor), params in sorted(alike.items(), key=lambda item: item[0])]
     if not groups:  # a pipeline stage with adapters may train nothing
-        groups = [dict(params=[], param_names=[], **rates(1.0, weight_decay))]
+        groups = [dict(params=[], param_names=[], **settings_of_group(1.0, weight_decay))]
     optimizer = LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
     set_lr(optimizer, learning_rate)
     return optimizer
 
 
-def rates(factor, weight_decay):
+def settings_of_group(factor, weight_decay):
     """The settings of a group of parameters. An optimizer multiplies the decay by the group's learning rate.
 
     A rare token's embedding is updated rarely, but decays in each iteration: with a rate of 0.04 and a decay of
@@ -129,7 +128,8 @@ class Muon(torch.optim.Optimizer):
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
         groups = list(self.adamw.param_groups)
         if matrices:  # a pipeline stage may have none
-            groups.insert(0, dict(params=matrices, momentum=momentum, **rates(factor_of(*matrices[0]), weight_decay)))
+            groups.insert(0, dict(params=matrices, momentum=momentum,
+                                  **settings_of_group(factor_of(*matrices[0]), weight_decay)))
         super().__init__(groups, self.adamw.defaults)
         set_lr(self, learning_rate)
         self.adamw.state = self.state
