@@ -1,13 +1,19 @@
-"""Compare finetuning on conversations with transformers, peft and TRL: losses, seconds and memory.
+"""Compare finetuning on conversations, and on pairs, with transformers, peft and TRL: losses, seconds and memory.
 
     python data/chatterbot/prepare.py --tokenizer=../smollm2
     OMP_NUM_THREADS=2 python dev/versus_trl.py ../smollm2 --dataset=chatterbot
     OMP_NUM_THREADS=2 python dev/versus_trl.py ../smollm2 --dataset=chatterbot --lora_rank=16
 
-Both train the same weights (and begin with the same adapters, which peft draws) on the same conversations in
-the same order, with the same optimizer, in float32. Ours come packed into rows. Theirs are what each row of
-ours holds, padded by TRL's collator, --conversations at a time, whose gradients are added up. All other
-arguments are keys of train.py.
+    python data/chatterbot/prepare.py --tokenizer=../smollm2 --pairs --out=chatterbot_pairs
+    python -m kilogpt.evaluate ../smollm2 --reference=chatterbot_pairs --dtype=float32
+    OMP_NUM_THREADS=2 python dev/versus_trl.py ../smollm2 --dataset=chatterbot_pairs --loss=dpo --block_size=512 \
+        --batch_size=2 --learning_rate=1e-5
+
+Both train the same weights (and begin with the same adapters, which peft draws) on the same conversations or pairs
+in the same order, with the same optimizer, in float32. Ours come packed into rows. Theirs are what each row of ours
+holds, padded by TRL's collator, --conversations at a time (or pairs), whose gradients are added up. With --loss=dpo,
+the loss is that of TRL's DPOTrainer, which computes the reference ahead of time too. All other arguments are keys
+of train.py.
 """
 import argparse
 import json
@@ -47,10 +53,60 @@ def examples_of(batch):
             yield dict(input_ids=ids[:length], labels=[-100 if label < 0 else label for label in labels[:length]])
 
 
+def pairs_of(batch):
+    """The pairs of a batch of rows that count, as TRL's collator takes them."""
+    for x, y, starts, pairs, _ in zip(*batch):
+        for number in np.unique(pairs[pairs > 0]):
+            chosen, rejected = np.flatnonzero(pairs == number), np.flatnonzero(pairs == -number)
+            prompt = x[starts[chosen[0]]:chosen[0] + 1]
+            yield dict(prompt_ids=prompt.tolist(), chosen_ids=y[chosen].tolist(), rejected_ids=y[rejected].tolist())
+
+
+class Answers:
+    """Finetuning on conversations, with TRL's collator."""
+
+    def __init__(self, model, weights, config):
+        from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+        self.model, self.examples_of = model, examples_of
+        self.collate = DataCollatorForLanguageModeling(pad_token_id=0)
+
+    def count(self, batch):
+        return int((batch['labels'] >= 0).sum())
+
+    def loss(self, batch, n_counted):
+        return self.model(**batch, num_items_in_batch=n_counted).loss
+
+
+class Preferences:
+    """DPO, with the collator and the loss of TRL's trainer. The model is still the reference when it collates."""
+
+    def __init__(self, model, weights, config):
+        from datasets import Dataset
+        from transformers import AutoTokenizer
+        from trl import DPOConfig, DPOTrainer
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = DPOConfig(folder, beta=config['dpo_beta'], max_length=None, precompute_ref_log_probs=True,
+                                  gradient_checkpointing=False, use_cpu=True, bf16=False, report_to=[])
+        unused = Dataset.from_list([dict(prompt='1 + 1 =', chosen=' 2', rejected=' 3')])  # the trainer wants some
+        self.model, self.examples_of = model, pairs_of
+        self.trainer = DPOTrainer(model, args=arguments, train_dataset=unused,
+                                  processing_class=AutoTokenizer.from_pretrained(weights))
+
+    def collate(self, examples):
+        batch = self.trainer.data_collator(examples)
+        chosen, rejected = self.trainer.compute_ref_log_probs(self.model, batch)
+        return batch | dict(ref_chosen_logps=chosen, ref_rejected_logps=rejected)
+
+    def count(self, batch):
+        return len(batch['ref_chosen_logps'])
+
+    def loss(self, batch, n_counted):
+        return self.trainer.compute_loss(self.model, batch) * self.count(batch) / n_counted
+
+
 def train_theirs(weights, config, adapter, iterations, conversations):
     """Print a JSON line with loss, seconds and tokens for each iteration, then one with the memory."""
     from transformers import AutoModelForCausalLM
-    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     model = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32).train()
     if adapter:
         from peft import PeftModel
@@ -58,24 +114,29 @@ def train_theirs(weights, config, adapter, iterations, conversations):
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=config['learning_rate'], betas=(config['beta1'], config['beta2']),
                                   weight_decay=0.0, fused=True)
-    collate = DataCollatorForLanguageModeling(pad_token_id=0)
+    theirs = (Preferences if config['loss'] == 'dpo' else Answers)(model, weights, config)
     loader = open_training_split(find_sources(config['dataset']), model.config.vocab_size, config)
     rows = config['batch_size'] * config['gradient_accumulation_steps']
+    batches_of = []  # each iteration
     for iteration in range(iterations):
         numbers = np.arange(iteration * rows, (iteration + 1) * rows)
-        examples = list(examples_of(loader.train_batch(numbers)))
-        began, total, padded = time.perf_counter(), 0.0, 0
-        n_targets = sum(label >= 0 for example in examples for label in example['labels'])
-        for first in range(0, len(examples), conversations):
-            batch = collate(examples[first:first + conversations])
-            loss = model(**batch, num_items_in_batch=n_targets).loss
+        examples = list(theirs.examples_of(loader.train_batch(numbers)))
+        batches_of.append([theirs.collate(examples[first:first + conversations])
+                           for first in range(0, len(examples), conversations)])
+    for batches in batches_of:
+        began, total = time.perf_counter(), 0.0
+        n_counted = sum(map(theirs.count, batches))
+        for batch in batches:
+            loss = theirs.loss(batch, n_counted)
             loss.backward()
-            total, padded = total + loss.item(), padded + batch['input_ids'].numel()
+            total += loss.item()
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        print(json.dumps(dict(loss=total, seconds=time.perf_counter() - began, padded=padded,
-                              tokens=sum(len(example['input_ids']) for example in examples))), flush=True)
+        seconds = time.perf_counter() - began
+        tokens = sum(int(batch['attention_mask'].sum()) for batch in batches)
+        padded = sum(batch['input_ids'].numel() for batch in batches)
+        print(json.dumps(dict(loss=total, seconds=seconds, padded=padded, tokens=tokens)), flush=True)
     print(json.dumps(dict(gb=metrics.peak_memory_gb(torch.device('cpu')))))
 
 
@@ -97,13 +158,15 @@ def main():
                                      __doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('weights', help='a Hugging Face folder')
     parser.add_argument('--iters', type=int, default=20, help='iterations (20)')
-    parser.add_argument('--conversations', type=int, default=8, help='of a batch of theirs, as in TRL (8)')
+    parser.add_argument('--conversations', type=int, default=8, help='or pairs of a batch of theirs, as in TRL (8)')
     parser.add_argument('--lora_rank', type=int, default=0, help='train adapters; 0 = all weights (0)')
     parser.add_argument('--adapter', default='', help=argparse.SUPPRESS)
     parser.add_argument('--theirs', action='store_true', help=argparse.SUPPRESS)  # in a process of its own
     options, more = parser.parse_known_args()
     arguments = [*as_arguments(**KEYS), *more]
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
+    if config['loss'] == 'dpo' and options.lora_rank:
+        parser.error('the reference of --loss=dpo is that of all weights: leave --lora_rank out')
     if options.theirs:
         return train_theirs(options.weights, config, options.adapter, options.iters, options.conversations)
     with tempfile.TemporaryDirectory() as folder:
