@@ -7,7 +7,7 @@
     python data/chatterbot/prepare.py --tokenizer=../smollm2 --pairs --out=chatterbot_pairs
     python -m kilogpt.evaluate ../smollm2 --reference=chatterbot_pairs --dtype=float32
     OMP_NUM_THREADS=2 python dev/versus_trl.py ../smollm2 --dataset=chatterbot_pairs --loss=dpo --block_size=512 \
-        --batch_size=2 --learning_rate=1e-5
+        --batch_size=1 --learning_rate=1e-5 --conversations=2
 
 Both train the same weights (and begin with the same adapters, which peft draws) on the same conversations or pairs
 in the same order, with the same optimizer, in float32. Ours come packed into rows. Theirs are what each row of ours
