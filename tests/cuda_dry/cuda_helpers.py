@@ -1,5 +1,8 @@
 """Settings of short runs on a pretended GPU, and what a run asked of CUDA."""
 import collections
+import json
+import os
+import pathlib
 import re
 
 # With cpu_offload the host computes with what the memory of gradients holds.
@@ -10,6 +13,15 @@ SMALL = ('--n_layer=2 --n_head=4 --n_kv_head=2 --n_embd=64 --block_size=64 --bat
 # Calls that return when the device, or a copy, is done.
 WAITS = {'cudaStreamSynchronize', 'cudaEventSynchronize', 'cudaDeviceSynchronize', 'cudaMemcpy',
          'copy of pageable memory', 'copy of a pageable number'}
+
+
+def read_calls(path):
+    """{iteration: Counter of (call, place or stream)} of a file of faults/record_cuda.py, if it exists."""
+    found = {}
+    if os.path.exists(path):
+        for iteration, entries in json.loads(pathlib.Path(path).read_text()).items():
+            found[int(iteration)] = collections.Counter({(call, where): n for call, where, n in entries})
+    return found
 
 
 def waits_of(run, iterations):
