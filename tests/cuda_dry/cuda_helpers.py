@@ -34,6 +34,15 @@ def waits_of(run, iterations):
     return dict(found)
 
 
+def calls_in_streams(run, call):
+    """Counter of {stream: how often} a call was made in an iteration."""
+    found = collections.Counter()
+    for (other, stream), n in run.streams[5].items():
+        if other == call:
+            found[stream] += n
+    return found
+
+
 def copies_from_pageable_memory(run):
     """The places at which checkpoints copy more than a number to or from memory that is not pinned."""
     return {without_line(place) for calls in run.calls.values() for call, place in calls
