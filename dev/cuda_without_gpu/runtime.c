@@ -130,8 +130,17 @@ CUresult cuPointerGetAttribute(void *value, CUpointer_attribute which, CUdevicep
     return CUDA_SUCCESS;
 }
 
-/* Expandable segments: addresses first, then memory behind them. */
+/* Expandable segments and symmetric memory: addresses first, then memory behind them. */
+static struct chunk { size_t bytes; char *start; int file, is_imported; } *chunks;
 static CUmemGenericAllocationHandle n_chunks;
+
+static CUmemGenericAllocationHandle new_chunk(struct chunk chunk) {
+    pthread_mutex_lock(&lock);
+    chunks = realloc(chunks, (n_chunks + 1) * sizeof *chunks);
+    chunks[n_chunks] = chunk;
+    pthread_mutex_unlock(&lock);
+    return ++n_chunks;
+}
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t bytes, size_t alignment, CUdeviceptr wish, u64 flags) {
     void *start = reserve(bytes);
     *address = (CUdeviceptr)start;
@@ -150,18 +159,50 @@ CUresult cuMemGetAllocationGranularity(size_t *bytes, const CUmemAllocationProp 
     *bytes = 2 << 20;
     return CUDA_SUCCESS;
 }
-CUresult cuMemCreate(CUmemGenericAllocationHandle *chunk, size_t bytes, const CUmemAllocationProp *p, u64 flags) {
+CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *p, u64 flags) {
     report("cuMemCreate", bytes, NULL);
-    *chunk = ++n_chunks;
+    *handle = new_chunk((struct chunk){bytes, NULL, -1, 0});
     return (CUresult)take(bytes);
 }
+
+/* Put the pages of a file that several processes have behind a chunk's addresses. */
+static int map_file(struct chunk *chunk) {
+    int flags = MAP_SHARED | MAP_FIXED;
+    return mmap(chunk->start, chunk->bytes, PROT_READ | PROT_WRITE, flags, chunk->file, 0) == MAP_FAILED;
+}
+CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle, u64 flags) {
+    struct chunk *chunk = chunks + handle - 1;
+    chunk->start = (char *)address;
+    return chunk->file >= 0 && map_file(chunk) ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS;
+}
 CUresult cuMemUnmap(CUdeviceptr address, size_t bytes) {
+    for (size_t i = 0; i < n_chunks; i++)
+        if (chunks[i].start == (char *)address && chunks[i].is_imported)
+            return CUDA_SUCCESS; /* the memory of another device */
     used[find((void *)address).device] -= bytes;
     madvise((void *)address, bytes, MADV_DONTNEED);
     return CUDA_SUCCESS;
 }
-CUresult cuMemExportToShareableHandle(void *h, CUmemGenericAllocationHandle c, CUmemAllocationHandleType t, u64 f) {
-    return CUDA_ERROR_NOT_SUPPORTED;
+
+/* Memory moves to a file when it is first given to another process; what it has held is lost. */
+CUresult cuMemExportToShareableHandle(void *file, CUmemGenericAllocationHandle handle, CUmemAllocationHandleType type,
+                                      u64 flags) {
+    struct chunk *chunk = chunks + handle - 1;
+    if (type != CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)
+        return CUDA_ERROR_NOT_SUPPORTED;
+    if (chunk->file < 0) {
+        chunk->file = memfd_create("cuda_without_gpu", MFD_CLOEXEC);
+        if (ftruncate(chunk->file, chunk->bytes) || map_file(chunk))
+            return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *(int *)file = dup(chunk->file);
+    return CUDA_SUCCESS;
+}
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, void *file,
+                                        CUmemAllocationHandleType type) {
+    int copy = dup((int)(intptr_t)file);
+    *handle = new_chunk((struct chunk){lseek(copy, 0, SEEK_END), NULL, copy, 1});
+    return CUDA_SUCCESS;
 }
 
 /* --- streams: what is not a kernel is done at once ------------------------------------------------------ */

@@ -83,7 +83,8 @@ def _table(config, theta, scaling, positions, length):
         else:
             frequencies, magnitude = _yarn(theta, exponents, **entries)
     angles = positions[..., None, None] * frequencies
-    return angles.cos() * magnitude, angles.sin() * magnitude
+    cos, sin = angles.cos(), angles.sin()
+    return (cos, sin) if magnitude == 1 else (cos * magnitude, sin * magnitude)
 
 
 def _dynamic(theta, exponents, length, factor, original_max_position_embeddings):

@@ -1,12 +1,10 @@
 """Runs on a pretended GPU (dev/cuda_without_gpu), and what they ask of it."""
-import collections
 import ctypes
-import json
 import os
 import pathlib
 
 import pytest
-from cuda_helpers import SHORT, SMALL
+from cuda_helpers import SHORT, SMALL, read_calls
 from gpu_checks import BLOCKS, write_data
 from helpers import FAULTS, run_forked
 
@@ -23,15 +21,6 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skipif(not IS_PRETENDED, reason=(
                 'needs a CUDA build of torch: PYTHON=... bash dev/cuda_without_gpu/run.sh -m pytest -n 2 --dist load -m '
                 'cuda_dry tests/cuda_dry')))
-
-
-def read_calls(path):
-    """{iteration: Counter of (call, place or stream)} of a file of faults/record_cuda.py, if it exists."""
-    found = {}
-    if os.path.exists(path):
-        for iteration, entries in json.loads(pathlib.Path(path).read_text()).items():
-            found[int(iteration)] = collections.Counter({(call, where): n for call, where, n in entries})
-    return found
 
 
 @pytest.fixture(scope='session')

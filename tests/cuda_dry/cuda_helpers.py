@@ -1,5 +1,8 @@
 """Settings of short runs on a pretended GPU, and what a run asked of CUDA."""
 import collections
+import json
+import os
+import pathlib
 import re
 
 # With cpu_offload the host computes with what the memory of gradients holds.
@@ -12,6 +15,15 @@ WAITS = {'cudaStreamSynchronize', 'cudaEventSynchronize', 'cudaDeviceSynchronize
          'copy of pageable memory', 'copy of a pageable number'}
 
 
+def read_calls(path):
+    """{iteration: Counter of (call, place or stream)} of a file of faults/record_cuda.py, if it exists."""
+    found = {}
+    if os.path.exists(path):
+        for iteration, entries in json.loads(pathlib.Path(path).read_text()).items():
+            found[int(iteration)] = collections.Counter({(call, where): n for call, where, n in entries})
+    return found
+
+
 def waits_of(run, iterations):
     """{place: waits} of the host for the device in some iterations."""
     found = collections.Counter()
@@ -20,6 +32,15 @@ def waits_of(run, iterations):
             if call in WAITS:
                 found[without_line(place)] += n
     return dict(found)
+
+
+def calls_in_streams(run, call):
+    """Counter of {stream: how often} a call was made in an iteration."""
+    found = collections.Counter()
+    for (other, stream), n in run.streams[5].items():
+        if other == call:
+            found[stream] += n
+    return found
 
 
 def copies_from_pageable_memory(run):

@@ -1,7 +1,7 @@
 """Where the host waits for a pretended GPU, and mistakes that must be found."""
 import pytest
 
-from cuda_helpers import copies_from_pageable_memory, products_of, waits_of
+from cuda_helpers import calls_in_streams, copies_from_pageable_memory, products_of, waits_of
 from helpers import FAULTS
 
 # Iterations 4 and 5 have settled, and neither logs, evaluates nor saves.
@@ -35,6 +35,18 @@ def test_collectives_of_the_passes_are_not_in_the_stream_of_products(dry_run, se
     streams = {call: {stream for other, stream in run.streams[5] if other == call} for call, _ in run.streams[5]}
     assert all(found == {0} for call, found in streams.items() if call.startswith('product'))
     assert all(streams[call] and 0 not in streams[call] for call in collectives)
+
+
+def test_async_tp_copies_beside_products_instead_of_collectives(dry_run):
+    """Parts of a product start when their rows are there, in two streams; neither needs the host."""
+    settings = *QUIET, '--n_layer=2', '--dtype=bfloat16', '--tp=2', '--compile=True'
+    plain, run = (dry_run(*settings, f'--async_tp={async_tp}', nproc=2) for async_tp in (False, True))
+    assert 'note        async_tp' not in run.stdout and waits_of(run, SETTLED) == {}
+    for collective in 'ncclAllGather', 'ncclReduceScatter':
+        found, usual = (calls_in_streams(other, collective).total() for other in (run, plain))
+        assert found < usual / 2
+    assert len(calls_in_streams(run, 'product in bfloat16')) == 2
+    assert len(calls_in_streams(plain, 'product in bfloat16')) == 1
 
 
 # --- planted mistakes ---------------------------------------------------------------------------------------
