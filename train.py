@@ -113,7 +113,7 @@ router_z_loss = 0.0  # weight of the z-loss, which keeps the router's logits sma
 # optimizer
 optimizer = 'adamw'  # 'adamw', or 'muon': Muon for the blocks' matrices, AdamW for the rest
 learning_rate = 6e-4  # highest learning rate of the schedule
-lr_factors = ''  # other rates for some parameters: 'embedding:3, head:1, matrix:1, vector:1' times learning_rate
+lr_factors = ''  # of learning_rate for kinds of parameters: 'embedding:5, head:1, matrix:1, vector:1'
 max_iters = 600000  # iterations (updates) in all
 weight_decay = 1e-1  # weight decay of matrices and embeddings; biases and norms have none
 beta1 = 0.9  # decay of AdamW's mean of gradients

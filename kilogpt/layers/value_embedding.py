@@ -1,4 +1,4 @@
-"""Value embeddings: vectors of the tokens themselves in attention's values. Gates of heads. Imports torch alone."""
+"""Vectors of the tokens themselves in attention's values, and gates of heads. Imports torch alone."""
 import torch
 from torch import nn
 
