@@ -201,7 +201,7 @@ class TokenLoader:
         is_target, is_begin = targets_of(following) >= 0, begins_of(following, None)
         continues = is_target & ~is_begin & (targets_of(inputs) >= 0)  # the answer in which the input is
         # Pieces of documents begin at these places, and whole documents at some of them.
-        begins = starts[0] == np.arange(self.block_size) if starts else np.arange(self.block_size) == 0
+        begins = (starts[0] if starts else 0) == np.arange(self.block_size)
         n_cut = (continues & begins & ~begins_of(inputs, None)).sum()
         return [f'targets     {is_target.mean():.1%} of the tokens: those of answers, of which '
                 f'{(is_target & ~continues).sum():,} begin and {n_cut:,} are cut in {len(sample)} sequences']

@@ -60,22 +60,20 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of=
     alike = {}  # {(whether they are vectors, their factor): [(name, parameter)]}
     for name, parameter in named_parameters:
         alike.setdefault((parameter.dim() < 2, factor_of(name, parameter)), []).append((name, parameter))
-    groups = [dict(params=params, **settings_of_group(factor, 0.0 if are_vectors else weight_decay))
+    groups = [dict(params=params, **settings_of_group(learning_rate, factor, 0.0 if are_vectors else weight_decay))
               for (are_vectors, factor), params in sorted(alike.items(), key=lambda item: item[0])]
     if not groups:  # a pipeline stage with adapters may train nothing
-        groups = [dict(params=[], param_names=[], **settings_of_group(1.0, weight_decay))]
-    optimizer = LocalAdamW(groups, lr=learning_rate, betas=betas, fused=True)
-    set_lr(optimizer, learning_rate)
-    return optimizer
+        groups = [dict(params=[], param_names=[], **settings_of_group(learning_rate, 1.0, weight_decay))]
+    return LocalAdamW(groups, betas=betas, fused=True)
 
 
-def settings_of_group(factor, weight_decay):
+def settings_of_group(learning_rate, factor, weight_decay):
     """The settings of a group of parameters. An optimizer multiplies the decay by the group's learning rate.
 
     A rare token's embedding is updated rarely, but decays in each iteration: with a rate of 0.04 and a decay of
     0.1 it would halve every 170 of them.
     """
-    return dict(lr_factor=factor, weight_decay=weight_decay / factor if factor else 0.0)
+    return dict(lr=learning_rate * factor, lr_factor=factor, weight_decay=weight_decay / factor if factor else 0.0)
 
 
 class LocalAdamW(torch.optim.AdamW):
@@ -121,17 +119,15 @@ class Muon(torch.optim.Optimizer):
         matrices, others = [], []
         for name, parameter in named_parameters:
             is_in_block = name.startswith(f'{split_plan["blocks"]}.')
-            is_table = name.removesuffix('.weight').endswith(split_plan['tables'])
-            is_of_muon = is_in_block and not is_table and parameter.dim() >= 2
+            is_of_muon = is_in_block and kind_of_parameter(name, parameter, split_plan) == 'matrix'
             (matrices if is_of_muon else others).append((name, parameter))
         self.adamw = build_adamw(others, learning_rate, weight_decay, betas, factor_of)
         self.dtype, self.apply_to_whole_matrices = dtype, apply_to_whole_matrices
         groups = list(self.adamw.param_groups)
         if matrices:  # a pipeline stage may have none
             groups.insert(0, dict(params=matrices, momentum=momentum,
-                                  **settings_of_group(factor_of(*matrices[0]), weight_decay)))
+                                  **settings_of_group(learning_rate, factor_of(*matrices[0]), weight_decay)))
         super().__init__(groups, self.adamw.defaults)
-        set_lr(self, learning_rate)
         self.adamw.state = self.state
         self.found_inf = None  # if this tensor is 1, the update is skipped, as in AdamW
 
@@ -208,7 +204,7 @@ def set_lr(optimizer, lr):
         group['lr'] = lr * group.get('lr_factor', 1.0)
 
 
-def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters, decay_ratio=0.2):
+def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters, decay_ratio):
     """The learning rate of the update that follows `iteration` finished ones.
 
     The rate rises linearly to peak over warmup_iters, falls to floor at decay_iters, and stays there.

@@ -129,7 +129,7 @@ def test_muon_equals_that_of_pytorch_and_adamw_for_the_rest():
                          adjust_lr_fn='match_rms_adamw'),
         build_adamw([(name, theirs[name]) for name in theirs if name not in matrices],
                     1e-2, 0.1, (0.9, 0.95)))
-    plan = dict(blocks='h', tables=('b.table',))
+    plan = dict(blocks='h', tables=('b.table',), embedding=('wte',), positions=(), head=())
     optimizer = Muon(ours.items(), 1e-2, 0.1, (0.9, 0.95), plan, momentum=0.8)
     for step in range(5):
         if step in (0, 2):
