@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
 from kilogpt.layers.cache import Cache
+from kilogpt.layers.convolution import Convolution
 from kilogpt.layers.loss_in_parts import LossInParts
 from kilogpt.layers.lora import add_adapters, describe_adapters, initial_std
 from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
@@ -119,6 +120,7 @@ class Attention(nn.Module):
         self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
+        self.convolution = Convolution(config) if config.attention_conv else None
         self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
         self.gate = build_gate(config, config.n_head) if config.attention_gate else None
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
@@ -135,17 +137,21 @@ class Attention(nn.Module):
             self.dot_product = CappedAttention(config.dropout, config.attention_softcap)
         self.resid_dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, rope=None, mask=None, cache=None, tokens=None):
+    def forward(self, x, rope=None, mask=None, cache=None, tokens=None, positions=None):
         """x (B, T, C) -> (B, T, C).
 
         rope: one of `rope_tables`. mask: as in DotProductAttention. cache: the CacheView of this layer.
-        tokens (B, T): the token ids, which a value embedding looks up.
+        tokens (B, T): the token ids, which a value embedding looks up. positions (B or 1, T): those of the
+        tokens in their documents, which a convolution needs.
         """
         B, T, _ = x.shape
         x = cast_for_linears(x)
-        q = self.q_norm_all(self.c_q(x)).view(B, T, -1, self.head_width)  # (B, T, H, D)
-        k = self.k_norm_all(self.c_k(x)).view(B, T, -1, self.head_width)  # (B, T, G, D)
-        v = self.c_v(x).view(B, T, -1, self.head_width)  # (B, T, G, D)
+        q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
+        if self.convolution is not None:
+            q, k, v = self.convolution(q, k, v, positions, cache)
+        q = self.q_norm_all(q).view(B, T, -1, self.head_width)  # (B, T, H, D)
+        k = self.k_norm_all(k).view(B, T, -1, self.head_width)  # (B, T, G, D)
+        v = v.view(B, T, -1, self.head_width)  # (B, T, G, D)
         if self.value_embedding is not None:
             v = self.value_embedding(v, x, tokens)
         if rope is None:
@@ -207,10 +213,10 @@ class Block(nn.Module):
         self.ln_2_after = build_norm(config.n_embd, config, 'after')
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
-    def forward(self, x, rope=None, mask=None, cache=None, is_counted=None, tokens=None):
+    def forward(self, x, rope=None, mask=None, cache=None, is_counted=None, tokens=None, positions=None):
         """x (B, T, C) -> (B, T, C). is_counted: as in Router. The others: as in Attention."""
         inputs = x
-        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache, tokens)))
+        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)))
         h = self.ln_2(inputs if self.is_parallel else x)
         h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
         return x + self.scaled(self.ln_2_after(h))
@@ -233,6 +239,7 @@ class GPT(nn.Module):
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
+        features=('attn.convolution',),                # vectors with a part for each output feature
         positions=('transformer.wpe',),                # each rank has the positions of its part
         # Norms of values that stay split by heads or positions.
         local=('attn.q_norm', 'attn.k_norm', 'ln_1_after', 'ln_2_after'),
@@ -242,6 +249,8 @@ class GPT(nn.Module):
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
     replaceable = dict(
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
+        positions_before=('attn.convolution.positions_before',),  # of another rank's part of the sequence
+        factors=('attn.convolution.factors',),         # those of a rank's features
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),
         loss=('loss',),
@@ -357,7 +366,7 @@ class GPT(nn.Module):
         for name, block in self.transformer.h.items():
             mask = masks[self.config.window_of(int(name))]
             rope_of_block = rope.get(self.config.rope_of(int(name)))
-            x = block(x, rope_of_block, mask, views[name], is_counted, tokens)
+            x = block(x, rope_of_block, mask, views[name], is_counted, tokens, positions)
         if cache is not None:
             cache.length += T
             x = x if targets is not None else x[:, -1:]
@@ -372,9 +381,7 @@ class GPT(nn.Module):
 
     def new_cache(self, batch_size, length=math.inf):
         """An empty Cache for `forward`, with batch_size rows of min(length, block_size) tokens."""
-        windows = [self.config.window_of(layer) for layer in range(self.config.n_layer)]
-        return Cache(windows, batch_size, self.config.n_kv_head, min(length, self.config.block_size),
-                     self.config.head_width, self.transformer.wte.weight)
+        return Cache(self.config, batch_size, min(length, self.config.block_size), self.transformer.wte.weight)
 
     def num_params(self):
         """Parameters, a tied head counted once."""

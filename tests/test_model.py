@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False,
-              softcap=5.0, bias=False, value_pattern='NV', attention_gate=True)
+              softcap=5.0, bias=False, value_pattern='NV', attention_gate=True, attention_conv=3)
 VARIANTS = dict(
     default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
     swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'),
@@ -45,14 +45,14 @@ PARTS = dict(
     window=dict(window=3), windows=dict(ROPE, window=5, window_pattern='LS', rope_theta_window=10.0),
     wide_window=dict(window=16), scores=dict(attention_scale=0.7, attention_softcap=0.5, n_kv_head=2),
     capped_window=dict(attention_softcap=0.5, window=4, window_pattern='SL'),
-    gate=dict(attention_gate=True, n_kv_head=2),
+    gate=dict(attention_gate=True, n_kv_head=2), convolution=dict(attention_conv=4, n_kv_head=2),
     values=dict(value_pattern='VN', n_kv_head=2), values_everywhere=dict(ROPE, value_pattern='V'),
     scales=dict(embedding_scale=3.0, residual_scale=0.3, logit_scale=0.2, softcap=2.0),
     all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
                    window=3, window_pattern='SL', rope_theta_window=10.0, rope_scaling='linear factor=2',
                    rope_share=0.5, attention_scale=0.5, attention_softcap=1.0, softcap=5.0, bias_of='qkv',
                    embedding_scale=2.0, parallel_block=True, residual_scale=0.5, rope_pattern='RRN',
-                   value_pattern='NV'))
+                   value_pattern='NV', attention_conv=2))
 VARIANTS |= PARTS
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
 few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN],
@@ -190,12 +190,21 @@ def reference(w, c, idx):
         z = torch.complex(x[:, :P], x[:, P:2 * P]) * torch.exp(1j * angle) * factor
         return torch.cat((z.real, z.imag, x[:, 2 * P:]), -1)
 
+    def neighbours(x, factors):  # y_t = x_t + Σ_i f_i x_(t-i), each feature by itself
+        y = x.clone()
+        for t in range(T):
+            for i in range(1, min(t, c.attention_conv - 1) + 1):
+                y[t] += factors.view(x.size(1), -1)[:, i - 1] * x[t - i]
+        return y
+
     def is_windowed(layer):
         return c.window > 0 and c.window_pattern[layer % len(c.window_pattern)] == 'S'
 
     def attention(x, name, layer):
         heads = []
         projected = {p: linear(x, f'{name}.c_{p}') for p in 'qkv'}
+        if c.attention_conv:
+            projected = {p: neighbours(y, w[f'{name}.convolution.{p}']) for p, y in projected.items()}
         if c.qk_norm and c.qk_norm_over == 'all':
             for p in 'qk':
                 projected[p] = rms(projected[p], f'{name}.{p}_norm_all')
@@ -380,12 +389,13 @@ def test_zero_init_starts_each_block_as_the_identity():
         assert torch.equal(block(x), x) and block.mlp.c_fc.weight.std() > 0.01
 
 
-def test_value_embeddings_and_gates_change_nothing_at_first():
-    without, values, gates = (GPT(GPTConfig(**TINY, **keys)) for keys in (
-        {}, dict(value_pattern='VN'), dict(attention_gate=True)))
+def test_value_embeddings_gates_and_convolutions_change_nothing_at_first():
+    without, values, gates, convolution = (GPT(GPTConfig(**TINY, **keys)) for keys in (
+        {}, dict(value_pattern='VN'), dict(attention_gate=True), dict(attention_conv=3)))
     assert values.num_params() == without.num_params() + 128 * 32 + 4 * 32  # a table, and a gate for each head
     assert gates.num_params() == without.num_params() + TINY['n_layer'] * 4 * 32
-    for model in (values, gates):
+    assert convolution.num_params() == without.num_params() + TINY['n_layer'] * 3 * 32 * 2
+    for model in (values, gates, convolution):
         assert torch.equal(model(tokens(2, 16)), without(tokens(2, 16)))
 
 

@@ -83,7 +83,7 @@ class Conversation:
     def _keep_common(self, ids):
         """Keep of the cache what the text of ids begins with; returns how many of the ids that is."""
         common = len(os.path.commonprefix([self.read_ids, ids[:-1]]))  # the last one gives the next logits
-        if common < len(self.read_ids) and any(self.cache.windows):
+        if common < len(self.read_ids) and not self.cache.can_go_back:
             common = 0  # later tokens have taken the places of earlier ones
         del self.read_ids[common:]
         self.cache.length.fill_(common)
@@ -92,7 +92,7 @@ class Conversation:
     def _read(self, ids):
         """Read ids after those in the cache; returns logits (1, vocab_size) of the next token, in float32."""
         text, device = self.read_ids + ids, self.cache.length.device
-        if any(self.cache.windows):
+        if not self.cache.can_go_back:
             self.read_ids = []  # if Ctrl-C comes in between, some layers have lost what others have not
         starts = None
         if self.separator is not None:

@@ -1,7 +1,7 @@
 """The keys and values of a text so far, so that each new token is read alone.
 
 Imports torch and attention.py alone. Shapes in comments: B batch, T new positions, S positions that a query
-may see, G key/value heads, D head width.
+may see, G key/value heads, D head width, F features of queries, keys and values together.
 """
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ class CacheView(NamedTuple):
     """One layer of a Cache in one step. Position p of the text is in slot p % size."""
     keys: torch.Tensor  # (rows, G, size, D)
     values: torch.Tensor  # (rows, G, size, D)
+    last: torch.Tensor  # (rows, F, n): what a convolution reads of the text so far; n = 0 without one
     positions: torch.Tensor  # (T,), positions of the new tokens
     n_read: int | None  # slots to read with the new tokens in them; 0 = new tokens alone, None = after the old
 
@@ -28,27 +29,39 @@ class CacheView(NamedTuple):
             seen = self.keys[:B, :, :self.n_read], self.values[:B, :, :self.n_read]
         return seen
 
+    def exchange_last(self, x):
+        """Keep the last n of new x (B, T, F), one row into all; returns the n before x (B, n, F)."""
+        before = self.last[:x.size(0)].mT.type_as(x).clone()
+        self.last.copy_(torch.cat((before, x), dim=1)[:, x.size(1):].mT)
+        return before
+
 
 class Cache:
-    """The keys and values that attention has seen, per layer two tensors (rows, G, size, D).
+    """The keys and values that attention has seen, and `last`, per layer; CacheView has the shapes.
 
     The first `length` positions of the text are read. A layer with a window keeps as many positions as the
     window has. No tensor grows or moves, and length is a tensor too, so that the step of each token is
     compiled once and captured in one CUDA graph.
     """
 
-    def __init__(self, windows, rows, n_kv_head, length, head_width, like):
-        """windows: that of each layer, 0 = none. length: of the longest text."""
+    def __init__(self, config, rows, length, like):
+        """config: a GPTConfig. length: of the longest text. like: a tensor of the dtype and on the device."""
+        windows = [config.window_of(layer) for layer in range(config.n_layer)]
         self.windows = [window if 0 < window < length else 0 for window in windows]
         self.size = length
+        last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, max(0, config.attention_conv - 1)
+        # Whether a text may go on after fewer of its tokens than were read.
+        self.can_go_back = not any(self.windows) and not config.attention_conv
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
-        shapes = [(rows, n_kv_head, window or length, head_width) for window in self.windows]
-        self.layers = [(like.new_zeros(shape), like.new_zeros(shape)) for shape in shapes]
+        self.layers = []
+        for window in self.windows:
+            shape = rows, config.n_kv_head, window or length, config.head_width
+            self.layers.append((like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(last)))
         self.length = torch.zeros((), dtype=torch.long, device=like.device)
 
     def take_rows(self, rows):
         """Continue with these of the present rows, by their numbers, in that order; one may come repeatedly."""
-        self.layers = [(keys[rows], values[rows]) for keys, values in self.layers]
+        self.layers = [tuple(tensor[rows] for tensor in layer) for layer in self.layers]
 
     def next_step(self, T, config, starts=None):
         """(positions (T,), {window: mask}, {block's name: CacheView}) for a step that adds T tokens.

@@ -9,7 +9,7 @@ def exchange_heads(model, mesh):
 
     An all-to-all turns q, k, v (B, heads, T / cp, D) into (B, heads / cp, T, D), and another all-to-all turns
     the result back. Key/value heads are repeated if there are fewer of them than ranks.
-    A loss that needs whole rows gathers them, and the sum of all ranks' gradients goes back.
+    A convolution gets the end of the part before. A loss that needs whole rows gathers them, and the sum of all ranks' gradients goes back.
     mesh: of one dimension, over the ranks that share sequences.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -22,6 +22,12 @@ def exchange_heads(model, mesh):
         x = DTensor.from_local(x, mesh, [Shard(1)], run_check=False)
         return x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
+    def positions_before(x, n):
+        """The last n positions of the part before; the first part has none, and does not use what it gets."""
+        last = gather_rows(x[:, -n:].contiguous())  # (B, ranks * n, F)
+        start = (mesh.get_local_rank() - 1) % mesh.size() * n
+        return last[:, start:start + n]
+
     def gather_sequence(module, inputs):
         q, k, v = inputs
         repeats = mesh.size() // math.gcd(mesh.size(), k.size(1))
@@ -33,4 +39,5 @@ def exchange_heads(model, mesh):
         attention = getattr(owner, name)
         attention.register_forward_pre_hook(gather_sequence)
         attention.register_forward_hook(lambda module, inputs, output: redistribute(output, 1, 2))
+    replace_parts(model, 'positions_before', lambda zeros_before: positions_before)
     replace_parts(model, 'whole_rows', lambda whole_rows: gather_rows)

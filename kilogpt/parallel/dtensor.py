@@ -36,6 +36,7 @@ def split_tensors(model, mesh):
         local=[SequenceParallel(sequence_dim=1, use_local_output=True)],
         across=[PrepareModuleInput(input_layouts=Shard(-1), desired_input_layouts=Shard(-1)),
                 PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(-1))],
+        features=[],
         embedding=[RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
         head=[ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)],
     )
@@ -53,10 +54,10 @@ def split_tensors(model, mesh):
                 if whole is not None:
                     whole = distribute_tensor(whole.detach(), mesh, [Replicate()], src_data_rank=None)
                     modules[name].lora_A = torch.nn.Parameter(whole)
-                if kind == 'across':
-                    weight = modules[name].weight.detach()
-                    weight = distribute_tensor(weight, mesh, [Shard(0)], src_data_rank=None)
-                    modules[name].weight = torch.nn.Parameter(weight)
+                if kind in ('across', 'features'):
+                    for key, vector in list(modules[name].named_parameters()):
+                        vector = distribute_tensor(vector.detach(), mesh, [Shard(0)], src_data_rank=None)
+                        setattr(modules[name], key, torch.nn.Parameter(vector))
                 if kind == 'embedding':  # a compiled block loses gradients of a pending input
                     modules[name].register_forward_hook(lambda module, inputs, output: output.clone())
     model.tie()  # the split gave the embedding and the head a parameter each
@@ -69,6 +70,7 @@ def split_tensors(model, mesh):
         lambda module, inputs, output: output.to_local().clone() if hasattr(output, 'to_local') else output)
     if model.preferences is not None:
         model.preferences.register_forward_pre_hook(lambda module, inputs: (local_part(inputs[0]), *inputs[1:]))
+    replace_parts(model, 'factors', lambda factors: lambda: [vector.to_local() for vector in factors()])
     replace_parts(model, 'loss', LossOfWholeLogits)
 
 

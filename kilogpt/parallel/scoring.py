@@ -117,7 +117,9 @@ class Scoring:
 
         A pipeline is built for each length, so its lengths are few.
         """
-        divisor = self.parallel.layout.tp * self.parallel.layout.cp
+        layout = self.parallel.layout
+        divisor = layout.tp * layout.cp
+        length = max(length, (self.config.attention_conv - 1) * layout.cp)  # a part holds what the next one reads
         if not self.parallel.pipeline:
             return -(-length // divisor) * divisor
         padded = self.config.block_size
@@ -150,11 +152,9 @@ class Scoring:
 
     def new_cache(self, rows, length):
         """An empty Cache of rows of up to `length` tokens, where the model is_whole."""
-        config = self.config
-        windows = [config.window_of(layer) for layer in range(config.n_layer)]
         dtype = torch.get_default_dtype() if self.dtype == 'float32' else getattr(torch, self.dtype)
         like = torch.empty(0, dtype=dtype, device=self.parallel.device)
-        return Cache(windows, rows, config.n_kv_head, length, config.head_width, like)
+        return Cache(self.config, rows, length, like)
 
     def _build_pipeline(self, rows, length):
         parallel, layout = self.parallel, self.parallel.layout
