@@ -22,6 +22,7 @@ MODELS = dict(
     learned_window=dict(window=3),
     capped=dict(pos='rope', attention_softcap=2.0, window=7, window_pattern='LS'),
     yarn=dict(pos='rope', rope_scaling='yarn factor=4 original_max_position_embeddings=16'),
+    convolution=dict(pos='rope', qk_norm=True, attention_conv=4),
     moe=dict(pos='rope', mlp='moe', n_experts=4, n_active_experts=2, expert_hidden=16),
 )
 
@@ -41,8 +42,10 @@ def build(options, dtype=torch.float64, seed=0):
     """A model whose attention is far from uniform."""
     model = GPT(GPTConfig(**SMALL | options), seed=seed).to(dtype)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for name, parameter in model.named_parameters():
+            if 'convolution' in name:
+                parameter.copy_(torch.linspace(-1, 1, parameter.numel()))
+            elif parameter.dim() > 1:
                 parameter.mul_(8)
     return model
 

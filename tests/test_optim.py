@@ -76,7 +76,7 @@ def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
 
     def updates(lr_factors, weight_decay=0.0):
         model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=False,
-                              qk_norm=True, value_pattern='V', attention_gate=True))
+                              qk_norm=True, value_pattern='V', attention_gate=True, attention_conv=3))
         optimizer = build_optimizer(kind, list(model.named_parameters()), 1e-3, weight_decay, (0.9, 0.95), 0.9,
                                     model.split_plan, 'float32', lambda function, parameter, parts: function(parts),
                                     lr_factors)
@@ -96,8 +96,8 @@ def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
     value_tables = {f'transformer.h.{i}.attn.value_embedding.table.weight' for i in range(2)}
     assert found['embedding'] == {'transformer.wte.weight', 'transformer.wpe.weight', *value_tables}
     assert found['head'] == {'lm_head.weight'}
-    assert all(('ln_' in name or '_norm' in name or name.endswith('bias')) == (name in found['vector'])
-               for name in kinds)
+    assert found['vector'] == {name for name in kinds if name.endswith('bias')
+                               or any(part in name for part in ('ln_', '_norm', 'convolution'))}
     for name in kinds:
         torch.testing.assert_close(scaled[name], factors[kinds[name]] * plain[name], rtol=1e-4, atol=1e-8, msg=name)
         torch.testing.assert_close(decayed[name] - scaled[name], plain_decayed[name] - plain[name], rtol=1e-4,

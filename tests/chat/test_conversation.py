@@ -21,6 +21,7 @@ MODELS = {
     'rope': dict(pos='rope', n_kv_head=2),
     'windows': dict(pos='rope', window=8, window_pattern='SL'),
     'only windows': dict(pos='rope', window=24),
+    'convolution': dict(pos='rope', attention_conv=3),
 }
 GREEDY = 0, None, None, None  # temperature, top_k, top_p, generator
 
@@ -29,8 +30,8 @@ def build(options, separator=None, **more):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=LENGTH, vocab_size=100, n_layer=2, n_head=4, n_embd=32, tie_weights=False,
                           **options), seed=3).eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or 'convolution' in name:
             torch.nn.init.normal_(parameter, std=0.5)  # so that the likeliest token depends on the text
     return Conversation(model, ChatTemplate(CharTokenizer(string.printable)), separator, **more)
 
@@ -87,7 +88,7 @@ def test_answer_ends_before_a_stop_token_and_at_the_end_of_the_context():
     assert list(talk.generate([1] * LENGTH, 10, *GREEDY, stop_ids=())) == []
 
 
-@pytest.mark.parametrize('name', ['rope', 'windows'])
+@pytest.mark.parametrize('name', ['rope', 'windows', 'convolution'])
 def test_reading_that_was_interrupted_leaves_a_usable_cache(name, monkeypatch):
     talk = build(MODELS[name])
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3

@@ -24,9 +24,9 @@ BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n
         '--warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60 '
         f'--max_iters={ITERATIONS} --eval_interval={ITERATIONS}').split()
 MODERN = '--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15 '\
-         '--value_pattern=VN --attention_gate --attention_conv=3'
+         '--value_pattern=VN --attention_gate --attention_conv=3 --lr_factors=vector:50'
 MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN,
-              muon=f'{MODERN} --optimizer=muon --lr_factors=embedding:3,head:0.5,vector:2',
+              muon=f'{MODERN} --optimizer=muon --lr_factors=embedding:3,head:0.5,vector:50',
               moe='--mlp=moe --n_experts=4 --n_active_experts=2 --n_shared_experts=1 --expert_hidden=16 '
                   '--router_balance_rate=0.01 --router_z_loss=0.001',
               muon_moe='--optimizer=muon --mlp=moe --n_experts=4 --expert_hidden=16 --n_shared_experts=1',
