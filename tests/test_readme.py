@@ -91,6 +91,7 @@ SESSIONS = dict(
         step("python data/text/train_tokenizer.py --input='books/*.txt' --vocab_size=4096 --out=mytokenizer"),
         step("python data/text/prepare.py --input='books/*.txt' --tokenizer=mytokenizer --out=mybooks",
              '--num_proc=1'),
+        step('python train.py config/words_cpu.py', SMALL),
     ],
     own_settings=[
         step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False',
@@ -115,6 +116,7 @@ SESSIONS = dict(
              SMALL + ' --block_size=128'),
         step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
         step('python train.py config/quickstart.py --attention_gate --out_dir=out-gates', SMALL),
+        step('python train.py config/quickstart.py --attention_conv=4 --out_dir=out-convolution', SMALL),
     ],
     help=[
         step('python train.py --help'),

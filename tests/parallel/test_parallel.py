@@ -528,6 +528,7 @@ REFUSED = {
     'heads over cp': ('--cp=2 --n_head=1', 'n_head=1 cannot be split', 'tp=1 cp=1'),
     'kv heads': ('--tp=2 --n_kv_head=1', 'n_kv_head=1 cannot be split over tp=2', 'tp=1 cp=2'),
     'block_size': ('--cp=2 --block_size=31', 'block_size=31 cannot be split', 'tp=1 cp=1'),
+    'convolution': ('--cp=2 --block_size=4 --attention_conv=4', 'attention_conv=4 reads 3 positions', 'block_size higher'),
     'layers': ('--pp=2 --pp_schedule=zbv --n_layer=1', 'makes 4 stages', 'n_layer to at least 2'),
     'schedule': ('--pp=2 --pp_schedule=2f2b', "pp_schedule is '2f2b'", 'dualpipev'),
     'stage': ('--zero_stage=4', 'zero_stage is 4', 'choose 0, 1, 2 or 3'),
