@@ -116,7 +116,7 @@ SESSIONS = dict(
              SMALL + ' --block_size=128'),
         step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
         step('python train.py config/quickstart.py --attention_gate --out_dir=out-gates', SMALL),
-        step('python train.py config/quickstart.py --attention_conv=4 --out_dir=out-convolution', SMALL),
+        step('python train.py config/quickstart.py --attention_conv=3 --out_dir=out-convolution', SMALL),
     ],
     help=[
         step('python train.py --help'),
