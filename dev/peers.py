@@ -46,7 +46,7 @@ CPU = torch.device('cpu')
 EVALUATIONS = 15  # of a run, besides the one at its start
 WARMUP = 5  # iterations of a timed run that are not counted
 REFERENCES = ('nanogpt', 'nanochat', 'modded')  # whose last loss the others are to reach
-OURS = 'kilogpt=config/shakespeare_cpu.py --n_kv_head=0'
+OURS = 'kilogpt=config/words_cpu.py'
 
 
 # --- one run of a peer, in a process of its own -------------------------------------------------------------
