@@ -29,7 +29,7 @@ class ModelOptions:
     attention_scale: float = 0.0  # factor of queries · keys; 0 = 1 / sqrt(head_width)
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
     attention_gate: bool = False  # a gate for what each head has attended to, from the block's input
-    attention_conv: int = 0  # positions, its own included, whose queries, keys and values one gets; 0 = its own
+    attention_conv: int = 0  # width of a causal convolution of queries, keys and values (Primer: 3); 0 = none
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
@@ -54,7 +54,7 @@ class ModelOptions:
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
         if self.attention_conv == 1:
-            raise ValueError('attention_conv is 1, which is each position alone: set it to 0, or to 2 or more')
+            raise ValueError('attention_conv is 1, which reads no other position: set it to 0, or to 2 or more')
         for key in ('dropout', 'lora_dropout'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be in [0, 1)')

@@ -9,7 +9,8 @@ def exchange_heads(model, mesh):
 
     An all-to-all turns q, k, v (B, heads, T / cp, D) into (B, heads / cp, T, D), and another all-to-all turns
     the result back. Key/value heads are repeated if there are fewer of them than ranks.
-    A convolution gets the end of the part before. A loss that needs whole rows gathers them, and the sum of all ranks' gradients goes back.
+    A convolution gets the end of the part before. A loss that needs whole rows gathers them. In both cases the
+    sum of all ranks' gradients goes back.
     mesh: of one dimension, over the ranks that share sequences.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
