@@ -13,11 +13,12 @@ from kilogpt.prove.__main__ import shorten
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
-BLOCK = "        x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache, tokens)))\n"
+BLOCK = ("        x = x + self.scaled(self.ln_1_after("
+         "self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)))\n")
 NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config, 'before')\n"
 INPUT_2 = "        h = self.ln_2(inputs if self.is_parallel else x)\n"
 PRODUCT = "        return F.scaled_dot_product_attention(\n"
-QUERIES = "        q = self.q_norm_all(self.c_q(x)).view(B, T, -1, self.head_width)"
+QUERIES = "        q = self.q_norm_all(q).view(B, T, -1, self.head_width)"
 
 # {name: (edits of model.py, layouts, texts that the report must contain)}
 MISTAKES = {
@@ -39,7 +40,7 @@ MISTAKES = {
         ONE_MICRO_STEP,
         ['4.00 times too small', 'must return the sum of the losses']),
     'a norm over features that tp splits': (
-        {QUERIES: "        q = F.normalize(self.c_q(x), dim=-1).view(B, T, -1, self.head_width)"},
+        {QUERIES: "        q = F.normalize(q, dim=-1).view(B, T, -1, self.head_width)"},
         'dp2; tp2', ['the input of transformer.h.0.attn.q_norm is the first value that is wrong',
                      'A norm, softmax or mean over them sees only a part']),
     'a bias for each head that counts heads from 0': (
@@ -56,7 +57,7 @@ MISTAKES = {
         {BLOCK: BLOCK + "        if self.training:\n            x = x + 0.1 * torch.randn_like(x)\n"},
         'dp2', ['transformer.h.* draws random numbers']),
     'a change in place': (
-        {BLOCK: "        x += self.attn(self.ln_1(x), rope, mask, cache, tokens)\n"},
+        {BLOCK: "        x += self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)\n"},
         'dp2', ['modified by an inplace operation', 'is changed in place: write x = x + ...']),
     'a change of the input in place': (
         {BLOCK: "        x.data.mul_(0.9)\n" + BLOCK},
@@ -98,7 +99,7 @@ MISTAKES = {
         'dp2', ['a tensor created in __init__ has no values']),
     'a norm behind attention that split_plan calls sequence': (
         {NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
-         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, mask, cache, tokens))\n",
+         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions))\n",
          "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
         'tp2', ['a norm whose output is added to x is local in split_plan, not sequence']),
     'a row-wise linear that split_plan calls column-wise': (
@@ -117,9 +118,9 @@ HARMLESS = {
         "sequence=('ln_1', 'ln_2', ": "sequence=('ln_1', 'ln_2', 'ln_3', "},
     'a norm behind attention': {
         NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
-        BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, mask, cache, tokens))\n",
+        BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions))\n",
         "local=('attn.q_norm', ": "local=('ln_3', 'attn.q_norm', "},
-    'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, mask, cache, tokens)\n"},
+    'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)\n"},
     'a block with one norm': {
         BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n", NORM_2: "", INPUT_2: "",
         "self.ln_2_after(h)": "h"},
