@@ -346,7 +346,7 @@ def block_activations(config, layout, work, has_experts):
         attention += scores * (2 * FLOAT32 + (width if width < FLOAT32 else 0))
     if layout.cp > 1:
         attention += width * heads  # the result both before and after its exchange
-    if config.attention_conv:  # queries, keys and values before it, too
+    if config.attention_conv and not is_frozen:  # queries, keys and values before it, too
         attention += width * (heads + 2 * config.n_kv_head * config.head_width)
     if config.attention_gate:
         attention += width * heads  # and before and after its gate
