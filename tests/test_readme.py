@@ -308,7 +308,6 @@ NEEDS = {
     'python dev/versus.py tinyllama': 'a GPU',
     'python bench.py --init_from=tinyllama': 'a GPU',
     'python dev/versus.py ../smollm2': 'weights of a real model, and ten minutes: LOG.md has its figures',
-    'python train.py config/shakespeare_cpu.py --dataset=data4096': 'the dataset of the command before',
     'python dev/peers.py': 'checkouts of other repositories: test_peers.py has a stand-in',
     'python -m kilogpt.plot out-peers': 'the runs of the command before',
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
