@@ -458,7 +458,8 @@ def test_flops_per_token_equals_what_the_operations_count(options):
     (dict(mlp='tanh'), "mlp is 'tanh': choose one of gelu, gelu_tanh, relu2, swiglu"),
     (dict(pos='rope', n_embd=20), 'pos=rope .* n_embd'), (dict(softcap=-1.0), 'softcap is -1.0'),
     (dict(attention_conv=1), 'attention_conv is 1, .*: set it to 0, or to 2 or more'),
-    (dict(attention_conv=-2), 'attention_conv is -2: it cannot be negative'), (dict(dropout=1.0), 'dropout is 1.0'), (dict(dropout=-0.1), 'dropout is -0.1'),
+    (dict(attention_conv=-2), 'attention_conv is -2: it cannot be negative'),
+    (dict(dropout=1.0), 'dropout is 1.0'), (dict(dropout=-0.1), 'dropout is -0.1'),
     *((dict([(key, 0)]), f'{key} is 0')
       for key in ('block_size', 'vocab_size', 'n_layer', 'n_head', 'n_embd')),
 ], ids=str)

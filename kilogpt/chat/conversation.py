@@ -84,7 +84,7 @@ class Conversation:
         """Keep of the cache what the text of ids begins with; returns how many of the ids that is."""
         common = len(os.path.commonprefix([self.read_ids, ids[:-1]]))  # the last one gives the next logits
         if common < len(self.read_ids) and not self.cache.can_go_back:
-            common = 0  # later tokens have taken the places of earlier ones
+            common = 0  # what the earlier text needs has been replaced by what came later
         del self.read_ids[common:]
         self.cache.length.fill_(common)
         return common

@@ -49,9 +49,9 @@ class Cache:
         windows = [config.window_of(layer) for layer in range(config.n_layer)]
         self.windows = [window if 0 < window < length else 0 for window in windows]
         self.size = length
-        last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, max(0, config.attention_conv - 1)
+        last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before
         # Whether a text may go on after fewer of its tokens than were read.
-        self.can_go_back = not any(self.windows) and not config.attention_conv
+        self.can_go_back = not any(self.windows) and not config.n_before
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = []
         for window in self.windows:

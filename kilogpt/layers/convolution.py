@@ -15,7 +15,7 @@ class Convolution(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.n_before = config.attention_conv - 1
+        self.n_before = config.n_before
         width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
         # Vectors, to which a layout and an optimizer do what they do to the biases of the linears before.
         self.q, self.k, self.v = (nn.Parameter(torch.empty(n * self.n_before)) for n in (width, kv_width, kv_width))
@@ -31,16 +31,21 @@ class Convolution(nn.Module):
             before = [self.positions_before(part, self.n_before) for part in parts]
         else:
             before = cache.exchange_last(torch.cat(parts, dim=-1)).split([part.size(-1) for part in parts], dim=-1)
-        return [self.add_before(*inputs, positions) for inputs in zip(parts, before, self.factors())]
+        # Whether the position that far before is in the same document.
+        is_there = [(positions >= distance)[..., None] for distance in range(1, self.n_before + 1)]
+        return [self.add_before(*inputs, is_there) for inputs in zip(parts, before, self.factors())]
 
-    def add_before(self, x, before, factors, positions):
-        """x (B, T, F), before (B, n, F): what comes before x, factors (F * n,) -> (B, T, F)."""
+    def add_before(self, x, before, factors, is_there):
+        """x (B, T, F), before (B, n, F): what comes before x, factors (F * n,) -> (B, T, F).
+
+        is_there: for each distance, nearest first, whether the position before exists, (B or 1, T, 1).
+        """
         T, n = x.size(1), self.n_before
         extended = torch.cat((before, x), dim=1)
         factors = factors.view(-1, n).type_as(x)
         for distance in range(1, n + 1):
             earlier = extended[:, n - distance:n - distance + T] * factors[:, distance - 1]
-            x = x + earlier.where((positions >= distance)[..., None], 0)
+            x = x + earlier.where(is_there[distance - 1], 0)
         return x
 
     def factors(self):

@@ -93,6 +93,11 @@ class ModelOptions:
         """How many positions a query sees in block number `layer`; 0 if all before it."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
 
+    @property
+    def n_before(self):
+        """The number of positions before each that a convolution in attention reads."""
+        return max(0, self.attention_conv - 1)
+
     def has_value_embedding(self, layer):
         """Whether block number `layer` adds an embedding of each token to its values."""
         return self.value_pattern[layer % len(self.value_pattern)] == 'V'

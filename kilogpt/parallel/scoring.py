@@ -119,7 +119,7 @@ class Scoring:
         """
         layout = self.parallel.layout
         divisor = layout.tp * layout.cp
-        length = max(length, (self.config.attention_conv - 1) * layout.cp)  # a part holds what the next one reads
+        length = max(length, self.config.n_before * layout.cp)  # a part holds what the next one reads
         if not self.parallel.pipeline:
             return -(-length // divisor) * divisor
         padded = self.config.block_size

@@ -120,7 +120,8 @@ HARMLESS = {
         NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions))\n",
         "local=('attn.q_norm', ": "local=('ln_3', 'attn.q_norm', "},
-    'another residual scale': {BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)\n"},
+    'another residual scale': {
+        BLOCK: "        x = 0.9 * x + 0.5 * self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)\n"},
     'a block with one norm': {
         BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n", NORM_2: "", INPUT_2: "",
         "self.ln_2_after(h)": "h"},
