@@ -1,30 +1,59 @@
 """The recipes that dev/peers.py compares: models and how they are trained, by the code in a checkout of each peer.
 
-Each function gets the folder of the checkout, the shape, and a factor for the documented learning rate. Settings
+Each recipe gets the folder of the checkout, the shape, and a factor for the documented learning rate. Settings
 that the peer's code does not hold are here, with the file where it documents them. Lengths of warm-up are the
-exception for the three that use AdamW: they document 1 to 2% of much longer runs, and have 4% here, as ours.
+exception for the three that use AdamW with a schedule: they document 1 to 2% of much longer runs, and have 4%
+here, as ours.
 """
 import argparse
 import ast
+import ctypes
+import hashlib
 import math
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.nn import functional as F
 
 
 class Recipe(NamedTuple):
-    """A model and how it is trained."""
+    """A PyTorch model and how it is trained.
+
+    dev/peers.py reads n_params, learning_rate and dtype, and calls train and evaluate. LlmC has the same five.
+    """
     model: object
     loss: Callable  # (inputs, targets) -> mean loss
     update: Callable  # called with the number of finished updates: sets the rates and makes one update
     learning_rate: float  # that of the matrices in blocks
     dtype: str
     gradient_scale: float = 1.0  # of the mean loss, for peers that sum over tokens
+
+    @property
+    def n_params(self):
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    def train(self, iteration, x, y):
+        """Make one update with a batch, arrays (B, T); returns the mean loss before it."""
+        loss = self.loss(torch.from_numpy(x), torch.from_numpy(y))
+        (loss * self.gradient_scale).backward()
+        self.update(iteration)
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, x, y):
+        """The mean loss of a batch, without dropout."""
+        self.model.eval()
+        loss = self.loss(torch.from_numpy(x), torch.from_numpy(y)).item()
+        self.model.train()
+        return loss
 
 
 def nanogpt(folder, shape, factor):
@@ -96,8 +125,7 @@ def modded(folder, shape, factor):
     """The definitions, and those statements of its loop over trials that initialise and set up optimizers."""
     script = os.path.join(folder, 'records', 'track_3_optimization', 'train_gpt_simple.py')
     torch.distributed.init_process_group('gloo', store=torch.distributed.HashStore(), rank=0, world_size=1)
-    kinds = ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef
-    names = run_statements(script, lambda nodes: [node for node in nodes if isinstance(node, kinds)])
+    names = run_statements(script, definitions)
     names['CausalSelfAttention'].__init__.__defaults__ = (shape.width // shape.heads,)  # instead of 128
     model = names['GPT'](shape.vocab_size, shape.layers, shape.width)
     model.compile(dynamic=False)
@@ -176,6 +204,91 @@ def transformers(folder, shape, factor):
     return Recipe(model, loss, update, rate, 'bfloat16')
 
 
+# The functions that Python calls. They call those of train_gpt2.c as its main() does, which TESTING leaves out.
+LLMC_CALLS = r"""
+#define TESTING
+#include "train_gpt2.c"
+
+static GPT2 model;
+
+int build(const char* checkpoint) {
+    gpt2_build_from_checkpoint(&model, checkpoint);
+    return model.num_parameters;
+}
+
+float loss(int* inputs, int* targets, int B, int T) {
+    gpt2_forward(&model, inputs, targets, B, T);
+    return model.mean_loss;
+}
+
+void update(float learning_rate, int t) {
+    gpt2_zero_grad(&model);
+    gpt2_backward(&model);
+    gpt2_update(&model, learning_rate, 0.9f, 0.999f, 1e-8f, 0.0f, t);
+}
+"""
+# llm.c's Makefile has all but the last two.
+LLMC_FLAGS = '-Ofast -march=native -fopenmp -DOMP -Wno-unused-result -Wno-ignored-pragmas -shared -fPIC'.split()
+
+
+class LlmC:
+    """llm.c's program for CPUs, train_gpt2.c, with the settings that its main() passes to gpt2_update.
+
+    main() finetunes GPT-2, at a constant rate, without weight decay and clipping. The settings of
+    scripts/run_gpt2_124M.sh, which trains from scratch, are for the CUDA program, whose schedule and clipping
+    train_gpt2.c does not have.
+    """
+    dtype = 'float32'
+
+    def __init__(self, folder, shape, factor):
+        self.learning_rate = 1e-4 * factor
+        self.program = ctypes.CDLL(compiled_llmc(folder))
+        self.program.loss.restype = ctypes.c_float
+        self.program.update.argtypes = ctypes.c_float, ctypes.c_int
+        with tempfile.TemporaryDirectory() as checkpoint_dir:
+            path = os.path.join(checkpoint_dir, 'model.bin')
+            write_llmc_checkpoint(folder, shape, path)
+            self.n_params = self.program.build(path.encode())
+
+    def train(self, iteration, x, y):
+        loss = self.evaluate(x, y)
+        self.program.update(self.learning_rate, iteration + 1)
+        return loss
+
+    def evaluate(self, x, y):
+        x, y = x.astype(np.int32), y.astype(np.int32)
+        return self.program.loss(x.ctypes, y.ctypes, *x.shape)
+
+
+def compiled_llmc(folder):
+    """The path of llm.c's CPU program as a library, which is compiled unless torch.compile's cache has it."""
+    compiler = os.environ.get('CC', 'cc')
+    with open(os.path.join(folder, 'train_gpt2.c'), 'rb') as file:
+        key = hashlib.sha256(file.read() + f'{compiler} {LLMC_FLAGS} {LLMC_CALLS}'.encode()).hexdigest()
+    path = os.path.join(cache_dir(), f'llmc-{key}.so')
+    if not os.path.exists(path):
+        # Other processes may compile the program at the same time.
+        with tempfile.TemporaryDirectory(dir=cache_dir()) as build_dir:
+            built = os.path.join(build_dir, 'llmc.so')
+            subprocess.run([compiler, *LLMC_FLAGS, f'-I{folder}', '-x', 'c', '-', '-o', built, '-lm', '-lgomp'],
+                           input=LLMC_CALLS, text=True, check=True)
+            os.replace(built, path)
+    return path
+
+
+def write_llmc_checkpoint(folder, shape, path):
+    """Write the weights that llm.c's train_gpt2.py begins with, for the C program; returns the PyTorch model."""
+    names = run_statements(os.path.join(folder, 'train_gpt2.py'), definitions)
+    # The function of train_gpt2.py refuses other vocabularies than GPT-2's.
+    names['pad_vocab'] = lambda weight: F.pad(weight, (0, 0, 0, -len(weight) % 128))
+    model = names['GPT'](names['GPTConfig'](block_size=shape.block_size, vocab_size=shape.vocab_size,
+                                            n_layer=shape.layers, n_head=shape.heads, n_embd=shape.width))
+    model.init_rng.manual_seed(shape.seed)  # instead of 42
+    model.apply(model._init_weights)
+    names['write_model'](model, path, 'float32')
+    return model
+
+
 class Peer(NamedTuple):
     build: Callable
     file: str = ''  # that its checkout has
@@ -185,6 +298,7 @@ class Peer(NamedTuple):
 PEERS = dict(
     nanogpt=Peer(nanogpt, 'train.py', 'a checkout of https://github.com/karpathy/nanoGPT'),
     transformers=Peer(transformers),
+    llmc=Peer(LlmC, 'train_gpt2.c', 'a checkout of https://github.com/karpathy/llm.c'),
     litgpt=Peer(litgpt, 'litgpt/pretrain.py', 'a folder written by pip install --target=FOLDER litgpt'),
     modded=Peer(modded, 'records/track_3_optimization/train_gpt_simple.py',
                 'a checkout of https://github.com/KellerJordan/modded-nanogpt'),
@@ -204,6 +318,12 @@ def run_statements(path, select, **names):
     tree.body = select(tree.body)
     exec(compile(tree, path, 'exec'), vars(module))
     return vars(module)
+
+
+def definitions(statements):
+    """A selection for `run_statements`: imports, classes and functions."""
+    kinds = ast.Import, ast.ImportFrom, ast.ClassDef, ast.FunctionDef
+    return [node for node in statements if isinstance(node, kinds)]
 
 
 def named(*names):

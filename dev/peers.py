@@ -1,11 +1,12 @@
 r"""Compare recipes of other repositories with ours: the same data and batches, each at its own best learning rate.
 
     python dev/peers.py out-peers --dataset=data4096 --nanogpt=../nanoGPT --nanochat=../nanochat \
-        --modded=../modded-nanogpt --litgpt=../litgpt-packages
+        --modded=../modded-nanogpt --litgpt=../litgpt-packages --llmc=../llm.c
 
 Each peer has the model, optimizer, schedule and precision that it documents (dev/peer_recipes.py), in a small
-shape. Its code is imported from a checkout; --litgpt is a folder written by `pip install --target`. One loop feeds
-all of them the batches of our loader, and evaluates them on the same sequences. kiloGPT is train.py itself.
+shape. Its code is imported from a checkout; --litgpt is a folder written by `pip install --target`. llm.c is its C
+program for CPUs, train_gpt2.c, compiled as a library by $CC (cc). One loop feeds all of them the batches of our
+loader, and evaluates them on the same sequences. kiloGPT is train.py itself.
 
 For each peer, runs look for the learning rate: they begin at the documented one and go on by factors of 2 until
 the best has a worse one on either side. --jobs of them run at the same time, so their seconds mean little. Then
@@ -59,24 +60,16 @@ def train_peer(options, name, factor, out_dir):
     recipe = PEERS[name].build(getattr(options, name, ''), options, factor)
     loader, val_loader = (TokenLoader(options.dataset, split, options.block_size, options.vocab_size, meta,
                                       options.seed) for split in ('train', 'val'))
-    n_params = sum(parameter.numel() for parameter in recipe.model.parameters())
     last = options.timed or options.iters
     os.makedirs(out_dir, exist_ok=True)
     with open(os.path.join(out_dir, 'config.json'), 'w', encoding='utf-8') as file:
         json.dump(dict(dataset=options.dataset, max_iters=options.iters, learning_rate=recipe.learning_rate,
                        dtype=recipe.dtype, seed=options.seed, peer=name), file, indent=1)
 
-    def rows(x, y):
-        return torch.from_numpy(x), torch.from_numpy(y)
-
-    @torch.no_grad()
     def evaluate():
         starts = val_loader.eval_starts(options.eval_iters * options.batch_size)
-        recipe.model.eval()
-        losses = [recipe.loss(*rows(*val_loader.batch(starts[first:first + options.batch_size]))).item()
-                  for first in range(0, len(starts), options.batch_size)]
-        recipe.model.train()
-        return statistics.mean(losses)
+        return statistics.mean(recipe.evaluate(*val_loader.batch(starts[first:first + options.batch_size]))
+                               for first in range(0, len(starts), options.batch_size))
 
     seconds = 0.0  # of training, without evaluations
     with open(os.path.join(out_dir, 'metrics.jsonl'), 'w', encoding='utf-8') as log:
@@ -84,18 +77,14 @@ def train_peer(options, name, factor, out_dir):
             print(json.dumps(dict(iter=iteration, tokens=iteration * options.tokens, seconds=seconds) | line),
                   file=log, flush=True)
 
-        recipe.model.train()
         for iteration in range(last + 1):
             if not options.timed and (iteration % options.eval_interval == 0 or iteration == options.iters):
-                write(iteration, val_loss=evaluate(), params=n_params)
+                write(iteration, val_loss=evaluate(), params=recipe.n_params)
             if iteration == last:
                 break
             began = time.perf_counter()
             numbers = np.arange(iteration * options.batch_size, (iteration + 1) * options.batch_size)
-            loss = recipe.loss(*rows(*loader.train_batch(numbers)))
-            (loss * recipe.gradient_scale).backward()
-            recipe.update(iteration)
-            loss = loss.item()
+            loss = recipe.train(iteration, *loader.train_batch(numbers))
             ms = 1000 * (time.perf_counter() - began)
             seconds += ms / 1000
             write(iteration + 1, loss=loss, dt_ms=ms, tokens_per_sec=1000 * options.tokens / ms,

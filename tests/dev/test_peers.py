@@ -1,12 +1,24 @@
-"""python dev/peers.py as a user runs it, with a stand-in for nanoGPT that has our model."""
+"""python dev/peers.py as a user runs it, with a stand-in for nanoGPT that has our model.
+
+llm.c itself is in $LLMC, by default beside the repository.
+"""
 import json
+import os
 import re
+import shutil
 import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
-from helpers import run_script
+import torch
+from helpers import ROOT, run_script
 
+import peer_recipes
 import peers as program
+from data.datasets import read_meta
+from data.loader import TokenLoader
+from model import GPT, GPTConfig
 
 SHAPE = ('--layers=1 --heads=2 --width=32 --block_size=32 --batch_size=4 --iters=12 --eval_iters=2 --rates=1 '
          '--iterations=3 --rounds=1').split()
@@ -38,6 +50,8 @@ def get_lr(it):
     share = (it - warmup_iters) / (lr_decay_iters - warmup_iters)
     return min_lr + (1 + math.cos(math.pi * share)) / 2 * (learning_rate - min_lr)
 """
+
+LLMC = os.environ.get('LLMC', os.path.join(ROOT, '..', 'llm.c'))
 
 
 def peers(*arguments, **options):
@@ -91,6 +105,53 @@ def test_table_is_what_the_runs_logged_and_the_same_recipe_has_the_same_losses(d
     other = peers(*arguments, '--seed=2', check=False)
     assert other.returncode == 1
     assert other.stderr == f'error: the runs in {folder} have seed 1, not 2: give another folder\n'
+
+
+def train_as_llmc(dataset, weights, learning_rate, batch_size, iters):
+    """Train our GPT-2 with PyTorch's AdamW from weights of llm.c; returns the losses and validation losses."""
+    model = GPT(GPTConfig(block_size=32, vocab_size=65, n_layer=2, n_head=2, n_embd=32, mlp='gelu_tanh'))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            weight = weights[re.sub(r'\.c_[qkv]\.', '.c_attn.', name)]
+            if found := re.search(r'\.c_([qkv])\.', name):
+                weight = weight.chunk(3)['qkv'.index(found[1])]
+            parameter[:len(weight)] = weight  # the embedding's other rows are padding
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.999), weight_decay=0.0)
+    meta = read_meta(dataset)
+    loader, val_loader = (TokenLoader(dataset, split, 32, 65, meta, 1) for split in ('train', 'val'))
+
+    def loss_of(x, y):
+        return model(torch.from_numpy(x), torch.from_numpy(y)) / y.size
+
+    losses, val_losses = [], []
+    for iteration in range(iters + 1):
+        with torch.no_grad():
+            val_losses.append(loss_of(*val_loader.batch(val_loader.eval_starts(batch_size))).item())
+        if iteration < iters:
+            loss = loss_of(*loader.train_batch(np.arange(iteration * batch_size, (iteration + 1) * batch_size)))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, val_losses
+
+
+@pytest.mark.skipif(not os.path.exists(os.path.join(LLMC, 'train_gpt2.c')), reason=f'there is no llm.c in {LLMC}')
+@pytest.mark.skipif(not shutil.which(os.environ.get('CC', 'cc')), reason='a C compiler is not installed')
+@pytest.mark.filterwarnings('ignore:`torch.jit')  # train_gpt2.py imports optimizers that use it
+def test_llmc_learns_what_gpt2_and_adamw_of_pytorch_learn(dataset, tmp_path):
+    """llm.c's C program at 8 times its documented rate. Its checkpoint has 128 rows for the 65 tokens."""
+    out_dir = tmp_path / 'run'
+    peers(tmp_path, *SHAPE, '--layers=2', '--eval_iters=1', f'--dataset={dataset}', f'--llmc={LLMC}', '--run=llmc',
+          '--factor=8', f'--out_dir={out_dir}', '--timed=0')
+    lines = list(map(json.loads, (out_dir / 'metrics.jsonl').read_text().splitlines()))
+    shape = SimpleNamespace(layers=2, heads=2, width=32, block_size=32, vocab_size=65, seed=1)
+    weights = dict(peer_recipes.write_llmc_checkpoint(LLMC, shape, tmp_path / 'model.bin').named_parameters())
+    losses, val_losses = train_as_llmc(dataset, weights, learning_rate=8e-4, batch_size=4, iters=12)
+    assert [line['loss'] for line in lines if 'loss' in line] == pytest.approx(losses, abs=1e-5)
+    assert list(evaluations(out_dir).values()) == pytest.approx(val_losses, abs=1e-5)
+    assert val_losses[-1] < val_losses[0] - 0.1
+    assert lines[0]['params'] == sum(weight.numel() for weight in weights.values()) + (128 - 65) * 32
 
 
 @pytest.mark.parametrize('arguments, message', [
