@@ -120,7 +120,9 @@ class Attention(nn.Module):
         self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
-        self.convolution = Convolution(config) if config.attention_conv else None
+        self.convolution = None
+        if config.attention_conv:
+            self.convolution = Convolution(config.attention_conv, q=width, k=kv_width, v=kv_width)
         self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
         self.gate = build_gate(config, config.n_head) if config.attention_gate else None
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
@@ -148,7 +150,7 @@ class Attention(nn.Module):
         x = cast_for_linears(x)
         q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
         if self.convolution is not None:
-            q, k, v = self.convolution(q, k, v, positions, cache)
+            q, k, v = self.convolution(q, k, v, positions=positions, last=cache and cache.last)
         q = self.q_norm_all(q).view(B, T, -1, self.head_width)  # (B, T, H, D)
         k = self.k_norm_all(k).view(B, T, -1, self.head_width)  # (B, T, G, D)
         v = v.view(B, T, -1, self.head_width)  # (B, T, G, D)
@@ -207,6 +209,7 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_1_after = build_norm(config.n_embd, config, 'after')
         self.ln_2 = build_norm(config.n_embd, config, 'before')
+        self.convolution = Convolution(config.mlp_conv, x=config.n_embd) if config.mlp_conv else None
         self.has_experts = config.has_experts(layer)
         self.mlp = (MixtureOfExperts(config, MLP, activate) if self.has_experts
                     else MLP(config, config.n_hidden))
@@ -218,6 +221,8 @@ class Block(nn.Module):
         inputs = x
         x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)))
         h = self.ln_2(inputs if self.is_parallel else x)
+        if self.convolution is not None:
+            h = self.convolution(h, positions=positions, last=cache and cache.last_of_mlp)
         h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
         return x + self.scaled(self.ln_2_after(h))
 
@@ -240,6 +245,7 @@ class GPT(nn.Module):
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
         features=('attn.convolution',),                # vectors with a part for each output feature
+        whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
         # Norms of values that stay split by heads or positions.
         local=('attn.q_norm', 'attn.k_norm', 'ln_1_after', 'ln_2_after'),
@@ -249,8 +255,9 @@ class GPT(nn.Module):
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
     replaceable = dict(
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
-        positions_before=('attn.convolution.positions_before',),  # of another rank's part of the sequence
-        factors=('attn.convolution.factors',),         # those of a rank's features
+        positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
+                          'convolution.positions_before'),
+        factors=('attn.convolution.factors', 'convolution.factors'),  # those of a rank's features
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),
         loss=('loss',),

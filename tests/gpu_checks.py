@@ -31,7 +31,7 @@ BLOCKS = '--pos=rope --norm=rmsnorm --qk_norm=True --n_kv_head=2 --tie_weights=F
 MODELS = {
     'GPT-2': '',
     'modern': f'{BLOCKS} --mlp=swiglu --softcap=30 --optimizer=muon --value_pattern=NV --attention_gate '
-              '--attention_conv=4 --lr_factors=embedding:3',
+              '--attention_conv=4 --mlp_conv=3 --lr_factors=embedding:3',
     'experts': f'{BLOCKS} --mlp=moe --n_experts=4 --router_balance=loss',
     'mask': f'{BLOCKS} --documents=mask',
     'pack': f'{BLOCKS} --documents=pack --window=100 --window_pattern=SL',

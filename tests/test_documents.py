@@ -22,7 +22,7 @@ MODELS = dict(
     learned_window=dict(window=3),
     capped=dict(pos='rope', attention_softcap=2.0, window=7, window_pattern='LS'),
     yarn=dict(pos='rope', rope_scaling='yarn factor=4 original_max_position_embeddings=16'),
-    convolution=dict(pos='rope', qk_norm=True, attention_conv=4),
+    convolution=dict(pos='rope', qk_norm=True, attention_conv=4, mlp_conv=3),
     moe=dict(pos='rope', mlp='moe', n_experts=4, n_active_experts=2, expert_hidden=16),
 )
 

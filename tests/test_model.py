@@ -22,7 +22,7 @@ from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
 MODERN = dict(pos='rope', norm='rmsnorm', mlp='relu2', qk_norm=True, n_kv_head=2, tie_weights=False,
-              softcap=5.0, bias=False, value_pattern='NV', attention_gate=True, attention_conv=3)
+              softcap=5.0, bias=False, value_pattern='NV', attention_gate=True, attention_conv=3, mlp_conv=2)
 VARIANTS = dict(
     default={}, no_bias=dict(bias=False), gelu_tanh=dict(mlp='gelu_tanh'), relu2=dict(mlp='relu2'),
     swiglu=dict(mlp='swiglu'), rope=dict(pos='rope'), rmsnorm=dict(norm='rmsnorm'),
@@ -46,13 +46,14 @@ PARTS = dict(
     wide_window=dict(window=16), scores=dict(attention_scale=0.7, attention_softcap=0.5, n_kv_head=2),
     capped_window=dict(attention_softcap=0.5, window=4, window_pattern='SL'),
     gate=dict(attention_gate=True, n_kv_head=2), convolution=dict(attention_conv=4, n_kv_head=2),
+    mlp_convolution=dict(mlp_conv=4, parallel_block=True),
     values=dict(value_pattern='VN', n_kv_head=2), values_everywhere=dict(ROPE, value_pattern='V'),
     scales=dict(embedding_scale=3.0, residual_scale=0.3, logit_scale=0.2, softcap=2.0),
     all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
                    window=3, window_pattern='SL', rope_theta_window=10.0, rope_scaling='linear factor=2',
                    rope_share=0.5, attention_scale=0.5, attention_softcap=1.0, softcap=5.0, bias_of='qkv',
                    embedding_scale=2.0, parallel_block=True, residual_scale=0.5, rope_pattern='RRN',
-                   value_pattern='NV', attention_conv=2))
+                   value_pattern='NV', attention_conv=2, mlp_conv=3))
 VARIANTS |= PARTS
 variants = pytest.mark.parametrize('options', VARIANTS.values(), ids=VARIANTS)
 few_variants = pytest.mark.parametrize('options', [{}, dict(pos='rope', n_kv_head=2), MODERN],
@@ -191,10 +192,10 @@ def reference(w, c, idx):
         return torch.cat((z.real, z.imag, x[:, 2 * P:]), -1)
 
     def neighbours(x, factors):  # y_t = x_t + Σ_i f_i x_(t-i), each feature by itself
-        y = x.clone()
+        y, factors = x.clone(), factors.view(x.size(1), -1)
         for t in range(T):
-            for i in range(1, min(t, c.attention_conv - 1) + 1):
-                y[t] += factors.view(x.size(1), -1)[:, i - 1] * x[t - i]
+            for i in range(1, min(t, factors.size(1)) + 1):
+                y[t] += factors[:, i - 1] * x[t - i]
         return y
 
     def is_windowed(layer):
@@ -257,7 +258,8 @@ def reference(w, c, idx):
         block = f'transformer.h.{i}'
         y = attention(norm_at('before', x, f'{block}.ln_1'), f'{block}.attn', i)
         y = x + c.residual_scale * norm_at('after', y, f'{block}.ln_1_after')
-        h = mlp(norm_at('before', x if c.parallel_block else y, f'{block}.ln_2'), f'{block}.mlp')
+        h = norm_at('before', x if c.parallel_block else y, f'{block}.ln_2')
+        h = mlp(neighbours(h, w[f'{block}.convolution.x']) if c.mlp_conv else h, f'{block}.mlp')
         x = y + c.residual_scale * norm_at('after', h, f'{block}.ln_2_after')
     head = w['transformer.wte.weight' if c.tie_weights else 'lm_head.weight'][:c.vocab_size]
     logits = norm(x, 'transformer.ln_f') @ head.T * c.logit_scale
@@ -390,12 +392,12 @@ def test_zero_init_starts_each_block_as_the_identity():
 
 
 def test_value_embeddings_gates_and_convolutions_change_nothing_at_first():
-    without, values, gates, convolution = (GPT(GPTConfig(**TINY, **keys)) for keys in (
-        {}, dict(value_pattern='VN'), dict(attention_gate=True), dict(attention_conv=3)))
+    without, values, gates, convolutions = (GPT(GPTConfig(**TINY, **keys)) for keys in (
+        {}, dict(value_pattern='VN'), dict(attention_gate=True), dict(attention_conv=3, mlp_conv=4)))
     assert values.num_params() == without.num_params() + 128 * 32 + 4 * 32  # a table, and a gate for each head
     assert gates.num_params() == without.num_params() + TINY['n_layer'] * 4 * 32
-    assert convolution.num_params() == without.num_params() + TINY['n_layer'] * 3 * 32 * 2
-    for model in (values, gates, convolution):
+    assert convolutions.num_params() == without.num_params() + TINY['n_layer'] * 32 * (3 * 2 + 3)
+    for model in (values, gates, convolutions):
         assert torch.equal(model(tokens(2, 16)), without(tokens(2, 16)))
 
 
@@ -457,7 +459,7 @@ def test_flops_per_token_equals_what_the_operations_count(options):
     (dict(norm='batchnorm'), "norm is 'batchnorm': choose one of layernorm, rmsnorm"),
     (dict(mlp='tanh'), "mlp is 'tanh': choose one of gelu, gelu_tanh, relu2, swiglu"),
     (dict(pos='rope', n_embd=20), 'pos=rope .* n_embd'), (dict(softcap=-1.0), 'softcap is -1.0'),
-    (dict(attention_conv=1), 'attention_conv is 1, .*: set it to 0, or to 2 or more'),
+    (dict(mlp_conv=1), 'mlp_conv is 1, .*: set it to 0, or to 2 or more'),
     (dict(attention_conv=-2), 'attention_conv is -2: it cannot be negative'),
     (dict(dropout=1.0), 'dropout is 1.0'), (dict(dropout=-0.1), 'dropout is -0.1'),
     *((dict([(key, 0)]), f'{key} is 0')

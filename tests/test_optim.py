@@ -76,7 +76,7 @@ def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
 
     def updates(lr_factors, weight_decay=0.0):
         model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=False,
-                              qk_norm=True, value_pattern='V', attention_gate=True, attention_conv=3))
+                              qk_norm=True, value_pattern='V', attention_gate=True, attention_conv=3, mlp_conv=2))
         optimizer = build_optimizer(kind, list(model.named_parameters()), 1e-3, weight_decay, (0.9, 0.95), 0.9,
                                     model.split_plan, 'float32', lambda function, parameter, parts: function(parts),
                                     lr_factors)

@@ -12,7 +12,7 @@ from helpers import run_forked, run_script, saved_iterations, start_script
 def trained(train):
     """The folder of a short run."""
     return train('--max_iters=4', '--lr_decay_iters=4', '--eval_interval=2', '--value_pattern=NV',
-                 '--attention_gate', '--attention_conv=3').out_dir
+                 '--attention_gate', '--attention_conv=3', '--mlp_conv=4').out_dir
 
 
 def sample(out_dir, *arguments, runner=run_forked, **options):

@@ -12,7 +12,9 @@ class CacheView(NamedTuple):
     """One layer of a Cache in one step. Position p of the text is in slot p % size."""
     keys: torch.Tensor  # (rows, G, size, D)
     values: torch.Tensor  # (rows, G, size, D)
-    last: torch.Tensor  # (rows, F, n): what a convolution reads of the text so far; n = 0 without one
+    # (rows, F, n): what the convolutions in attention and before the MLP read of the text; n = 0 without one
+    last: torch.Tensor
+    last_of_mlp: torch.Tensor
     positions: torch.Tensor  # (T,), positions of the new tokens
     n_read: int | None  # slots to read with the new tokens in them; 0 = new tokens alone, None = after the old
 
@@ -29,15 +31,9 @@ class CacheView(NamedTuple):
             seen = self.keys[:B, :, :self.n_read], self.values[:B, :, :self.n_read]
         return seen
 
-    def exchange_last(self, x):
-        """Keep the last n of new x (B, T, F), one row into all; returns the n before x (B, n, F)."""
-        before = self.last[:x.size(0)].mT.type_as(x).clone()
-        self.last.copy_(torch.cat((before, x), dim=1)[:, x.size(1):].mT)
-        return before
-
 
 class Cache:
-    """The keys and values that attention has seen, and `last`, per layer; CacheView has the shapes.
+    """The keys and values that attention has seen, and what convolutions read; CacheView has the shapes.
 
     The first `length` positions of the text are read. A layer with a window keeps as many positions as the
     window has. No tensor grows or moves, and length is a tensor too, so that the step of each token is
@@ -49,14 +45,15 @@ class Cache:
         windows = [config.window_of(layer) for layer in range(config.n_layer)]
         self.windows = [window if 0 < window < length else 0 for window in windows]
         self.size = length
-        last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before
+        last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before('attention_conv')
+        last_of_mlp = rows, config.n_embd, config.n_before('mlp_conv')
         # Whether a text may go on after fewer of its tokens than were read.
-        self.can_go_back = not any(self.windows) and not config.n_before
+        self.can_go_back = not any(self.windows) and not config.attention_conv and not config.mlp_conv
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = []
         for window in self.windows:
             shape = rows, config.n_kv_head, window or length, config.head_width
-            self.layers.append((like.new_zeros(shape), like.new_zeros(shape), like.new_zeros(last)))
+            self.layers.append(tuple(map(like.new_zeros, (shape, shape, last, last_of_mlp))))
         self.length = torch.zeros((), dtype=torch.long, device=like.device)
 
     def take_rows(self, rows):

@@ -30,6 +30,7 @@ class ModelOptions:
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
     attention_gate: bool = False  # a gate for what each head has attended to, from the block's input
     attention_conv: int = 0  # width of a causal convolution of queries, keys and values (Primer: 3); 0 = none
+    mlp_conv: int = 0  # width of a causal convolution before the MLP, or the experts; 0 = none
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
@@ -50,11 +51,12 @@ class ModelOptions:
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
         for key in ('head_width', 'n_hidden', 'norm_eps', 'window', 'rope_theta_window', 'attention_scale',
-                    'attention_softcap', 'attention_conv', 'softcap', 'lora_rank'):
+                    'attention_softcap', 'attention_conv', 'mlp_conv', 'softcap', 'lora_rank'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
-        if self.attention_conv == 1:
-            raise ValueError('attention_conv is 1, which reads no other position: set it to 0, or to 2 or more')
+        for key in ('attention_conv', 'mlp_conv'):
+            if getattr(self, key) == 1:
+                raise ValueError(f'{key} is 1, which reads no other position: set it to 0, or to 2 or more')
         for key in ('dropout', 'lora_dropout'):
             if not 0 <= getattr(self, key) < 1:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be in [0, 1)')
@@ -93,10 +95,9 @@ class ModelOptions:
         """How many positions a query sees in block number `layer`; 0 if all before it."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
 
-    @property
-    def n_before(self):
-        """The number of positions before each that a convolution in attention reads."""
-        return max(0, self.attention_conv - 1)
+    def n_before(self, key):
+        """How many positions before each the convolution of that key reads, attention_conv or mlp_conv."""
+        return max(0, getattr(self, key) - 1)
 
     def has_value_embedding(self, layer):
         """Whether block number `layer` adds an embedding of each token to its values."""

@@ -37,6 +37,10 @@ def split_tensors(model, mesh):
         across=[PrepareModuleInput(input_layouts=Shard(-1), desired_input_layouts=Shard(-1)),
                 PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(-1))],
         features=[],
+        whole=[PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(),
+                                  use_local_output=True),
+               PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(),
+                                   use_local_output=False)],
         embedding=[RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
         head=[ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)],
     )
@@ -54,9 +58,10 @@ def split_tensors(model, mesh):
                 if whole is not None:
                     whole = distribute_tensor(whole.detach(), mesh, [Replicate()], src_data_rank=None)
                     modules[name].lora_A = torch.nn.Parameter(whole)
-                if kind in ('across', 'features'):
+                if kind in ('across', 'features', 'whole'):
+                    placement = Replicate() if kind == 'whole' else Shard(0)
                     for key, vector in list(modules[name].named_parameters()):
-                        vector = distribute_tensor(vector.detach(), mesh, [Shard(0)], src_data_rank=None)
+                        vector = distribute_tensor(vector.detach(), mesh, [placement], src_data_rank=None)
                         setattr(modules[name], key, torch.nn.Parameter(vector))
                 if kind == 'embedding':  # a compiled block loses gradients of a pending input
                     modules[name].register_forward_hook(lambda module, inputs, output: output.clone())

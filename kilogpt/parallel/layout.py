@@ -244,11 +244,12 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
                     fits.append(f'tp={tp} cp={cp}')
         raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
                          f'on these processes this model can have {", ".join(fits)}')
-    n_before = model.config.n_before
-    if layout.cp > 1 and block_size // layout.cp < n_before:
-        raise ValueError(f'attention_conv={model.config.attention_conv} reads {n_before} positions before each, '
-                         f'but cp={layout.cp} leaves a process {block_size // layout.cp} of '
-                         f'block_size={block_size}: set cp or attention_conv lower, or block_size higher')
+    for key in ('attention_conv', 'mlp_conv'):
+        n_before = model.config.n_before(key)
+        if layout.cp > 1 and block_size // layout.cp < n_before:
+            raise ValueError(f'{key}={getattr(model.config, key)} reads {n_before} positions before each, '
+                             f'but cp={layout.cp} leaves a process {block_size // layout.cp} of '
+                             f'block_size={block_size}: set cp or {key} lower, or block_size higher')
     if layout.ep > 1 and model.config.mlp != 'moe':
         raise ValueError(f'ep={layout.ep} divides experts, but mlp is {model.config.mlp!r}: set mlp to moe, '
                          'or ep to 1')

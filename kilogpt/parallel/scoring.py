@@ -119,7 +119,8 @@ class Scoring:
         """
         layout = self.parallel.layout
         divisor = layout.tp * layout.cp
-        length = max(length, self.config.n_before * layout.cp)  # a part holds what the next one reads
+        n_before = max(map(self.config.n_before, ('attention_conv', 'mlp_conv')))
+        length = max(length, n_before * layout.cp)  # a part holds what the next one reads
         if not self.parallel.pipeline:
             return -(-length // divisor) * divisor
         padded = self.config.block_size

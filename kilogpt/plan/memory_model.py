@@ -366,6 +366,8 @@ def block_activations(config, layout, work, has_experts):
             mlp -= width * F / tp * ('mlp.c_proj' not in targets)
         # The result of a row-wise product, here and in attention, is summed over tp and whole on each rank.
         mlp_products = mlp_selective = width * (C + n_hidden // 2 * F / tp)
+    if config.mlp_conv and not is_frozen:  # the MLP's input before it, too
+        mlp += residual * C
     n_norms = 4 if config.norm_place == 'both' else 2
     whole = n_norms * norm_input / tp + width * C * bool(keeps_input) + attention / tp + mlp
     if config.dropout:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-KINDS = ('colwise', 'rowwise', 'sequence', 'positions', 'local', 'embedding', 'tables', 'head')
+KINDS = ('colwise', 'rowwise', 'sequence', 'across', 'features', 'whole', 'positions', 'local', 'embedding',
+         'tables', 'head')  # of split_plan
 MAX_NAMES = 4  # parameters named in a sentence
 
 

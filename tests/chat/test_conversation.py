@@ -22,6 +22,7 @@ MODELS = {
     'windows': dict(pos='rope', window=8, window_pattern='SL'),
     'only windows': dict(pos='rope', window=24),
     'convolution': dict(pos='rope', attention_conv=3),
+    'convolution before the MLP': dict(mlp_conv=4),
 }
 GREEDY = 0, None, None, None  # temperature, top_k, top_p, generator
 
@@ -88,7 +89,7 @@ def test_answer_ends_before_a_stop_token_and_at_the_end_of_the_context():
     assert list(talk.generate([1] * LENGTH, 10, *GREEDY, stop_ids=())) == []
 
 
-@pytest.mark.parametrize('name', ['rope', 'windows', 'convolution'])
+@pytest.mark.parametrize('name', ['rope', 'windows', 'convolution', 'convolution before the MLP'])
 def test_reading_that_was_interrupted_leaves_a_usable_cache(name, monkeypatch):
     talk = build(MODELS[name])
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3

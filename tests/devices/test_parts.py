@@ -9,7 +9,7 @@ pytestmark = pytest.mark.quick
 
 # The first block is dense, the second has experts.
 MIXED = GPTConfig(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32, mlp='moe', moe_first_layer=1,
-                  n_shared_experts=1, attention_conv=3)
+                  n_shared_experts=1, attention_conv=3, mlp_conv=3)
 
 
 def test_every_path_of_the_table_leads_to_a_part():

@@ -24,11 +24,11 @@ BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n
         '--warmup_iters=2 --learning_rate=2e-3 --min_lr=1e-3 --grad_clip=0.5 --comm_timeout=60 '
         f'--max_iters={ITERATIONS} --eval_interval={ITERATIONS}').split()
 MODERN = '--n_kv_head=2 --pos=rope --norm=rmsnorm --mlp=swiglu --qk_norm --tie_weights=False --softcap=15 '\
-         '--value_pattern=VN --attention_gate --attention_conv=3 --lr_factors=vector:50'
+         '--value_pattern=VN --attention_gate --attention_conv=3 --mlp_conv=4 --lr_factors=vector:50'
 MODELS = dict(gpt2='--bias', shallow='--n_layer=2', deep='--bias --n_layer=7', modern=MODERN,
               muon=f'{MODERN} --optimizer=muon --lr_factors=embedding:3,head:0.5,vector:50',
               moe='--mlp=moe --n_experts=4 --n_active_experts=2 --n_shared_experts=1 --expert_hidden=16 '
-                  '--router_balance_rate=0.01 --router_z_loss=0.001',
+                  '--router_balance_rate=0.01 --router_z_loss=0.001 --mlp_conv=3 --lr_factors=vector:50',
               muon_moe='--optimizer=muon --mlp=moe --n_experts=4 --expert_hidden=16 --n_shared_experts=1',
               all='--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=16 --router_balance=none',
               # Parts of other models (kilogpt/layers/options.py), each in one of four.
@@ -529,6 +529,7 @@ REFUSED = {
     'kv heads': ('--tp=2 --n_kv_head=1', 'n_kv_head=1 cannot be split over tp=2', 'tp=1 cp=2'),
     'block_size': ('--cp=2 --block_size=31', 'block_size=31 cannot be split', 'tp=1 cp=1'),
     'convolution': ('--cp=2 --block_size=4 --attention_conv=4', 'attention_conv=4 reads 3 positions', 'block_size higher'),
+    'convolution before the MLP': ('--cp=2 --block_size=4 --mlp_conv=4', 'mlp_conv=4 reads 3 positions', 'set cp or mlp_conv'),
     'layers': ('--pp=2 --pp_schedule=zbv --n_layer=1', 'makes 4 stages', 'n_layer to at least 2'),
     'schedule': ('--pp=2 --pp_schedule=2f2b', "pp_schedule is '2f2b'", 'dualpipev'),
     'stage': ('--zero_stage=4', 'zero_stage is 4', 'choose 0, 1, 2 or 3'),

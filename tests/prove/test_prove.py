@@ -10,6 +10,8 @@ from helpers import FAULTS, ROOT, copy_repository, run_forked, run_script, sampl
 from kilogpt.layers import lora
 from kilogpt.layers.options import ModelOptions
 from kilogpt.prove.__main__ import shorten
+from kilogpt.prove.diagnosis import inspect
+from model import GPT, GPTConfig
 
 SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
@@ -375,6 +377,13 @@ def test_mistake_with_documents_is_found_and_named(fault):
     assert done.stdout.count('same: ') == n_right
     for sentence in sentences:
         assert sentence in done.stdout, sentence
+
+
+@pytest.mark.parametrize('options', [dict(), dict(qk_norm=True, qk_norm_over='all', norm_place='both'),
+                                     dict(value_pattern='V', attention_gate=True, attention_conv=3, mlp_conv=3),
+                                     dict(mlp='moe', n_shared_experts=1, tie_weights=False)], ids=str)
+def test_plan_names_every_parameter_of_our_parts(options):
+    assert not inspect(GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, bias=False, **options), seed=None)).unplanned
 
 
 @pytest.mark.parametrize('pattern, expected', [
