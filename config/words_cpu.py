@@ -13,7 +13,7 @@ gradient_accumulation_steps = 1
 batch_size, block_size = 16, 256
 n_layer, n_head, n_embd = 3, 3, 192
 pos, qk_norm, mlp = 'rope', True, 'swiglu'
-attention_conv, attention_gate, value_pattern = 3, True, 'VNV'
+attention_conv, mlp_conv, attention_gate, value_pattern = 3, 3, True, 'VNV'
 tie_weights, zero_init = False, True
 dropout = 0.0
 

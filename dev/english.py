@@ -6,7 +6,7 @@ r"""Write English text from Debian's packages, to compare recipes on.
 
 Downloads manuals and dictionaries with `apt-get download` to a temporary folder, and nothing is installed. Text
 loses its markup, a paragraph that appears again is left out, and pieces of about 3 kB are shuffled, so that the
-validation text at the end is like the rest. PACKAGES gave 90 MB in November 2026; their later versions give a
+validation text at the end is like the rest. PACKAGES gave 126 MB in November 2026; their later versions give a
 little more or less, so that losses compare only on the same file.
 """
 import argparse

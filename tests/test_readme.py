@@ -116,7 +116,7 @@ SESSIONS = dict(
              SMALL + ' --block_size=128'),
         step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
         step('python train.py config/quickstart.py --attention_gate --out_dir=out-gates', SMALL),
-        step('python train.py config/quickstart.py --attention_conv=3 --out_dir=out-convolution', SMALL),
+        step('python train.py config/quickstart.py --mlp_conv=3 --lr_factors=vector:3 --out_dir=out-convolution', SMALL),
     ],
     help=[
         step('python train.py --help'),
@@ -308,6 +308,9 @@ NEEDS = {
     'python dev/versus.py tinyllama': 'a GPU',
     'python bench.py --init_from=tinyllama': 'a GPU',
     'python dev/versus.py ../smollm2': 'weights of a real model, and ten minutes: LOG.md has its figures',
+    'python dev/english.py': 'packages of Debian',
+    'python data/text/train_tokenizer.py --input=english.txt': 'that text',
+    'python data/text/prepare.py --input=english.txt': 'that text',
     'python dev/peers.py': 'checkouts of other repositories: test_peers.py has a stand-in',
     'python -m kilogpt.plot out-peers': 'the runs of the command before',
     'docker': 'Docker and a registry: LOG.md says how the Dockerfile was built',
