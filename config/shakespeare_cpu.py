@@ -1,6 +1,6 @@
-# Shakespeare letter by letter, on two CPU cores: 3.0M parameters, Muon, less than two passes over the text. After one
-# to three minutes, depending on the CPU, the validation loss is below that of nanoGPT's baby GPT (1.4697, 3 minutes
-# on an A100).
+# Shakespeare letter by letter, on two CPU cores: 3.0M parameters, Muon, less than two passes over the text. After
+# two and a half minutes on a Zen 4 the validation loss is below that of nanoGPT's baby GPT (1.4697, 3 minutes on an
+# A100).
 out_dir = 'out-shakespeare-cpu'
 dataset = 'shakespeare_char'
 eval_interval, log_interval = 340, 10

@@ -2,7 +2,7 @@ r"""Write English text from Debian's packages, to compare recipes on.
 
     python dev/english.py english.txt
     python data/text/train_tokenizer.py --input=english.txt --vocab_size=4096 --out=bpe4096
-    python data/text/prepare.py --input=english.txt --tokenizer=bpe4096 --out=english4096
+    python data/text/prepare.py --input=english.txt --tokenizer=bpe4096 --out=data4096
 
 Downloads manuals and dictionaries with `apt-get download` to a temporary folder, and nothing is installed. Text
 loses its markup, a paragraph that appears again is left out, and pieces of about 3 kB are shuffled, so that the

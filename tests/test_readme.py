@@ -116,7 +116,8 @@ SESSIONS = dict(
              SMALL + ' --block_size=128'),
         step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
         step('python train.py config/quickstart.py --attention_gate --out_dir=out-gates', SMALL),
-        step('python train.py config/quickstart.py --mlp_conv=3 --lr_factors=vector:3 --out_dir=out-convolution', SMALL),
+        step('python train.py config/quickstart.py --mlp_conv=3 --lr_factors=vector:3 --out_dir=out-convolution',
+             SMALL),
     ],
     help=[
         step('python train.py --help'),
