@@ -62,7 +62,8 @@ def main(argv=None):
                             zero_stage=options.zero_stage, pp_schedule=options.pp_schedule)
         processes = opened.parallel.processes
         processes.say(f'{opened.path}: {describe_place(opened)}')
-        scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator, options.batch_tokens)
+        scorer = Scorer(opened.parallel, opened.config, opened.dtype, opened.separator, options.batch_tokens,
+                        shows_progress=True)
         if options.reference:
             write_reference(scorer, opened, options.reference)
             processes.leave(0)

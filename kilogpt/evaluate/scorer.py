@@ -1,6 +1,7 @@
 """Log-likelihoods of texts under a model in any layout, for tasks and for lm-evaluation-harness."""
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from kilogpt.evaluate.batches import Group, Request, find_groups, pack_groups
 from kilogpt.layers.attention import starts_of
@@ -13,12 +14,20 @@ class Scorer:
     parallel, config, dtype: as in Scoring. separator: the token at which documents begin, for a model that
     was trained on documents one by one; None = a text is one document. most_tokens: of a forward pass.
     poll(): is called before each pass, and ends the scoring if it returns something true.
+    shows_progress: whether the main process draws bars, if it writes to a terminal.
     """
 
-    def __init__(self, parallel, config, dtype, separator=None, most_tokens=0, poll=lambda: False):
+    def __init__(self, parallel, config, dtype, separator=None, most_tokens=0, poll=lambda: False,
+                 shows_progress=False):
         self.parallel, self.config, self.dtype, self.separator = parallel, config, dtype, separator
         self.most_tokens = most_tokens or (2 ** 12 if parallel.device.type == 'cpu' else 2 ** 15)
         self.poll = poll
+        # None: tqdm draws no bar where there is no terminal.
+        self.hides_progress = None if shows_progress and parallel.processes.is_main else True
+
+    def progress(self, items, name):
+        """The items one by one, with a bar of that name."""
+        return tqdm(items, name, leave=False, disable=self.hides_progress)
 
     def score(self, requests):
         """(log-likelihood in nats, whether each token was the likeliest) of each Request.
@@ -30,18 +39,20 @@ class Scorer:
             if scoring.is_whole:
                 groups = find_groups(requests, self.most_tokens)
             is_shared = [group.n_shared > 0 for group in groups]
-            nats, misses = np.zeros(len(requests)), np.zeros(len(requests))
+            passes = []
             for read, chosen in ((self._read_shared, True), (self._read_alone, False)):
                 of_this_kind = [group for group, shares in zip(groups, is_shared) if shares == chosen]
                 batches = pack_groups(of_this_kind, requests, self.most_tokens, self.config.block_size)
-                for batch in self._of_this_process(batches):
-                    if self.poll():
-                        return None
-                    for numbers, scores in read(scoring, batch, requests) if batch is not None else ():
-                        if scores is not None:
-                            rows = np.array(numbers)[scores.row.cpu().numpy()]
-                            np.add.at(nats, rows, scores.nats.double().cpu().numpy())
-                            np.add.at(misses, rows, (~scores.is_likeliest).double().cpu().numpy())
+                passes += [(read, batch) for batch in self._of_this_process(batches)]
+            nats, misses = np.zeros(len(requests)), np.zeros(len(requests))
+            for read, batch in self.progress(passes, 'passes'):
+                if self.poll():
+                    return None
+                for numbers, scores in read(scoring, batch, requests) if batch is not None else ():
+                    if scores is not None:
+                        rows = np.array(numbers)[scores.row.cpu().numpy()]
+                        np.add.at(nats, rows, scores.nats.double().cpu().numpy())
+                        np.add.at(misses, rows, (~scores.is_likeliest).double().cpu().numpy())
         sums = self.parallel.processes.sums([*nats, *misses])
         nats, misses = np.array(sums).reshape(2, -1) / self.parallel.layout.tp  # whose ranks have the same
         return [(-float(nat), bool(miss == 0)) for nat, miss in zip(nats, misses)]

@@ -40,7 +40,7 @@ class Suite:
         score is the mean of these.
         """
         scores, centred = {}, []
-        for task in self.tasks:
+        for task in scorer.progress(self.tasks, 'tasks'):
             figures = score_task(task, scorer)
             if figures is None:
                 return None

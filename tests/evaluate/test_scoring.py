@@ -10,7 +10,7 @@ from test_document_layouts import EXPERTS
 from test_parallel import MODERN, SCHEDULES
 
 import kilogpt
-from helpers import run_forked
+from helpers import FAULTS, run_forked
 from kilogpt.evaluate.batches import Group, Request, find_groups, pack_groups
 from kilogpt.layers.attention import starts_of
 
@@ -135,6 +135,13 @@ def test_layout_scores_as_one_row_at_a_time(runs, expected, tasks, tmp_path, mod
     for (nats, is_likeliest), (slow_nats, slow_is_likeliest) in zip(found, expected(model)):
         assert nats == pytest.approx(slow_nats, abs=TOLERANCE)
         assert is_likeliest == slow_is_likeliest
+
+
+def test_bars_are_for_the_terminal_of_the_first_process(runs, tasks):
+    first, second = run_forked('kilogpt.evaluate', runs('learned'), f'--tasks={tasks}/choices.jsonl', '--device=cpu',
+                               nproc=2, faults=[FAULTS / 'terminal.py']).outputs
+    assert 'tasks: ' in first and 'passes: ' in first
+    assert 'tasks: ' not in second and 'passes: ' not in second
 
 
 # --- batches ------------------------------------------------------------------------------------------------
