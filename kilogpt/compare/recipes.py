@@ -4,14 +4,14 @@ r"""Compare recipes of training: each at its own best learning rate, over seeds,
         'relu2=config/quickstart.py --mlp=relu2' 'mine=mine.diff config/quickstart.py' \
         --size='small: n_embd=64' --size='large: n_embd=192'
 
-A recipe is NAME=ARGUMENTS of train.py. The code is that of the last commit, to which a patch among the arguments,
-a file that ends in .diff, is applied. For each size and recipe, runs with the first seed look for the learning
-rate: they begin at that of the arguments and go on by steps of 1.5 until the best has a worse one on either side.
-The other seeds train at the best. Then the last losses of a recipe are compared with those of the first one,
-seed by seed, as `python -m kilogpt.compare` does.
+A recipe is NAME=ARGUMENTS of train.py. Runs use the code of the last commit, after applying the patch among the
+arguments, if there is one (a file that ends in .diff). For each size and recipe, the search for a learning rate
+uses the first seed. It starts at the rate in the arguments, and multiplies and divides by 1.5 until both neighbours
+of the best rate are worse. The other seeds train at the best rate. Then the last losses of each recipe are compared
+with those of the first recipe, seed by seed, as `python -m kilogpt.compare` does.
 
-The logs of all runs stay in FOLDER. The same command goes on where it was ended, and one with more recipes,
-sizes or seeds trains what is missing. FOLDER/SIZE.md has the table.
+The logs of all runs stay in FOLDER. If the command was interrupted, the same command continues. With more recipes,
+sizes or seeds it trains what is missing. FOLDER/SIZE.md has the table.
 """
 import argparse
 import concurrent.futures
@@ -56,9 +56,9 @@ def main():
             jobs = [pool.submit(train, recipe, size) for recipe in recipes]
             try:
                 first, *others = [job.result() for job in jobs]
-            except KeyboardInterrupt:  # the runs have it too, and save
+            except KeyboardInterrupt:  # the runs are interrupted too, and save
                 pool.shutdown(cancel_futures=True)
-                sys.exit('ended: the same command goes on')
+                sys.exit('interrupted: the same command continues')
         is_whole = is_whole and all([first, *others])
         if first:  # without it there is nothing to compare with
             report = f'{size.name}:\n\n{describe([first, *filter(None, others)])}\n'
@@ -77,7 +77,7 @@ class Size:
 
 
 def train(recipe, size):
-    """What `Recipe.train` returns, or None if it fails, which is said at once while the others go on."""
+    """Return what `Recipe.train` returns, or print its error and return None, so that other recipes continue."""
     try:
         return recipe.train(size)
     except RuntimeError as error:
@@ -85,7 +85,7 @@ def train(recipe, size):
 
 
 class Recipe:
-    """Arguments of train.py, the code they are for, and the training of both."""
+    """Arguments of train.py, and the copy of the code that they run with."""
 
     def __init__(self, argument, options):
         self.name, equals, arguments = argument.partition('=')
@@ -109,7 +109,7 @@ class Recipe:
         return self.name, rate, runs
 
     def _best_rate(self, size, config, given):
-        """The learning rate with the lowest last loss of seed 1, whose two neighbours were tried too."""
+        """Find the learning rate with the lowest last loss of seed 1, whose two neighbours are both worse."""
         losses, step, best = {}, None, 0
         while step != best:
             step = best
@@ -120,7 +120,10 @@ class Recipe:
         return rate_of(given, best)
 
     def _config(self, size):
-        """All keys of train.py, by the code of the recipe: those of its config files, of the size, its own."""
+        """All keys of train.py with their values, as the code of the recipe reads its arguments.
+
+        The keys of the size override those of config files, and the recipe's own keys override both.
+        """
         arguments = [*self.files, *size.arguments, *self.keys]
         code = ('import json, sys; from kilogpt.configurator import config_of; '
                 'print(json.dumps(config_of("train.py", sys.argv[1:])))')
@@ -128,10 +131,10 @@ class Recipe:
         if done.returncode:
             raise RuntimeError(done.stderr.strip()[-2000:])
         config = json.loads(done.stdout)
-        return config | dict(dataset=dataset_folder(config['dataset']))  # the copy of the code is without data
+        return config | dict(dataset=dataset_folder(config['dataset']))  # the copy of the code has no datasets
 
     def _run(self, size, config, rate, seed):
-        """The log of a run, which is trained if it is not there. RuntimeError if it cannot be."""
+        """Read the log of a run, after training it if necessary. RuntimeError if the training fails."""
         folder = os.path.abspath(os.path.join(self.options.folder, size.name, self.name, f'lr{rate:g}-s{seed}'))
         config = config | dict(
             learning_rate=rate, seed=seed, out_dir=folder, init_from='auto', keep_checkpoints=1,
@@ -152,7 +155,7 @@ class Recipe:
             done = self._python('train.py', path)
             run = read_if_over(folder)
             if run is None:
-                raise RuntimeError(f'the run {folder} did not come to its end: {done.stderr.strip()[-2000:]}')
+                raise RuntimeError(f'the run {folder} did not finish: {done.stderr.strip()[-2000:]}')
             shutil.rmtree(os.path.join(folder, 'ckpt'), ignore_errors=True)
             print(f'{size.name} {self.name}: learning rate {rate:g}, seed {seed}: {last_loss(run):.4f}',
                   file=sys.stderr, flush=True)
@@ -163,14 +166,14 @@ class Recipe:
 
 
 def rate_of(given, step):
-    """The learning rate some steps from the given one, with two digits."""
+    """The learning rate `step` steps from the given one, rounded to two digits."""
     return float(f'{given * STEP ** step:.2g}') if step else given
 
 
 def copy_of_code(patches, folder):
-    """The folder of a copy of the last commit with patches applied, which is made if it is not there.
+    """Copy the last commit and apply patches, unless the copy exists already; returns its folder.
 
-    Where there is no repository of git, and no patch, it is the folder of this code itself.
+    Without patches and outside a git repository, the code runs where it is.
     """
     if not patches and not os.path.exists(os.path.join(ROOT, '.git')):
         return ROOT
@@ -197,7 +200,7 @@ def copy_of_code(patches, folder):
 
 
 def run_git(*arguments):
-    """What a command of git prints."""
+    """Run git and return what it prints."""
     done = subprocess.run(['git', '-C', ROOT, *arguments], capture_output=True)
     if done.returncode:
         raise ValueError(f'recipes train with the last commit of {ROOT}, but git says: '
@@ -226,7 +229,7 @@ def last_loss(run):
 
 
 def describe(results):
-    """A table of results, [(name, learning rate, [Run of each seed])], of which the first is the baseline."""
+    """Format results, [(name, learning rate, [Run of each seed])], as a table. The first is the baseline."""
     rows = [['recipe', 'learning rate', 'parameters', 'last val_loss', 'difference (95% interval)', 'p',
              'tokens to the same loss', 'seconds']]
     _, _, base_runs = results[0]
@@ -247,7 +250,7 @@ def describe(results):
 
 
 def share_of_cost(cost, base_runs, runs):
-    """What runs need to reach the mean last loss of others, as a share of what those needed."""
+    """The cost of reaching the mean last loss of base_runs, divided by the mean cost of base_runs."""
     target = statistics.mean(last_loss(run) for run in base_runs)
     costs = [cost_of_reaching(run, 'loss', target) for run in runs]
     if None in costs:
