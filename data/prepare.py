@@ -320,16 +320,16 @@ def publish(partial, folder, meta, tokenizer, more_files=None, names=None):
     shutil.rmtree(partial)
 
 
-def write_random_tokens(folder, vocab_size, count=2 ** 22, document_length=0, draws_lengths=False):
+def write_random_tokens(folder, vocab_size, count=2 ** 22, document_length=0, draws_lengths=False, seed=0):
     """Write a dataset of uniform random tokens, to measure speed without data. Its loss has no meaning.
 
     document_length: tokens in each document, the first of which is 0; 0 = no documents.
     draws_lengths: draw the lengths of documents from a geometric distribution, whose mean is document_length.
     """
     dtype = 'uint16' if vocab_size <= 2 ** 16 else 'uint32'
-    for seed, split in enumerate(('train', 'val')):
+    for number, split in enumerate(('train', 'val'), start=2 * seed):
         least = 1 if document_length else 0
-        generator = np.random.default_rng(seed)
+        generator = np.random.default_rng(number)
         tokens = generator.integers(least, vocab_size, size=count, dtype=dtype)
         if draws_lengths:
             tokens[generator.random(count) < 1 / document_length] = 0

@@ -102,7 +102,7 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
 
 
 # pytest's two processes have different ranges: they could take the same port before one listens at it.
-PORTS = free_ports(26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000)
+PORTS = free_ports((26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000) + os.getpid() % 5_000)
 
 
 def free_port():

@@ -35,16 +35,16 @@ import time
 import torch
 from tqdm import tqdm
 
-from kilogpt.prove import diagnosis, forked
+from kilogpt.prove import diagnosis, forked, random_draws
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.script_runs import ROOT, parse_layouts
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.settings import check_settings
+from kilogpt.prove.data import VOCABULARY, write_text
 from kilogpt.prove.runs import LayoutRuns
 from model import GPT, GPTConfig
 
 ITERATIONS = 3  # iterations compared before the save
-VOCABULARY = 61  # three of the embedding's 64 rows are padding
 MICRO_BATCH, MICRO_STEPS = 2, 4  # on one process
 MAX_LINES = 4  # differences printed for a layout
 
@@ -238,7 +238,8 @@ class Prover:
         self.small, self.facts = small, diagnosis.inspect(self.model)
         self.n_blocks = len(self.model.get_submodule(self.model.split_plan['blocks']))
         in_float64 = options.float64 or config['mlp'] == 'moe'
-        self.runs = LayoutRuns(folder, small, VOCABULARY, ITERATIONS, in_float64)
+        data = write_text(os.path.join(folder, 'data'), has_documents=small['documents'] != 'stream')
+        self.runs = LayoutRuns(folder, small | dict(dataset=data), ITERATIONS, in_float64)
         self.report = Report(options.json, total=1 + len(layouts))
         shrunk = [f'{key} {config[key]} -> {small[key]}' for key in SHRUNK if config[key] != small[key]]
         self.report.say(f'{self.model.num_params():,} parameters, {"float64" if in_float64 else "float32"}; '
@@ -287,7 +288,7 @@ class Prover:
             lines = diagnosis.describe(differences, self.n_blocks)
             lines[0] = f'iteration {differences[0].iteration}: {lines[0]}'
             advice = diagnosis.advise(keys, self.facts, differences, run.first_wrong,
-                                   random=runs.observations[0].random)
+                                   random=runs.observations[0][0].random)
             return dict(verdict='wrong', lines=lines, advice=advice, **figures)
         if not self.options.quick:
             lines = runs.continue_from(self.source, processes, arguments)
@@ -307,6 +308,12 @@ def parse_arguments():
     add('--quick', action='store_true', help='only the main layouts, and no run resumes from another')
     add('--float64', action='store_true', help='compute in float64, with a hundredth of the tolerances')
     add('--keep', default='', metavar='KEY,KEY...', help='keys that are not shrunk, such as n_head,n_embd')
+    add('--random', type=int, default=0, metavar='N', help='run N random draws (docs/layouts.md)')
+    add('--minutes', type=float, default=0.0, help='run random draws for so long')
+    add('--seed', type=int, default=1, help='of the draws (1)')
+    add('--draw', metavar='"KEY=VALUE; ..."', help='run this draw, as a failure prints it')
+    add('--shrink', type=int, default=3, metavar='N', help='shrink the first N draws that fail (3)')
+    add('--compile', action='store_true', help='compile every draw, and compare it with eager float32')
     add('--json', action='store_true', help='print one JSON object for each layout')
     options, arguments = parser.parse_known_args()
     if options.nproc < 1:
@@ -322,6 +329,8 @@ def main():
     options, arguments = parse_arguments()
     if not hasattr(os, 'fork'):
         sys.exit('error: kilogpt.prove needs os.fork, which this system does not have: use Linux or WSL')
+    if options.random or options.minutes or options.draw is not None:
+        random_draws.main(options)
     config = config_of(os.path.join(ROOT, 'train.py'), arguments)
     layouts = choose_layouts(config, options)
     forked.prepare()

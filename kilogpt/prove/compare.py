@@ -16,6 +16,8 @@ IN_FLOAT64 = {'starting weight': [1e-6], 'gradient': [1e-5, 1e-4], 'update': 1e-
 # A gradient smaller than this share of the norm of all gradients is zero except for rounding, such as the
 # gradient of a key's bias.
 NEGLIGIBLE = 1e-4
+# A gradient in bfloat16 may be this many times as far from the exact one as that of one process is.
+DRIFT = 3.0
 
 
 class Difference(NamedTuple):
@@ -51,8 +53,11 @@ def compare_curves(run, other, loss=LOSS, grad_norm=GRAD_NORM):
             line, expected = lines[i], expected_lines[i]
             keys = ('loss', 'grad_norm') if kind == 'training' else ('train_loss', 'val_loss')
             for key in keys:
-                bound = bounds.get(key, grad_norm * abs(expected[key]))
-                if not abs(line[key] - expected[key]) <= bound:  # true for NaN, too
+                if expected[key] is None or line[key] is None:  # not finite, such as a mean over no targets
+                    is_near = expected[key] == line[key]
+                else:
+                    is_near = abs(line[key] - expected[key]) <= bounds.get(key, grad_norm * abs(expected[key]))
+                if not is_near:
                     differences.append(Difference(i, key, '', line[key], expected[key]))
     return differences
 
@@ -85,6 +90,26 @@ def compare_tensors(iteration, what, found, expected, tolerance, floor):
             largest = (tensor - reference).abs().max().item()
             differences.append(Difference(iteration, what, name, *norms, cosine, error, largest))
     return differences, worst
+
+
+def compare_drift(found_by_rank, of_one, exact):
+    """(problem or '', largest drift) of gradients in bfloat16, in units of the drift of one process.
+
+    found_by_rank: [{name: gradient}] of each process. of_one, exact: the same of one process in bfloat16 and in
+    float64. A drift is the norm of a gradient's difference from the exact one.
+    """
+    usual = norm_of_all([of_one[name].double() - exact[name] for name in exact])
+    worst, problem = 0.0, ''
+    for found in found_by_rank:
+        for name, gradient in found.items():
+            share = (exact[name].numel() / sum(each.numel() for each in exact.values())) ** 0.5
+            allowed = max((of_one[name].double() - exact[name]).norm().item(), usual * share)
+            drift = (gradient.double() - exact[name]).norm().item() / allowed
+            worst = max(worst, drift)
+            if not drift <= DRIFT and not problem:
+                problem = (f'{name}: the gradient in bfloat16 is {drift:.3g} times as far from the one in float64 '
+                           'as that of one process')
+    return problem, worst
 
 
 def merge_ranks(by_rank, names_by_rank):

@@ -146,7 +146,7 @@ def words(members):
     if first.expected is None:
         return 'exists, but one process has no such parameter'
     if first.cosine is None:
-        return f'{first.found:.6g}, on one process {first.expected:.6g}'
+        return f'{first.found:.10g}, on one process {first.expected:.10g}'
     if first.expected == 0:
         return f'has norm {first.found:.2g}, on one process 0'
     if first.found == 0:

@@ -14,43 +14,39 @@ from types import SimpleNamespace
 
 import torch
 
-from data.prepare import write_random_tokens
 from kilogpt import checkpoint
 from kilogpt.prove import compare, forked, observer
 from kilogpt.script_runs import ROOT, as_arguments, last_error
 from kilogpt.metrics import read_metrics
 from kilogpt.checkpoint_files import safe_reader
 
-LIMIT = 600  # seconds after which a run is killed
 CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes of processes that crashed
-FIRST_PORT = 15_000
-DOCUMENT_LENGTH = 9  # tokens in a document, on average: a few documents in a sequence, and some of one token
+FIRST_PORT, N_PORTS = 15_000, 5_000
 
 
 class LayoutRuns:
     """Runs of one config in several layouts. Each run has its own folder in `folder`.
 
-    config: train.py's config for one process. iterations: number of iterations to compare; then a run saves.
+    config: train.py's config for one process, or for one process in each of its islands. iterations: number of
+    iterations to compare; then a run saves. limit: seconds after which a run is killed. ports: an iterator.
     """
 
-    def __init__(self, folder, config, vocab_size, iterations, in_float64):
-        self.folder, self.iterations, self.in_float64 = folder, iterations, in_float64
-        self.ports = forked.free_ports(FIRST_PORT)
+    def __init__(self, folder, config, iterations, in_float64, limit=600, ports=None):
+        self.folder, self.iterations, self.in_float64, self.limit = folder, iterations, in_float64, limit
+        self.islands = config['islands']
+        self.ports = ports or forked.free_ports(FIRST_PORT + os.getpid() % N_PORTS)
         self.tolerances = compare.IN_FLOAT64 if in_float64 else compare.IN_FLOAT32
         self.number = 0  # runs started so far
-        data = os.path.join(folder, 'data')
-        os.mkdir(data)
-        document_length = 0 if config['documents'] == 'stream' else DOCUMENT_LENGTH
-        write_random_tokens(data, vocab_size, 2 ** 14, document_length, draws_lengths=document_length > 0)
         self.config_file = os.path.join(folder, 'config.json')
         with open(self.config_file, 'w', encoding='utf-8') as file:
-            json.dump(config | dict(dataset=data), file)
+            json.dump(config, file)
 
     def train(self, processes, arguments, **keys):
         """Run train.py; returns the run, an object with these attributes:
 
-        out_dir; error: '' if the run succeeded; lines and evals: {iteration: line of metrics.jsonl};
-        uncompiled: why the run was not compiled although it should be, or None.
+        out_dir; error: '' if the run succeeded; refusal: the sentence with which every process has refused the
+        keys, or ''; lines and evals: {iteration: line of metrics.jsonl}; islands: the folder, lines and evals of
+        each island; uncompiled: why the run was not compiled although it should be, or None.
         arguments, keys: settings of train.py, which override the config.
 
         If a process crashes, the run is repeated once: in rare cases PyTorch or gloo crashes (LOG.md).
@@ -74,31 +70,31 @@ class LayoutRuns:
         codes = forked.run_forked(
             processes, ends_together=True, script=os.path.join(ROOT, 'train.py'),
             arguments=[self.config_file, *arguments, *as_arguments(**keys)], env=environment, cwd=ROOT,
-            timeout=LIMIT, folder=folder,
+            timeout=self.limit, folder=folder,
             before=functools.partial(observer.install, folder, self.in_float64, traces_forward=not arguments))
         error = first_error(folder, codes) if any(codes) else ''
-        lines, evals = {}, {}
-        with contextlib.suppress(FileNotFoundError):
-            lines, evals = read_metrics(keys['out_dir'])
+        islands = [read_island(keys['out_dir'], island) for island in range(self.islands)]
         with open(os.path.join(folder, 'stdout.0'), encoding='utf-8') as file:
             uncompiled = re.search(r'compile=False.*', file.read())
         layout = ' '.join(arguments).replace('--', '') or 'one process'
         return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes,
-                               codes=codes, error=error, uncompiled=uncompiled and uncompiled[0], lines=lines,
-                               evals=evals)
+                               codes=codes, error=error, refusal=common_refusal(folder, codes), islands=islands,
+                               uncompiled=uncompiled and uncompiled[0], lines=islands[0].lines,
+                               evals=islands[0].evals)
 
     def train_reference(self):
         """Train on one process for two iterations more than in layouts; keep its observations and weights."""
-        self.reference = self.train(1, [], max_iters=self.iterations + 2)
+        self.reference = self.train(self.islands, [], max_iters=self.iterations + 2)
         if not self.reference.error:
-            folder = self.reference.folder
-            self.observations = [observer.read(folder, i + 1, 1)[0] for i in range(self.iterations)]
-            self.saved = saved_weights(self.reference.out_dir, self.iterations)
+            # [island][iteration - 1]
+            self.observations = list(zip(*(observer.read(self.reference.folder, i + 1, range(self.islands))
+                                           for i in range(self.iterations))))
+            self.saved = [saved_tensors(island.out_dir, self.iterations) for island in self.reference.islands]
         return self.reference
 
     def unused_parameters(self, model):
         """Names of parameters that require a gradient but had none on one process."""
-        trained = {name for name, _ in self.observations[0].gradients}
+        trained = {name for name, _ in self.observations[0][0].gradients}
         return [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]
 
     def continue_from(self, source, processes, arguments):
@@ -121,37 +117,59 @@ class LayoutRuns:
     def compare(self, run):
         """([Difference], {what: largest relative error}) of a run and the reference.
 
-        The differences are those of the first iteration that has differences.
+        The differences are those of the first island, and there of the first iteration, that has differences.
         """
         errors = {}
-        for iteration, reference in enumerate(self.observations, start=1):
+        for island in range(self.islands):
+            if differences := self._compare_island(run, island, errors):
+                return differences, errors
+        return [], errors
+
+    def _compare_island(self, run, island, errors):
+        size, observed = run.processes // self.islands, self.observations[island]
+        ranks, last = range(island * size, (island + 1) * size), self.iterations
+        curves = compare.compare_curves(run.islands[island], self.reference.islands[island])
+        for iteration, reference in enumerate(observed, start=1):
             differences = []
-            observations = observer.read(run.folder, iteration, run.processes)
+            observations = observer.read(run.folder, iteration, ranks)
             if iteration == 1:
                 differences += self._compare_tensors(iteration, 'starting weight', reference.weights,
                                                      [each.weights for each in observations], errors)
             else:
-                by_rank = [self._compare_updates(iteration - 1, each.weights, reference.weights, errors)
+                by_rank = [self._compare_updates(island, iteration - 1, each.weights, reference.weights, errors)
                            for each in observations]
                 names_by_rank = [set(dict(each.weights)) for each in observations]
                 differences += compare.merge_ranks(by_rank, names_by_rank)
             if not differences:
                 differences += self._compare_tensors(iteration, 'gradient', reference.gradients,
                                                      [each.gradients for each in observations], errors)
-            differences += [each for each in compare.compare_curves(run, self.reference)
-                            if each.iteration == iteration]
+            differences += [each for each in curves if each.iteration == iteration]
             if iteration == 1:
                 run.first_wrong = first_wrong_value([each.activations for each in observations],
                                                     reference.activations)
             if differences:
-                return differences, errors
-        last = self.iterations
-        differences = [each for each in compare.compare_curves(run, self.reference) if each.iteration <= last]
-        found = saved_weights(run.out_dir, last)
-        for name in sorted(found.keys() ^ self.saved.keys()):
-            differences.append(compare.Difference(last, 'saved weight', name, None, None))
-        found = [(name, weight) for name, weight in found.items() if name in self.saved]
-        return differences + self._compare_updates(last, found, self.saved, errors), errors
+                return differences
+        differences = [each for each in curves if each.iteration <= last]
+        found, expected = saved_tensors(run.islands[island].out_dir, last), self.saved[island]
+        for name in sorted(found.keys() ^ expected.keys()):
+            differences.append(compare.Difference(last, 'saved tensor', name, None, None))
+        return differences + self._compare_saved(island, found, expected, errors)
+
+    def _compare_saved(self, island, found, expected, errors):
+        """[Difference] of the tensors of two checkpoints: of the model's updates, and of all states by kind."""
+        weights = [{name.removeprefix('model.'): tensor for name, tensor in tensors.items()
+                    if name.startswith('model.')} for tensors in (found, expected)]
+        differences = self._compare_updates(island, self.iterations, weights[0].items(), weights[1], errors)
+        kinds = {name.rpartition('.')[2] for name in expected if not name.startswith('model.')}
+        for kind in sorted(kinds):
+            of_kind = [{name: tensor.double() for name, tensor in tensors.items()
+                        if name.endswith(f'.{kind}') and not name.startswith('model.')} for tensors in (found, expected)]
+            floor = compare.NEGLIGIBLE * compare.norm_of_all(of_kind[1].values()) + 1e-30
+            of_kind, error = compare.compare_tensors(self.iterations, 'saved state', list(of_kind[0].items()),
+                                                     of_kind[1], self.tolerances['update'], floor)
+            differences += of_kind
+            errors['saved state'] = max(errors.get('saved state', 0.0), error)
+        return differences
 
     def _compare_tensors(self, iteration, what, expected, found_by_rank, errors):
         expected = dict(expected)
@@ -168,14 +186,17 @@ class LayoutRuns:
                   for name in missing]
         return absent + compare.merge_ranks(differences, names_by_rank)
 
-    def _compare_updates(self, iteration, found, expected, errors):
+    def _compare_updates(self, island, iteration, found, expected, errors):
         """[Difference] of the total change of the weights by all updates up to an iteration.
 
         found, expected: [(name, parameter)]. errors: {what: largest relative error}, which is updated here.
         """
-        start, expected, differences = dict(self.observations[0].weights), dict(expected), []
+        start, expected, differences = dict(self.observations[island][0].weights), dict(expected), []
         for name, weight in found:
-            is_clear = self._has_clear_gradient(name)
+            if name not in expected or weight.shape != expected[name].shape:
+                differences.append(compare.Difference(iteration, 'update', name, weight.norm().item(), None))
+                continue
+            is_clear = self._has_clear_gradient(island, name, weight.shape)
             update, right_update = weight - start[name], expected[name] - start[name]
             floor = 1e-5 * start[name].norm().item() + 1e-30
             of_name, error = compare.compare_tensors(
@@ -185,13 +206,13 @@ class LayoutRuns:
             errors['update'] = max(errors.get('update', 0.0), error)
         return differences
 
-    def _has_clear_gradient(self, name):
+    def _has_clear_gradient(self, island, name, shape):
         """A mask of a parameter's elements whose gradient is more than rounding in every iteration.
 
         AdamW makes a full step for the other elements as well, but in an arbitrary direction.
         """
-        is_clear = torch.ones_like(self.saved[name], dtype=torch.bool)
-        for observation in self.observations:
+        is_clear = torch.ones(shape, dtype=torch.bool)
+        for observation in self.observations[island]:
             gradients = dict(observation.gradients)
             if name in gradients:
                 floor = compare.NEGLIGIBLE * compare.norm_of_all(gradients.values())
@@ -222,15 +243,35 @@ def first_wrong_value(activations, expected):
     return ''
 
 
-def saved_weights(out_dir, iteration):
-    """{name: parameter} in a run's checkpoint."""
+def read_island(out_dir, island):
+    """The folder, lines and evals of an island of a run."""
+    folder = os.path.join(out_dir, f'island_{island}') if island else out_dir
+    lines, evals = {}, {}
+    with contextlib.suppress(FileNotFoundError):
+        lines, evals = read_metrics(folder)
+    return SimpleNamespace(out_dir=folder, lines=lines, evals=evals)
+
+
+def saved_tensors(out_dir, iteration):
+    """{key: tensor} of a run's checkpoint."""
     import torch.distributed.checkpoint as dcp
     path = os.path.join(out_dir, 'ckpt', f'iter_{iteration:08d}')
-    stored = checkpoint.stored_tensors(path)
-    tensors = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()
-               if name.startswith('model.')}
+    tensors = {name: torch.empty(found.size, dtype=found.properties.dtype)
+               for name, found in checkpoint.stored_tensors(path).items()}
     dcp.load(tensors, storage_reader=safe_reader(path))
-    return {name.removeprefix('model.'): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def common_refusal(folder, codes):
+    """The sentence with which all processes of a run have refused its keys; '' if one of them has not."""
+    sentences = set()
+    for rank in range(len(codes)):
+        with open(os.path.join(folder, f'stderr.{rank}'), encoding='utf-8') as file:
+            text = file.read()
+        lines = [line for line in text.splitlines() if line.startswith('error: ')]
+        sentences.add(lines[0] if len(lines) == 1 and 'Traceback' not in text else '')
+    is_common = len(sentences) == 1 and set(codes) == {1}
+    return sentences.pop().removeprefix('error: ') if is_common else ''
 
 
 def first_error(folder, codes):

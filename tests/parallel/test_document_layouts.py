@@ -142,7 +142,7 @@ def observed_run(train, folder, base, *arguments, nproc, has_experts):
     env = dict(GRADIENTS=str(folder), GRADIENTS_IN='float64' if has_experts else 'float32')
     run = train(*arguments, base=base, nproc=nproc, check=False, env=env, faults=[FAULTS / 'dump_gradients.py'])
     if run.returncode == 0:
-        run.observations = [observer.read(folder, i + 1, nproc) for i in range(ITERATIONS)]
+        run.observations = [observer.read(folder, i + 1, range(nproc)) for i in range(ITERATIONS)]
         shutil.rmtree(folder)
     return run
 

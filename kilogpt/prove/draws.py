@@ -1,0 +1,164 @@
+"""Choose the draws of `kilogpt.prove --random` such that every pair of values is met soon, and shrink them.
+
+A pair is two keys with a value each, which both have an effect. A draw of 80 keys meets about 2,000 pairs, so
+that two hundred draws meet the 25,000 pairs that there are (pairwise testing, Cohen et al. 1997).
+"""
+import functools
+import itertools
+import random
+
+from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, count_processes, is_active, plain
+
+CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
+USUAL_PROCESSES = (2, 2, 3, 4, 4, 4, 6, 8)  # the most processes of a draw whose pair does not need more
+REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
+
+
+def pairs_of(draw):
+    """The set of pairs ((key, value), (key, value)) of a draw, in the order of DRAWN."""
+    return set(itertools.combinations([(key, draw[key]) for key in DRAWN if is_active(key, draw)], 2))
+
+
+def needs_of(*wanted):
+    """{key: the values that it may have} of draws that have the wanted (key, value); None if there are none."""
+    needs = {}
+    queue = [(key, (value,)) for key, value in wanted]
+    while queue:
+        key, values = queue.pop()
+        if key not in needs:
+            queue += DRAWN[key].when.items()
+        needs[key] = [value for value in needs.get(key, DRAWN[key].values) if value in values]
+        if not needs[key]:
+            return None
+    least = 1
+    for key in DEGREES:
+        least *= min(needs.get(key, [1]))
+    return needs if least <= MOST_PROCESSES else None
+
+
+def every_pair():
+    """[pair] that some draw can have."""
+    values = [(key, value) for key, entry in DRAWN.items() for value in entry.values]
+    return [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0] and needs_of(*pair)]
+
+
+def complete(needs, choose, most_processes):
+    """A draw that meets needs. choose(key, values): one of the values that a key may have."""
+    draw = plain()
+    for key in needs:
+        if key in DEGREES:
+            draw[key] = min(needs[key])
+    for key, entry in DRAWN.items():
+        if not is_active(key, draw):
+            continue
+        values = needs.get(key, entry.values)
+        if key in DEGREES:
+            others = count_processes(draw) // draw[key]
+            values = [value for value in values if value * others <= most_processes] or [min(values)]
+        draw[key] = choose(key, values)
+    return draw
+
+
+class Drawer:
+    """An endless sequence of draws, a function of the seed alone.
+
+    refusal(draw): the sentence with which train.py will refuse a draw, or ''.
+    first: keys whose pairs come before those of other keys.
+    """
+
+    def __init__(self, seed, refusal, first=()):
+        self.random, self.refusal = random.Random(seed), refusal
+        self.pairs = every_pair()
+        self.refused = {}  # {pair: sentence}
+        self._provoked = {}  # {sentence without its values: how often it was provoked}
+        self._begin_round(first)
+
+    def _begin_round(self, first=()):
+        order = [pair for pair in self.pairs if pair not in self.refused]
+        self.random.shuffle(order)
+        self._first = {pair for pair in order if {pair[0][0], pair[1][0]} <= {*first}}
+        order.sort(key=lambda pair: pair not in self._first)
+        self.unmet = dict.fromkeys(order)
+
+    def draw(self):
+        """The next draw, and the sentence with which it is expected to be refused, or ''."""
+        while True:
+            if not self.unmet:
+                self._begin_round()
+            pair = next(iter(self.unmet))
+            smallest = complete(needs_of(*pair), lambda key, values: values[0], MOST_PROCESSES)
+            sentence = self.refusal(smallest)
+            draw = self._allowed(pair) or ('' if sentence else smallest)
+            if draw:
+                for met in pairs_of(draw):
+                    self.unmet.pop(met, None)
+                return draw, ''
+            self.refused[pair] = sentence
+            del self.unmet[pair]
+            words = ''.join(filter(str.isalpha, sentence))
+            self._provoked[words] = self._provoked.get(words, 0) + 1
+            if self._provoked[words] <= REPEATS:
+                return smallest, sentence
+
+    def _allowed(self, pair):
+        """The draw with this pair, of some random ones that are not refused, that meets the most new pairs."""
+        needs = needs_of(*pair)
+        for share_of_plain in (0.0, 0.6, 0.9):  # the fewer keys have other values, the fewer draws are refused
+            candidates = []
+            for _ in range(CANDIDATES):
+                choose = functools.partial(self._choose, share_of_plain)
+                candidates.append(complete(needs, choose, self.random.choice(USUAL_PROCESSES)))
+            candidates.sort(key=self._count_new, reverse=True)
+            for candidate in candidates:
+                if not self.refusal(candidate):
+                    return candidate
+        return None
+
+    def _choose(self, share_of_plain, key, values):
+        if self.random.random() < share_of_plain:
+            return values[0]
+        weights = [4.0 if key == 'precision' and value == 'float64' else 1.0 for value in values]
+        return self.random.choices(values, weights)[0]
+
+    def _count_new(self, draw):
+        found = pairs_of(draw) & self.unmet.keys()
+        return len(found & self._first), len(found)
+
+
+# --- shrinking ----------------------------------------------------------------------------------------------
+
+def shrink(draw, which_fail):
+    """A draw that fails, with so few keys that are not plain that each of them is needed (ddmin, Zeller 2002).
+
+    which_fail(draws): whether each of several draws fails, in order.
+    """
+    size = max(1, len(keys_not_plain(draw)) // 2)
+    while True:
+        keys = keys_not_plain(draw)
+        attempts = [without(draw, keys[start:start + size]) for start in range(0, len(keys), size)]
+        smaller = next((attempt for attempt, is_failing in zip(attempts, which_fail(attempts)) if is_failing),
+                       None)
+        if smaller:
+            draw = smaller
+        elif size == 1:
+            break
+        size = max(1, min(size if smaller else size // 2, len(keys_not_plain(draw)) // 2))
+    for key in DEGREES:  # fewer processes of the kinds that it needs
+        for value in DRAWN[key].values:
+            if 1 < value < draw[key] and which_fail([draw | {key: value}])[0]:
+                draw = draw | {key: value}
+    return draw
+
+
+def keys_not_plain(draw):
+    """The keys of a draw that have an effect and another value than the plain one."""
+    return [key for key, value in plain().items() if is_active(key, draw) and draw[key] != value]
+
+
+def without(draw, keys):
+    """The draw with plain values for some keys, and for those that have no effect without these."""
+    smaller, values = dict(draw), plain()
+    for key in DRAWN:
+        if key in keys or not is_active(key, smaller):
+            smaller[key] = values[key]
+    return smaller

@@ -1,0 +1,155 @@
+"""`python -m kilogpt.prove --random`: draw models, data, optimizers and layouts, and compare each with one process."""
+import collections
+import concurrent.futures
+import importlib
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+
+from tqdm import tqdm
+
+from kilogpt.configurator import config_of
+from kilogpt.prove import forked, trial
+from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, shrink, without
+from kilogpt.prove.space import DEGREES, DRAWN, count_processes, plain
+from kilogpt.script_runs import ROOT
+
+WORKERS = 2  # draws at a time
+
+
+class Draws:
+    """Runs draws, prints what fails, and counts.
+
+    options: those of the command: seed, random (number of draws, 0 = any), minutes, compile.
+    """
+
+    def __init__(self, options, folder):
+        self.options = options
+        self.base = config_of(os.path.join(ROOT, 'train.py'), [])
+        self.datasets = os.path.join(folder, 'data')
+        os.mkdir(self.datasets)
+        trial.write_data(self.datasets)
+        self.counts, self.sentences = collections.Counter(), collections.Counter()
+        self.seconds = collections.defaultdict(list)  # {processes: [seconds of a draw]}
+        self.largest = {}  # {(precision, what): largest relative error}
+        self.proved, self.failures = set(), []
+        self.number = 0
+        import_modules_of_train()
+        forked.prepare()
+        self.pool = concurrent.futures.ProcessPoolExecutor(WORKERS, multiprocessing.get_context('fork'))
+
+    def submit(self, draw):
+        self.number += 1
+        return self.pool.submit(trial.run_draw, draw, self.number, self.datasets, self.base, self.options.compile)
+
+    def run(self):
+        """Run draws until there are enough, or the time is over."""
+        options, began = self.options, time.perf_counter()
+        drawer = Drawer(options.seed, lambda draw: trial.refusal_of(draw, self.base), DEGREES)
+        bar = tqdm(total=options.random or None, unit='draw', leave=False, disable=None)
+        running, n_drawn = {}, 0
+        while True:
+            elapsed = time.perf_counter() - began
+            is_over = n_drawn >= options.random if options.random else elapsed > 60 * options.minutes
+            if not is_over and len(running) < WORKERS:
+                draw, _ = drawer.draw()
+                running[self.submit(draw)] = draw
+                n_drawn += 1
+                continue
+            if not running:
+                break
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                bar.update()
+                self._count(running.pop(future), future.result())
+        bar.close()
+        self.drawer, self.elapsed = drawer, time.perf_counter() - began
+
+    def _count(self, draw, outcome):
+        self.counts[outcome.kind] += 1
+        if outcome.kind == 'same':
+            self.proved |= pairs_of(draw)
+        if outcome.kind == 'refused':
+            self.sentences[outcome.text] += 1
+        else:
+            self.seconds[count_processes(draw)].append(outcome.seconds)
+        for what, error in outcome.errors.items():
+            key = draw['precision'], what
+            self.largest[key] = max(self.largest.get(key, 0.0), error)
+        if outcome.kind in trial.FAILURES:
+            self.failures.append(draw)
+            tqdm.write(f'{outcome.kind.upper()}: {outcome.text}\n    {command_of(draw)}')
+            sys.stdout.flush()
+
+    def shrink_failures(self, limit):
+        """Print the smallest draws that still fail, of the first failures."""
+        for draw in self.failures[:limit]:
+            smallest = shrink(draw, self._which_fail)
+            outcome = self.submit(smallest).result()
+            print(f'SMALLEST: {outcome.text}\n    {command_of(smallest)}', flush=True)
+
+    def _which_fail(self, draws):
+        outcomes = [future.result() for future in [self.submit(draw) for draw in draws]]
+        return [outcome.kind in trial.FAILURES for outcome in outcomes]
+
+    def report(self):
+        """Print what the draws have shown."""
+        counts = ', '.join(f'{count} {kind}' for kind, count in self.counts.items())
+        n_draws = sum(self.counts.values())
+        print(f'{n_draws} draws of seed {self.options.seed} in {self.elapsed:.0f} s '
+              f'({60 * n_draws / self.elapsed:.1f} a minute): {counts}')
+        for processes, seconds in sorted(self.seconds.items()):
+            print(f'    {processes} processes: {len(seconds)} draws, median {statistics.median(seconds):.1f} s')
+        for (precision, what), error in sorted(self.largest.items()):
+            print(f'    {precision}: {what} within {error:.1e}')
+        n_refused = len(self.drawer.refused)
+        n_possible = len(self.drawer.pairs) - n_refused
+        print(f'pairs of values: {len(self.proved & set(self.drawer.pairs))} of {n_possible} proved, '
+              f'{n_refused} refused')
+
+
+def import_modules_of_train():
+    """Import what train.py imports, so that forked processes need not."""
+    import ast
+    with open(os.path.join(ROOT, 'train.py'), encoding='utf-8') as file:
+        for node in ast.parse(file.read()).body:
+            if isinstance(node, ast.ImportFrom):
+                importlib.import_module(node.module)
+
+
+def command_of(draw):
+    """The command that repeats a draw: the keys that are not plain."""
+    words = [f'{key}={draw[key]}' for key in keys_not_plain(draw)]
+    return f'python -m kilogpt.prove --draw="{"; ".join(words)}"'
+
+
+def parse_draw(text):
+    """The draw of a text such as 'tp=2; mlp=moe'. Exits with one sentence if a key or value is not drawn."""
+    draw = plain()
+    for word in filter(None, (word.strip() for word in text.split(';'))):
+        key, _, value = word.partition('=')
+        values = DRAWN[key].values if key in DRAWN else ()
+        found = [each for each in values if str(each) == value]
+        if not found:
+            sys.exit(f'error: --draw has {word!r}: ' + (
+                f'{key} is one of {", ".join(map(str, values))}' if values else f'{key} is not a key of a draw'))
+        draw[key] = found[0]
+    return without(draw, ())
+
+
+def main(options):
+    with tempfile.TemporaryDirectory() as folder:
+        draws = Draws(options, folder)
+        if options.draw is not None:
+            draw = parse_draw(options.draw)
+            outcome = draws.submit(draw).result()
+            print(f'{outcome.kind}: {outcome.text or outcome.errors}')
+            sys.exit(outcome.kind in trial.FAILURES)
+        draws.run()
+        draws.report()
+        draws.shrink_failures(options.shrink)
+    sys.exit(1 if draws.failures else 0)

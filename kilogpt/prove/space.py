@@ -1,0 +1,186 @@
+"""What `kilogpt.prove --random` draws from: the values of each key of train.py, or why a key is not drawn.
+
+A new key of train.py or of the model belongs into DRAWN, or into NOT_DRAWN with a reason. A test compares these
+tables with the keys that exist.
+"""
+from graphlib import TopologicalSorter
+from typing import NamedTuple
+
+from kilogpt.parallel.layout import SCHEDULES
+
+MOST_PROCESSES = 8  # of a draw, over all islands
+
+
+class Key(NamedTuple):
+    """The values that draws give a key. The first value is the plain one, to which a failing draw shrinks.
+
+    when: {other key: the values with which this key has an effect}; with other values it keeps its plain value.
+    """
+    values: tuple
+    when: dict = {}
+
+
+ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_rank=(4,))
+PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
+MIXTURE = dict(data=('mixture', 'packed mixture'))
+FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu')
+YES_OR_NO, NO_OR_YES = (True, False), (False, True)
+
+# Keys of a draw that are not keys of train.py
+OF_DRAW = dict(
+    # The data-parallel degree. With the other degrees and islands, it gives the number of processes.
+    dp=Key((1, 2, 3, 4)),
+    data=Key(('stream', 'mask', 'pack', 'answers', 'packed answers', 'pairs', 'mixture', 'packed mixture')),
+    # In float32 or bfloat16, rounding may send a token to another expert.
+    precision=Key(('float64', 'float32', 'bfloat16'), dict(mlp=(*FORMS, 'gelu'))),
+    # The layout that continues from the checkpoint, in the words of `prove --layouts`; '' = none does
+    then=Key(('', 'dp1', 'dp2', 'dp3 zero1', 'dp2 zero3', 'tp2', 'cp2', 'pp2 zbv', 'tp2 dp2 zero2'),
+             dict(islands=(1,))),
+)
+LAYOUT = dict(
+    tp=Key((1, 2, 4)),
+    cp=Key((1, 2, 4)),
+    pp=Key((1, 2, 4)),
+    pp_schedule=Key(('1f1b', *(name for name in SCHEDULES if name != '1f1b')), PIPELINE),
+    ep=Key((1, 2, 4), EXPERTS),
+    zero_stage=Key((0, 1, 2, 3)),
+    dp_replicate=Key((1, 2)),
+    activation_checkpoint=Key(('none', 'selective', 'full')),
+    cpu_offload=Key(NO_OR_YES),
+    grad_compress=Key(('none', 'powersgd')),  # PowerSGD averages whole gradients in the first ten iterations
+    islands=Key((1, 2)),
+)
+MODEL = dict(
+    n_layer=Key((2, 3, 6)),
+    n_head=Key((4, 2, 6)),
+    n_kv_head=Key((0, 1, 2)),
+    n_embd=Key((48, 96)),
+    head_width=Key((0, 8)),
+    bias=Key(NO_OR_YES),
+    bias_of=Key(('', 'qkv', 'mlp+proj')),
+    pos=Key(('learned', 'rope')),
+    norm=Key(('layernorm', 'rmsnorm')),
+    norm_eps=Key((1e-5, 1e-2)),
+    norm_place=Key(('before', 'after', 'both')),
+    mlp=Key(('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'moe')),
+    n_hidden=Key((0, 40)),
+    parallel_block=Key(NO_OR_YES),
+    qk_norm=Key(NO_OR_YES),
+    qk_norm_over=Key(('head', 'all'), dict(qk_norm=(True,))),
+    tie_weights=Key(YES_OR_NO),
+    softcap=Key((0.0, 3.0)),
+    zero_init=Key(NO_OR_YES),
+    rope_theta=Key((10000.0, 50.0), ROPE),
+    rope_share=Key((1.0, 0.5), ROPE),
+    rope_scaling=Key((
+        '', 'linear factor=2', 'dynamic factor=2 original_max_position_embeddings=8',
+        'yarn factor=4 original_max_position_embeddings=8',
+        'llama3 factor=4 low_freq_factor=1 high_freq_factor=4 original_max_position_embeddings=16'), ROPE),
+    rope_pattern=Key(('R', 'RN'), ROPE),
+    window=Key((0, 5)),
+    window_pattern=Key(('S', 'SL'), dict(window=(5,))),
+    rope_theta_window=Key((0.0, 30.0), ROPE | dict(window=(5,))),
+    attention_scale=Key((0.0, 0.5)),
+    attention_softcap=Key((0.0, 2.0)),
+    attention_gate=Key(NO_OR_YES),
+    attention_conv=Key((0, 3)),
+    mlp_conv=Key((0, 2)),
+    value_pattern=Key(('N', 'V', 'VN')),
+    embedding_scale=Key((1.0, 5.0)),
+    residual_scale=Key((1.0, 0.5)),
+    logit_scale=Key((1.0, 3.0)),
+    n_experts=Key((4, 6), EXPERTS),
+    n_active_experts=Key((2, 1, 4), EXPERTS),
+    n_shared_experts=Key((0, 1, 2), EXPERTS),
+    expert_hidden=Key((16, 24), EXPERTS),
+    expert_mlp=Key(FORMS, EXPERTS),
+    moe_first_layer=Key((0, 1), EXPERTS),
+    moe_every=Key((1, 2), EXPERTS),
+    router=Key(('softmax', 'sigmoid'), EXPERTS),
+    router_balance=Key(('bias', 'loss', 'none'), EXPERTS),
+    router_balance_rate=Key((1e-3, 0.1), EXPERTS | dict(router_balance=('bias', 'loss'))),
+    router_z_loss=Key((0.0, 0.01), EXPERTS),
+    router_norm=Key(YES_OR_NO, EXPERTS),
+    router_scale=Key((1.0, 2.0), EXPERTS),
+    lora_rank=Key((0, 4)),
+    lora_alpha=Key((16.0, 4.0), ADAPTERS),
+    lora_targets=Key(('all', 'attention', 'c_q,c_proj'), ADAPTERS),
+    lora_rank_stabilised=Key(NO_OR_YES, ADAPTERS),
+    lora_base_dtype=Key(('float32', 'bfloat16', 'int8'), ADAPTERS),
+)
+TRAINING = dict(
+    batch_size=Key((2, 1, 3)),
+    gradient_accumulation_steps=Key((4, 1, 3, 6)),
+    block_size=Key((16, 32)),
+    dpo_beta=Key((0.1, 1.0), dict(data=('pairs',))),
+    mixture_phases=Key(('', '300: text:0.2, more:0.8'), MIXTURE),
+    max_epochs=Key((0, 1), MIXTURE),
+    optimizer=Key(('adamw', 'muon')),
+    learning_rate=Key((1e-2, 1e-3)),
+    lr_factors=Key(('', 'vector:30', 'embedding:3, head:0.5, matrix:2')),
+    weight_decay=Key((0.1, 0.0)),
+    beta1=Key((0.9, 0.5)),
+    beta2=Key((0.95, 0.5)),
+    muon_momentum=Key((0.95, 0.5), dict(optimizer=('muon',))),
+    grad_clip=Key((1.0, 0.0, 0.1)),
+    decay_lr=Key(YES_OR_NO),
+    lr_schedule=Key(('cosine', 'linear', 'wsd'), dict(decay_lr=(True,))),
+    lr_decay_ratio=Key((0.2, 0.8), dict(decay_lr=(True,), lr_schedule=('wsd',))),
+    warmup_iters=Key((1, 0), dict(decay_lr=(True,))),
+    seed=Key((1337, 7)),
+    async_checkpoint=Key(NO_OR_YES),
+    outer_interval=Key((0, 1, 2)),
+    outer_lr=Key((0.7, 1.0), EXCHANGE),
+    outer_momentum=Key((0.9, 0.0), EXCHANGE),
+    outer_fragments=Key((1, 2), EXCHANGE),
+    outer_delay=Key((0, 1), EXCHANGE),
+    outer_mix=Key((0.0, 0.3), EXCHANGE),
+    outer_offload=Key(NO_OR_YES, EXCHANGE),
+)
+DRAWN = OF_DRAW | MODEL | LAYOUT | TRAINING
+# Each after those that its `when` names: the order in which a draw is made.
+DRAWN = {key: DRAWN[key] for key in TopologicalSorter({key: DRAWN[key].when for key in DRAWN}).static_order()}
+DEGREES = ('islands', 'dp', 'tp', 'cp', 'pp')  # their product is the number of processes
+
+NOT_DRAWN = dict(
+    # What a draw sets itself
+    **dict.fromkeys(('documents', 'loss', 'dataset'), 'follows from `data`'),
+    **dict.fromkeys(('dtype', 'compile'), 'follows from `precision`; --compile compiles every draw'),
+    **dict.fromkeys(('init_from', 'out_dir', 'max_iters', 'lr_decay_iters', 'min_lr', 'eval_interval',
+                     'eval_iters', 'log_interval', 'save_interval', 'keep_checkpoints', 'comm_timeout'),
+                    'a draw needs these itself, to stop, save, continue and be compared'),
+    # What makes layouts differ by design
+    **dict.fromkeys(('dropout', 'lora_dropout'), 'each process draws its own masks'),
+    outer_compress='rounds, so that a last bit decides; tests/islands compares it',
+    # What does not take part in an update
+    **dict.fromkeys(('eval_only', 'eval_tasks', 'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval',
+                     'sample_prompts', 'sample_tokens'), 'scores or writes text; tests/evaluate has its layouts'),
+    **dict.fromkeys(('wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'profile'),
+                    'logs alone'),
+    **dict.fromkeys(('always_save_checkpoint', 'save_minutes', 'data_cache_gb', 'accept_new_data'),
+                    'when to save, and where data lie'),
+    **dict.fromkeys(('on_nonfinite', 'on_spike', 'spike_factor'),
+                    'acts on updates that no draw has; tests/test_guard.py'),
+    **dict.fromkeys(('outer_store', 'island', 'outer_timeout'), 'jobs of their own; tests/islands/test_jobs.py'),
+    # What this machine does not have
+    **dict.fromkeys(('device', 'backend', 'async_tp', 'fp8', 'cuda_graph', 'deterministic'),
+                    'needs a GPU; tests/gpu_layouts.sh'),
+)
+
+
+def plain():
+    """The draw of plain values: GPT-2 on one process."""
+    return {key: entry.values[0] for key, entry in DRAWN.items()}
+
+
+def is_active(key, draw):
+    """Whether a key has an effect in a draw."""
+    return all(draw[other] in values for other, values in DRAWN[key].when.items())
+
+
+def count_processes(draw):
+    """The number of processes of a draw, over all islands."""
+    product = 1
+    for key in DEGREES:
+        product *= draw[key]
+    return product
