@@ -80,7 +80,12 @@ def install(folder, in_float64=False, traces_forward=False):
 def whole(tensor):
     """A copy of a parameter or gradient on the CPU. Gathers it if it is sharded: a collective."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor).cpu().clone()
+    return wide((tensor.full_tensor() if hasattr(tensor, 'full_tensor') else tensor).cpu().clone())
+
+
+def wide(tensor):
+    """A tensor of integers or of 16 bits in float64, to compute differences."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.double()
 
 
 class ModuleHooks:

@@ -162,7 +162,7 @@ class LayoutRuns:
         differences = self._compare_updates(island, self.iterations, weights[0].items(), weights[1], errors)
         kinds = {name.rpartition('.')[2] for name in expected if not name.startswith('model.')}
         for kind in sorted(kinds):
-            of_kind = [{name: tensor.double() for name, tensor in tensors.items()
+            of_kind = [{name: tensor for name, tensor in tensors.items()
                         if name.endswith(f'.{kind}') and not name.startswith('model.')} for tensors in (found, expected)]
             floor = compare.NEGLIGIBLE * compare.norm_of_all(of_kind[1].values()) + 1e-30
             of_kind, error = compare.compare_tensors(self.iterations, 'saved state', list(of_kind[0].items()),
@@ -259,7 +259,7 @@ def saved_tensors(out_dir, iteration):
     tensors = {name: torch.empty(found.size, dtype=found.properties.dtype)
                for name, found in checkpoint.stored_tensors(path).items()}
     dcp.load(tensors, storage_reader=safe_reader(path))
-    return tensors
+    return {name: observer.wide(tensor) for name, tensor in tensors.items()}
 
 
 def common_refusal(folder, codes):
