@@ -40,7 +40,7 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
         base = saved.get('base')
     elif init_from != 'scratch':
         source, tensors, arguments, model_meta, base = find_initial(init_from, processes)
-        if keys['rope_scaling']:
+        if keys['rope_scaling'] not in ('', arguments.get('rope_scaling')):
             arguments = with_longer_context(arguments, keys)
     if init_from == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '

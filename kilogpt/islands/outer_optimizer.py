@@ -178,6 +178,8 @@ class OuterOptimizer:
     def broadcast_means(self, number, means, group, device):
         """The means for exchange `number`, which the first process of a group of replicas broadcasts."""
         like = self.of_fragment(number)
+        if not like:  # a pipeline stage may have no parameter of a fragment, or with adapters none at all
+            return {}
         sizes = [tensor.numel() for tensor in like.values()]
         flat = torch.empty(sum(sizes), dtype=next(iter(like.values())).dtype, device=device)
         if means:

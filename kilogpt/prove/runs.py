@@ -157,19 +157,30 @@ class LayoutRuns:
 
     def _compare_saved(self, island, found, expected, errors):
         """[Difference] of the tensors of two checkpoints: of the model's updates, and of all states by kind."""
-        weights = [{name.removeprefix('model.'): tensor for name, tensor in tensors.items()
-                    if name.startswith('model.')} for tensors in (found, expected)]
+        weights, others = [], []
+        for tensors in (found, expected):
+            weights.append({key.removeprefix('model.'): tensor for key, tensor in tensors.items()
+                            if key.startswith('model.')})
+            others.append({key: self._clear_part(island, key, tensor) for key, tensor in tensors.items()
+                           if not key.startswith('model.')})
         differences = self._compare_updates(island, self.iterations, weights[0].items(), weights[1], errors)
-        kinds = {name.rpartition('.')[2] for name in expected if not name.startswith('model.')}
-        for kind in sorted(kinds):
-            of_kind = [{name: tensor for name, tensor in tensors.items()
-                        if name.endswith(f'.{kind}') and not name.startswith('model.')} for tensors in (found, expected)]
-            floor = compare.NEGLIGIBLE * compare.norm_of_all(of_kind[1].values()) + 1e-30
-            of_kind, error = compare.compare_tensors(self.iterations, 'saved state', list(of_kind[0].items()),
-                                                     of_kind[1], self.tolerances['update'], floor)
+        for kind in sorted({key.rpartition('.')[2] for key in others[1]}):
+            states = [{key: tensor for key, tensor in tensors.items() if key.endswith(f'.{kind}')}
+                      for tensors in others]
+            floor = compare.NEGLIGIBLE * compare.norm_of_all(states[1].values()) + 1e-30
+            of_kind, error = compare.compare_tensors(self.iterations, 'saved state', states[0].items(), states[1],
+                                                     self.tolerances['update'], floor)
             differences += of_kind
             errors['saved state'] = max(errors.get('saved state', 0.0), error)
         return differences
+
+    def _clear_part(self, island, key, state):
+        """The elements of a state 'optimizer.NAME.KIND' whose gradient is more than rounding."""
+        name = key.partition('.')[2].rpartition('.')[0]
+        start = dict(self.observations[island][0].weights).get(name)
+        if start is None or start.shape != state.shape:
+            return state
+        return state[self._has_clear_gradient(island, name, state.shape)]
 
     def _compare_tensors(self, iteration, what, expected, found_by_rank, errors):
         expected = dict(expected)
