@@ -21,13 +21,23 @@ float64, since rounding may send a token to another one.
 A layout is a list of words, as for bench.py: dpN, tpN, cpN, ppN, epN (number of processes of each kind),
 zeroN (zero_stage), repN (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload,
 and key=value for any other key. With compile=True, a compiled layout is compared with one process that is not
-compiled. Without --layouts, about fifteen layouts run, among them the config's own with degrees of at most 2.
+compiled. Without --layouts, about fifteen layouts run, among them the config's own with degrees of at most 2; half
+of them are drawn at random, others in each call (--seed).
+
+    python -m kilogpt.prove --random=200
+    python -m kilogpt.prove --minutes=8 --seed=1 --pairs
+
+These commands draw all of it at random, whatever the config: the model, the data, the optimizer, the precision, the
+batch and the layout, of up to 8 processes, so that every pair of values of two keys is met after a few hundred
+draws. Every third draw or so is continued in another layout. A draw that is refused must be so by a sentence that
+docs/layouts.md has. A draw that fails is printed as a command, shrunk to the keys that it needs.
 """
 import argparse
 import dataclasses
 import itertools
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -35,9 +45,9 @@ import time
 import torch
 from tqdm import tqdm
 
-from kilogpt.prove import diagnosis, forked, random_draws
+from kilogpt.prove import diagnosis, draws, forked, random_draws
 from kilogpt.configurator import config_of, exit_on_error
-from kilogpt.script_runs import ROOT, parse_layouts
+from kilogpt.script_runs import ROOT, parse_layout, parse_layouts
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.settings import check_settings
 from kilogpt.prove.data import VOCABULARY, write_text
@@ -51,9 +61,10 @@ MAX_LINES = 4  # differences printed for a layout
 # Each of these layouts covers something that the others do not.
 ONE_MICRO_STEP = f'dp1 batch_size={MICRO_BATCH * MICRO_STEPS} gradient_accumulation_steps=1 eval_iters=1'
 QUICK = [ONE_MICRO_STEP, 'dp2', 'dp2 zero3 full', 'tp2', 'cp2', 'pp2']
-FULL = [*QUICK, 'dp2 zero1', 'dp3 zero2 selective', 'pp2 zbv', 'tp2 dp2 zero3', 'tp2 cp2', 'tp2 pp2 zbv',
-        'dp4 rep2 zero2', 'tp2 cp2 pp2']
-EXPERTS_QUICK, EXPERTS_FULL = ['ep2'], ['ep2', 'ep2 tp2', 'ep2 dp4 zero3']
+FULL = [*QUICK, 'pp2 zbv', 'tp2 cp2 pp2']
+EXPERTS = ['ep2']
+DRAWN_QUICK, DRAWN_FULL = 2, 8  # random layouts besides, of at most MOST_DRAWN processes
+MOST_DRAWN = 4
 WINDOW = 5  # less than a document has, less than a rank's part of a sequence, and far less than a sequence
 PATTERNS = 'window_pattern', 'rope_pattern'
 # {key of train.py that a layout sets: its value on one process}
@@ -88,7 +99,7 @@ def choose_layouts(config, options):
         return parse_layouts(options.layouts)
     texts = list(QUICK if options.quick else FULL)
     if config['mlp'] == 'moe':
-        texts += EXPERTS_QUICK if options.quick else EXPERTS_FULL
+        texts += EXPERTS
     of_config = layout_of(config)
     if of_config and of_config not in texts:
         texts.append(of_config)
@@ -97,6 +108,17 @@ def choose_layouts(config, options):
         if processes <= options.nproc:
             layouts.append(('one micro-step' if name == ONE_MICRO_STEP else name, processes, arguments))
     return layouts
+
+
+def draw_layouts(model, config, options):
+    """Random layouts of a model, like the result of `choose_layouts`. config: the shrunk one."""
+    small = dict.fromkeys(('tp', 'cp', 'pp', 'ep'), (1, 2))
+    small |= dict(mlp=[config['mlp']], dp=(1, 2, 3), islands=(1,), grad_compress=('none',))
+    layouts = draws.draw_layouts(
+        random.Random(options.seed), DRAWN_QUICK if options.quick else DRAWN_FULL, small,
+        min(MOST_DRAWN, options.nproc),
+        lambda words: not why_impossible(model, config, *parse_layout(words, 0)))
+    return parse_layouts('; '.join(layouts))
 
 
 def keys_of(arguments):
@@ -235,12 +257,13 @@ class Prover:
         with exit_on_error():
             check_settings(small)
             self.model = build(small)
+            self.layouts = layouts if options.layouts else layouts + draw_layouts(self.model, small, options)
         self.small, self.facts = small, diagnosis.inspect(self.model)
         self.n_blocks = len(self.model.get_submodule(self.model.split_plan['blocks']))
         in_float64 = options.float64 or config['mlp'] == 'moe'
         data = write_text(os.path.join(folder, 'data'), has_documents=small['documents'] != 'stream')
         self.runs = LayoutRuns(folder, small | dict(dataset=data), ITERATIONS, in_float64)
-        self.report = Report(options.json, total=1 + len(layouts))
+        self.report = Report(options.json, total=1 + len(self.layouts))
         shrunk = [f'{key} {config[key]} -> {small[key]}' for key in SHRUNK if config[key] != small[key]]
         self.report.say(f'{self.model.num_params():,} parameters, {"float64" if in_float64 else "float32"}; '
                         f'shrunk: {", ".join(shrunk) or "nothing"}')
@@ -309,8 +332,9 @@ def parse_arguments():
     add('--float64', action='store_true', help='compute in float64, with a hundredth of the tolerances')
     add('--keep', default='', metavar='KEY,KEY...', help='keys that are not shrunk, such as n_head,n_embd')
     add('--random', type=int, default=0, metavar='N', help='run N random draws (docs/layouts.md)')
-    add('--minutes', type=float, default=0.0, help='run random draws for so long')
-    add('--seed', type=int, default=1, help='of the draws (1)')
+    add('--minutes', type=float, default=0.0, metavar='M', help='run random draws for M minutes')
+    add('--seed', type=int, default=random.randrange(10 ** 6), help='of random draws and layouts (another each time)')
+    add('--pairs', action='store_true', help='print which pairs of values the draws have proved')
     add('--draw', metavar='"KEY=VALUE; ..."', help='run this draw, as a failure prints it')
     add('--shrink', type=int, default=3, metavar='N', help='shrink the first N draws that fail (3)')
     add('--compile', action='store_true', help='compile every draw, and compare it with eager float32')
@@ -337,7 +361,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         prover = Prover(config, layouts, options, folder)
         if prover.run_reference():
-            for layout in layouts:
+            for layout in prover.layouts:
                 prover.run_layout(*layout)
         prover.report.bar.close()
     sys.exit(1 if prover.report.has_failures else 0)

@@ -125,6 +125,30 @@ class Drawer:
         return len(found & self._first), len(found)
 
 
+def draw_layouts(generator, count, needs, most_processes, is_possible):
+    """Up to `count` different random layouts, as [words of script_runs.parse_layouts].
+
+    generator: a random.Random. needs: as in `complete`. is_possible(words): whether a layout can be.
+    """
+    layouts = {}
+    for _ in range(20 * count):
+        draw = complete(needs, lambda key, values: generator.choice(values), most_processes)
+        words = words_of(draw)
+        if words not in layouts and len(layouts) < count and is_possible(words):
+            layouts[words] = None
+    return list(layouts)
+
+
+def words_of(draw):
+    """The layout of a draw in words, such as 'tp2 dp2 zero3'."""
+    words = [f'{key}{draw[key]}' for key in ('dp', 'tp', 'cp', 'pp', 'ep') if draw[key] > 1 or key == 'dp']
+    words += [f'zero{draw["zero_stage"]}'] * (draw['zero_stage'] > 0) + ['rep2'] * (draw['dp_replicate'] > 1)
+    for key in ('pp_schedule', 'activation_checkpoint', 'grad_compress'):
+        if draw[key] != DRAWN[key].values[0]:
+            words.append(draw[key])
+    return ' '.join(words + ['offload'] * draw['cpu_offload'])
+
+
 # --- shrinking ----------------------------------------------------------------------------------------------
 
 def shrink(draw, which_fail):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from kilogpt.configurator import config_of
 from kilogpt.prove import forked, trial
 from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, shrink, without
-from kilogpt.prove.space import DEGREES, DRAWN, count_processes, plain
+from kilogpt.prove.space import DEGREES, DRAWN, LAYOUT, count_processes, plain
 from kilogpt.script_runs import ROOT
 
 WORKERS = 2  # draws at a time
@@ -106,10 +106,32 @@ class Draws:
             print(f'    {processes} processes: {len(seconds)} draws, median {statistics.median(seconds):.1f} s')
         for (precision, what), error in sorted(self.largest.items()):
             print(f'    {precision}: {what} within {error:.1e}')
-        n_refused = len(self.drawer.refused)
-        n_possible = len(self.drawer.pairs) - n_refused
-        print(f'pairs of values: {len(self.proved & set(self.drawer.pairs))} of {n_possible} proved, '
-              f'{n_refused} refused')
+        refused = self.drawer.refused
+        print(f'pairs of values: {len(self.proved - refused.keys())} of {len(self.drawer.pairs) - len(refused)} '
+              f'proved, {len(refused)} refused')
+        if self.options.pairs:
+            print(self.describe_pairs())
+
+    def describe_pairs(self):
+        """What the draws have proved of each layout, as a table, and the sentences that refuse pairs."""
+        proved, possible, refused = collections.Counter(), collections.Counter(), collections.defaultdict(list)
+        for pair in self.drawer.pairs:
+            for this, other in (pair, pair[::-1]):
+                if pair in self.drawer.refused:
+                    refused[this].append('='.join(map(str, other)))
+                else:
+                    possible[this] += 1
+                    proved[this] += pair in self.proved
+        lines = ['| key | value | proved with | refused with |', '| --- | --- | --- | --- |']
+        for key in ('dp', *LAYOUT, 'then', 'data', 'precision', 'optimizer'):
+            for value in DRAWN[key].values:
+                this = key, value
+                others = ', '.join(f'`{other}`' for other in refused[this])
+                lines.append(f'| `{key}` | `{value}` | {proved[this]} of {possible[this]} values | {others} |')
+        lines.append('')
+        for pair, sentence in self.drawer.refused.items():
+            lines.append(f'{" and ".join("=".join(map(str, each)) for each in pair)}: {sentence}')
+        return '\n'.join(lines)
 
 
 def import_modules_of_train():
