@@ -10,7 +10,7 @@ import random
 from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, count_processes, is_active, plain
 
 CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
-USUAL_PROCESSES = (2, 2, 3, 4, 4, 4, 6, 8)  # the most processes of a draw whose pair does not need more
+USUAL_PROCESSES = (2, 3, 4, 4, 4, 4, 6, 8)  # the most processes of a draw whose pair does not need more
 REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
 
 
@@ -86,28 +86,30 @@ class Drawer:
             if not self.unmet:
                 self._begin_round()
             pair = next(iter(self.unmet))
-            smallest = complete(needs_of(*pair), lambda key, values: values[0], MOST_PROCESSES)
-            sentence = self.refusal(smallest)
-            draw = self._allowed(pair) or ('' if sentence else smallest)
+            draw = self._allowed(pair, self.random.choice(USUAL_PROCESSES))
             if draw:
                 for met in pairs_of(draw):
                     self.unmet.pop(met, None)
                 return draw, ''
-            self.refused[pair] = sentence
             del self.unmet[pair]
+            if self._allowed(pair, 8 * MOST_PROCESSES):
+                self.pairs.remove(pair)
+                continue
+            smallest = complete(needs_of(*pair), lambda key, values: values[0], MOST_PROCESSES)
+            sentence = self.refused[pair] = self.refusal(smallest)
             words = ''.join(filter(str.isalpha, sentence))
             self._provoked[words] = self._provoked.get(words, 0) + 1
             if self._provoked[words] <= REPEATS:
                 return smallest, sentence
 
-    def _allowed(self, pair):
+    def _allowed(self, pair, most_processes):
         """The draw with this pair, of some random ones that are not refused, that meets the most new pairs."""
         needs = needs_of(*pair)
         for share_of_plain in (0.0, 0.6, 0.9):  # the fewer keys have other values, the fewer draws are refused
             candidates = []
             for _ in range(CANDIDATES):
                 choose = functools.partial(self._choose, share_of_plain)
-                candidates.append(complete(needs, choose, self.random.choice(USUAL_PROCESSES)))
+                candidates.append(complete(needs, choose, most_processes))
             candidates.sort(key=self._count_new, reverse=True)
             for candidate in candidates:
                 if not self.refusal(candidate):

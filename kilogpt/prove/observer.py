@@ -35,11 +35,12 @@ def read(folder, iteration, ranks):
     return observations
 
 
-def install(folder, in_float64=False, traces_forward=False):
+def install(folder, in_float64=False, traces_forward=False, is_brief=False):
     """Make train.py, when it runs in this process, write an Observation of each iteration into a folder.
 
     in_float64: compute in float64, where rounding is too small to send a token to another expert.
     traces_forward: after an error in the backward pass, print where the forward pass computed the tensor.
+    is_brief: record only the gradients, and the weights at the start, which takes half of the time.
     """
     if traces_forward:
         torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -52,7 +53,7 @@ def install(folder, in_float64=False, traces_forward=False):
 
     def observed_lay_out(self, model, **options):
         lay_out(self, model, **options)
-        if not self.compiles:  # otherwise the hooks would be compiled, too
+        if not self.compiles and not is_brief:  # otherwise the hooks would be compiled, too
             for stage in self.stages.values():
                 hooks.register(stage)
 
@@ -67,7 +68,9 @@ def install(folder, in_float64=False, traces_forward=False):
         for name, parameter in self.optimizer_parameters():
             if parameter.grad is not None:
                 gradients.append((name, whole(parameter.grad)))
-        weights = [(name, whole(parameter)) for name, parameter in self.named_parameters()]
+        weights = []
+        if iteration == 1 or not is_brief:
+            weights = [(name, whole(parameter)) for name, parameter in self.named_parameters()]
         observation = Observation(gradients, weights, hooks.activations, sorted(hooks.random))
         torch.save(observation._asdict(), path_of(folder, iteration, os.environ.get('RANK', 0)))
         hooks.reset()

@@ -29,11 +29,12 @@ class LayoutRuns:
 
     config: train.py's config for one process, or for one process in each of its islands. iterations: number of
     iterations to compare; then a run saves. limit: seconds after which a run is killed. ports: an iterator.
+    is_brief: as in observer.install.
     """
 
-    def __init__(self, folder, config, iterations, in_float64, limit=600, ports=None):
+    def __init__(self, folder, config, iterations, in_float64, limit=600, ports=None, is_brief=False):
         self.folder, self.iterations, self.in_float64, self.limit = folder, iterations, in_float64, limit
-        self.islands = config['islands']
+        self.islands, self.is_brief = config['islands'], is_brief
         self.ports = ports or forked.free_ports(FIRST_PORT + os.getpid() % N_PORTS)
         self.tolerances = compare.IN_FLOAT64 if in_float64 else compare.IN_FLOAT32
         self.number = 0  # runs started so far
@@ -71,7 +72,8 @@ class LayoutRuns:
             processes, ends_together=True, script=os.path.join(ROOT, 'train.py'),
             arguments=[self.config_file, *arguments, *as_arguments(**keys)], env=environment, cwd=ROOT,
             timeout=self.limit, folder=folder,
-            before=functools.partial(observer.install, folder, self.in_float64, traces_forward=not arguments))
+            before=functools.partial(observer.install, folder, self.in_float64, is_brief=self.is_brief,
+                                     traces_forward=not arguments and not self.is_brief))
         error = first_error(folder, codes) if any(codes) else ''
         islands = [read_island(keys['out_dir'], island) for island in range(self.islands)]
         with open(os.path.join(folder, 'stdout.0'), encoding='utf-8') as file:
@@ -135,7 +137,7 @@ class LayoutRuns:
             if iteration == 1:
                 differences += self._compare_tensors(iteration, 'starting weight', reference.weights,
                                                      [each.weights for each in observations], errors)
-            else:
+            elif not self.is_brief:
                 by_rank = [self._compare_updates(island, iteration - 1, each.weights, reference.weights, errors)
                            for each in observations]
                 names_by_rank = [set(dict(each.weights)) for each in observations]
@@ -144,7 +146,7 @@ class LayoutRuns:
                 differences += self._compare_tensors(iteration, 'gradient', reference.gradients,
                                                      [each.gradients for each in observations], errors)
             differences += [each for each in curves if each.iteration == iteration]
-            if iteration == 1:
+            if iteration == 1 and not self.is_brief:
                 run.first_wrong = first_wrong_value([each.activations for each in observations],
                                                     reference.activations)
             if differences:

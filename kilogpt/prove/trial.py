@@ -164,7 +164,7 @@ class Trial:
         folder = os.path.join(self.folder, name)
         os.mkdir(folder)
         in_float64 = self.in_float64 if in_float64 is None else in_float64
-        return LayoutRuns(folder, config, ITERATIONS, in_float64, self.limit, self.ports)
+        return LayoutRuns(folder, config, ITERATIONS, in_float64, self.limit, self.ports, is_brief=True)
 
     def _check(self, run):
         """Stop unless a run succeeded."""
