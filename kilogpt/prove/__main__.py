@@ -327,7 +327,7 @@ def parse_arguments():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('--layouts', default='', metavar='"LAYOUT; ..."', help='prove these layouts, not the usual ones')
-    add('--nproc', type=int, default=8, help='leave out layouts with more processes than this (8)')
+    add('--nproc', type=int, default=8, help='leave out layouts and draws with more processes than this (8)')
     add('--quick', action='store_true', help='only the main layouts, and no run resumes from another')
     add('--float64', action='store_true', help='compute in float64, with a hundredth of the tolerances')
     add('--keep', default='', metavar='KEY,KEY...', help='keys that are not shrunk, such as n_head,n_embd')

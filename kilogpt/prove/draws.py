@@ -19,8 +19,8 @@ def pairs_of(draw):
     return set(itertools.combinations([(key, draw[key]) for key in DRAWN if is_active(key, draw)], 2))
 
 
-def needs_of(*wanted):
-    """{key: the values that it may have} of draws that have the wanted (key, value); None if there are none."""
+def needs_of(wanted, most_processes):
+    """{key: the values that it may have} of draws that have the wanted (key, value)s; None if there are none."""
     needs = {}
     queue = [(key, (value,)) for key, value in wanted]
     while queue:
@@ -33,13 +33,14 @@ def needs_of(*wanted):
     least = 1
     for key in DEGREES:
         least *= min(needs.get(key, [1]))
-    return needs if least <= MOST_PROCESSES else None
+    return needs if least <= most_processes else None
 
 
-def every_pair():
-    """[pair] that some draw can have."""
+def every_pair(most_processes):
+    """[pair] that some draw of at most that many processes can have."""
     values = [(key, value) for key, entry in DRAWN.items() for value in entry.values]
-    return [pair for pair in itertools.combinations(values, 2) if pair[0][0] != pair[1][0] and needs_of(*pair)]
+    return [pair for pair in itertools.combinations(values, 2)
+            if pair[0][0] != pair[1][0] and needs_of(pair, most_processes)]
 
 
 def complete(needs, choose, most_processes):
@@ -63,12 +64,12 @@ class Drawer:
     """An endless sequence of draws, a function of the seed alone.
 
     refusal(draw): the sentence with which train.py will refuse a draw, or ''.
-    first: keys whose pairs come before those of other keys.
+    most_processes: of a draw, over all islands. first: keys whose pairs come before those of other keys.
     """
 
-    def __init__(self, seed, refusal, first=()):
-        self.random, self.refusal = random.Random(seed), refusal
-        self.pairs = every_pair()
+    def __init__(self, seed, refusal, most_processes=MOST_PROCESSES, first=()):
+        self.random, self.refusal, self.most_processes = random.Random(seed), refusal, most_processes
+        self.pairs = every_pair(most_processes)
         self.refused = {}  # {pair: sentence}
         self._provoked = {}  # {sentence without its values: how often it was provoked}
         self._begin_round(first)
@@ -86,16 +87,16 @@ class Drawer:
             if not self.unmet:
                 self._begin_round()
             pair = next(iter(self.unmet))
-            draw = self._allowed(pair, self.random.choice(USUAL_PROCESSES))
+            draw = self._allowed(pair, min(self.most_processes, self.random.choice(USUAL_PROCESSES)))
             if draw:
                 for met in pairs_of(draw):
                     self.unmet.pop(met, None)
                 return draw, ''
             del self.unmet[pair]
-            if self._allowed(pair, 8 * MOST_PROCESSES):
+            if self._allowed(pair, 8 * self.most_processes):
                 self.pairs.remove(pair)
                 continue
-            smallest = complete(needs_of(*pair), lambda key, values: values[0], MOST_PROCESSES)
+            smallest = complete(needs_of(pair, self.most_processes), lambda key, values: values[0], 1)
             sentence = self.refused[pair] = self.refusal(smallest)
             words = ''.join(filter(str.isalpha, sentence))
             self._provoked[words] = self._provoked.get(words, 0) + 1
@@ -104,7 +105,7 @@ class Drawer:
 
     def _allowed(self, pair, most_processes):
         """The draw with this pair, of some random ones that are not refused, that meets the most new pairs."""
-        needs = needs_of(*pair)
+        needs = needs_of(pair, self.most_processes)
         for share_of_plain in (0.0, 0.6, 0.9):  # the fewer keys have other values, the fewer draws are refused
             candidates = []
             for _ in range(CANDIDATES):

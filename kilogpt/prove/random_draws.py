@@ -49,7 +49,7 @@ class Draws:
     def run(self):
         """Run draws until there are enough, or the time is over."""
         options, began = self.options, time.perf_counter()
-        drawer = Drawer(options.seed, lambda draw: trial.refusal_of(draw, self.base), DEGREES)
+        drawer = Drawer(options.seed, lambda draw: trial.refusal_of(draw, self.base), options.nproc, first=DEGREES)
         bar = tqdm(total=options.random or None, unit='draw', leave=False, disable=None)
         running, n_drawn = {}, 0
         while True:

@@ -186,7 +186,7 @@ class LayoutRuns:
 
     def _compare_tensors(self, iteration, what, expected, found_by_rank, errors):
         expected = dict(expected)
-        floor = compare.NEGLIGIBLE * compare.norm_of_all(expected.values())
+        floor = compare.NEGLIGIBLE * compare.norm_of_all(expected.values()) + 1e-30
         tolerance = self.tolerances[what][min(iteration, len(self.tolerances[what])) - 1]
         differences = []
         for found in found_by_rank:
