@@ -337,7 +337,6 @@ def parse_arguments():
     add('--pairs', action='store_true', help='print which pairs of values the draws have proved')
     add('--draw', metavar='"KEY=VALUE; ..."', help='run this draw, as a failure prints it')
     add('--shrink', type=int, default=3, metavar='N', help='shrink the first N draws that fail (3)')
-    add('--compile', action='store_true', help='compile every draw, and compare it with eager float32')
     add('--json', action='store_true', help='print one JSON object for each layout')
     options, arguments = parser.parse_known_args()
     if options.nproc < 1:

@@ -7,16 +7,18 @@ import functools
 import itertools
 import random
 
-from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, count_processes, is_active, plain
+from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
 CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
+COMPILED_EVERY = 50  # draws, of which one is compiled
 USUAL_PROCESSES = (2, 3, 4, 4, 4, 4, 6, 8)  # the most processes of a draw whose pair does not need more
 REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
 
 
 def pairs_of(draw):
     """The set of pairs ((key, value), (key, value)) of a draw, in the order of DRAWN."""
-    return set(itertools.combinations([(key, draw[key]) for key in DRAWN if is_active(key, draw)], 2))
+    values = [(key, draw[key]) for key in DRAWN if key not in UNPAIRED and is_active(key, draw)]
+    return set(itertools.combinations(values, 2))
 
 
 def needs_of(wanted, most_processes):
@@ -38,7 +40,7 @@ def needs_of(wanted, most_processes):
 
 def every_pair(most_processes):
     """[pair] that some draw of at most that many processes can have."""
-    values = [(key, value) for key, entry in DRAWN.items() for value in entry.values]
+    values = [(key, value) for key, entry in DRAWN.items() for value in entry.values if key not in UNPAIRED]
     return [pair for pair in itertools.combinations(values, 2)
             if pair[0][0] != pair[1][0] and needs_of(pair, most_processes)]
 
@@ -50,7 +52,7 @@ def complete(needs, choose, most_processes):
         if key in DEGREES:
             draw[key] = min(needs[key])
     for key, entry in DRAWN.items():
-        if not is_active(key, draw):
+        if key in UNPAIRED or not is_active(key, draw):
             continue
         values = needs.get(key, entry.values)
         if key in DEGREES:
@@ -71,6 +73,7 @@ class Drawer:
         self.random, self.refusal, self.most_processes = random.Random(seed), refusal, most_processes
         self.pairs = every_pair(most_processes)
         self.refused = {}  # {pair: sentence}
+        self._since_compiled = 0  # draws since the last compiled one
         self._provoked = {}  # {sentence without its values: how often it was provoked}
         self._begin_round(first)
 
@@ -91,6 +94,9 @@ class Drawer:
             if draw:
                 for met in pairs_of(draw):
                     self.unmet.pop(met, None)
+                self._since_compiled += 1
+                if self._since_compiled >= COMPILED_EVERY and draw['precision'] == 'float32':
+                    self._since_compiled, draw['compile'] = 0, True
                 return draw, ''
             del self.unmet[pair]
             if self._allowed(pair, 8 * self.most_processes):

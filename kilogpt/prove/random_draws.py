@@ -24,7 +24,7 @@ WORKERS = 2  # draws at a time
 class Draws:
     """Runs draws, prints what fails, and counts.
 
-    options: those of the command: seed, random (number of draws, 0 = any), minutes, compile.
+    options: those of the command: seed, random (number of draws, 0 = any), minutes, nproc, pairs.
     """
 
     def __init__(self, options, folder):
@@ -44,7 +44,7 @@ class Draws:
 
     def submit(self, draw):
         self.number += 1
-        return self.pool.submit(trial.run_draw, draw, self.number, self.datasets, self.base, self.options.compile)
+        return self.pool.submit(trial.run_draw, draw, self.number, self.datasets, self.base)
 
     def run(self):
         """Run draws until there are enough, or the time is over."""

@@ -33,9 +33,10 @@ OF_DRAW = dict(
     data=Key(('stream', 'mask', 'pack', 'answers', 'packed answers', 'pairs', 'mixture', 'packed mixture')),
     # In float32 or bfloat16, rounding may send a token to another expert.
     precision=Key(('float64', 'float32', 'bfloat16'), dict(mlp=(*FORMS, 'gelu'))),
+    compile=Key(NO_OR_YES),  # in few draws, since one takes a minute
     # The layout that continues from the checkpoint, in the words of `prove --layouts`; '' = none does
     then=Key(('', 'dp1', 'dp2', 'dp3 zero1', 'dp2 zero3', 'tp2', 'cp2', 'pp2 zbv', 'tp2 dp2 zero2'),
-             dict(islands=(1,))),
+             dict(islands=(1,), precision=('float64', 'float32'))),
 )
 LAYOUT = dict(
     tp=Key((1, 2, 4)),
@@ -140,12 +141,13 @@ TRAINING = dict(
 DRAWN = OF_DRAW | MODEL | LAYOUT | TRAINING
 # Each after those that its `when` names: the order in which a draw is made.
 DRAWN = {key: DRAWN[key] for key in TopologicalSorter({key: DRAWN[key].when for key in DRAWN}).static_order()}
+UNPAIRED = ('compile',)  # keys whose pairs are not counted
 DEGREES = ('islands', 'dp', 'tp', 'cp', 'pp')  # their product is the number of processes
 
 NOT_DRAWN = dict(
     # What a draw sets itself
     **dict.fromkeys(('documents', 'loss', 'dataset'), 'follows from `data`'),
-    **dict.fromkeys(('dtype', 'compile'), 'follows from `precision`; --compile compiles every draw'),
+    dtype='follows from `precision`',
     **dict.fromkeys(('init_from', 'out_dir', 'max_iters', 'lr_decay_iters', 'min_lr', 'eval_interval',
                      'eval_iters', 'log_interval', 'save_interval', 'keep_checkpoints', 'comm_timeout'),
                     'a draw needs these itself, to stop, save, continue and be compared'),

@@ -70,11 +70,6 @@ def config_of(draw, datasets, base):
     return config
 
 
-def arguments_of(draw):
-    """The arguments of train.py that lay a draw out."""
-    return as_arguments(**{key: draw[key] for key in LAYOUT if key != 'islands'})
-
-
 def refusal_of(draw, base):
     """The sentence with which train.py is expected to refuse a draw, or ''. base: as in config_of."""
     config = config_of(draw, '', base)
@@ -99,17 +94,19 @@ def refusal_of(draw, base):
     return ''
 
 
-def run_draw(draw, number, datasets, base, compiled=False):
+def run_draw(draw, number, datasets, base):
     """Run a draw; returns its Outcome. number: of the draw, for ports of its own. datasets: of write_data."""
     began = time.perf_counter()
     folder = tempfile.mkdtemp(dir=os.path.dirname(datasets))
     try:
-        trial = Trial(draw, number, folder, datasets, base, compiled)
-        return trial.run()._replace(seconds=time.perf_counter() - began)
+        outcome = Trial(draw, number, folder, datasets, base).run()
     except _Stop as stop:
-        return stop.outcome._replace(seconds=time.perf_counter() - began)
+        outcome = stop.outcome
+    except Exception as error:  # what cannot be compared is a failure of this draw, and not of the others
+        outcome = Outcome('failed', f'the comparison ends with {type(error).__name__}: {error}')
     finally:
-        if not os.environ.get("KEEP"): shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
+    return outcome._replace(seconds=time.perf_counter() - began)
 
 
 class _Stop(Exception):
@@ -118,19 +115,18 @@ class _Stop(Exception):
 
 
 class Trial:
-    def __init__(self, draw, number, folder, datasets, base, compiled):
-        self.draw, self.folder, self.compiled = draw, folder, compiled
+    def __init__(self, draw, number, folder, datasets, base):
+        self.draw, self.folder = draw, folder
         self.config, self.text = config_of(draw, datasets, base), os.path.join(datasets, 'text')
         self.ports = forked.free_ports(FIRST_PORT + number * PORTS_OF_DRAW % N_PORTS)
-        self.limit = LIMIT_COMPILED if compiled else LIMIT
-        self.in_float64 = draw['precision'] == 'float64' and not compiled
+        self.limit = LIMIT_COMPILED if draw['compile'] else LIMIT
 
     def run(self):
         draw = self.draw
         if draw['lora_rank'] or draw['data'] == 'pairs':
             self._train_beginning()
         runs = self._runs('runs', self.config)
-        arguments = arguments_of(draw) + as_arguments(compile=self.compiled)
+        arguments = as_arguments(compile=draw['compile'], **{key: draw[key] for key in LAYOUT if key != 'islands'})
         run = runs.train(count_processes(draw), arguments)
         self._check(run)
         reference = runs.train_reference()
@@ -160,10 +156,10 @@ class Trial:
         errors = {'drift of gradients, in units of that of one process': error}
         return Outcome('wrong', problem, errors=errors) if problem else Outcome('same', errors=errors)
 
-    def _runs(self, name, config, in_float64=None):
+    def _runs(self, name, config, in_float64=False):
         folder = os.path.join(self.folder, name)
         os.mkdir(folder)
-        in_float64 = self.in_float64 if in_float64 is None else in_float64
+        in_float64 = in_float64 or self.draw['precision'] == 'float64'
         return LayoutRuns(folder, config, ITERATIONS, in_float64, self.limit, self.ports, is_brief=True)
 
     def _check(self, run):
