@@ -21,8 +21,9 @@ from kilogpt.layers.cache import Cache
 from kilogpt.layers.convolution import Convolution
 from kilogpt.layers.loss_in_parts import LossInParts
 from kilogpt.layers.lora import add_adapters, describe_adapters, initial_std
-from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router, cast_for_linears
+from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router
 from kilogpt.layers.options import ModelOptions
+from kilogpt.layers.precision import at_least_float32, cast_for_linears
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.layers.sampling import draw_token
 from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding, build_gate, head_strengths
@@ -159,8 +160,8 @@ class Attention(nn.Module):
         if rope is None:
             q, k = self.q_norm(q), self.k_norm(k)
         else:  # norms and rotation in float32
-            q = rotate(self.q_norm(q.float()), *rope).type_as(v)
-            k = rotate(self.k_norm(k.float()), *rope).type_as(v)
+            q = rotate(self.q_norm(at_least_float32(q)), *rope).type_as(v)
+            k = rotate(self.k_norm(at_least_float32(k)), *rope).type_as(v)
         if self.q_scale != 1:  # attention itself divides by the root of the head width
             q = q * self.q_scale
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D) and (B, G, T, D)
@@ -462,7 +463,7 @@ def cap(logits, config):
     """Logits times logit_scale, and within ±softcap by a tanh, if the config has these."""
     if config.logit_scale != 1:
         logits = logits * config.logit_scale
-    return config.softcap * torch.tanh(logits.float() / config.softcap) if config.softcap else logits
+    return config.softcap * torch.tanh(at_least_float32(logits) / config.softcap) if config.softcap else logits
 
 
 MAX_LOGITS = 2 ** 28  # elements of logits at a time: 0.5 GB in 16 bits
@@ -513,7 +514,7 @@ def cross_entropy(logits, targets, vocab_size, reduction='sum'):
 
     With the reduction 'none' the result is each of them (N,).
     """
-    logits = logits.float()
+    logits = at_least_float32(logits)
     if logits.size(-1) > vocab_size:
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
         logits = logits.masked_fill(is_padding, -torch.inf)

@@ -19,7 +19,7 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
 
     if kind == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of)
-    muon_dtype = torch.float32 if dtype == 'float16' else getattr(torch, dtype)
+    muon_dtype = torch.bfloat16 if dtype == 'bfloat16' else torch.get_default_dtype()
     return Muon(named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=muon_dtype,
                 momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices, factor_of=factor_of)
 

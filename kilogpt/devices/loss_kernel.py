@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from kilogpt.layers.mixture import cast_for_linears
+from kilogpt.layers.precision import cast_for_linears
 
 MAX_BLOCK = 32768  # elements of a row at a time
 

@@ -1,10 +1,12 @@
 """What a query sees, attention with capped scores, and the norm of queries and keys over all heads.
 
-Imports torch alone. Shapes in comments: B batch, T queries, S keys, H heads, G key/value heads, D head width.
+Imports precision.py alone. Shapes in comments: B batch, T queries, S keys, H heads, G key/value heads, D head width.
 """
 import torch
 from torch import nn
 from torch.nn import functional as F
+
+from kilogpt.layers.precision import at_least_float32
 
 
 def first_seen(T, window, starts, device):
@@ -51,7 +53,7 @@ class CappedAttention(nn.Module):
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         if mask is None:
             mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
-        scores = (q @ k.mT).float() * q.size(-1) ** -0.5  # (B, H, T, S)
+        scores = at_least_float32(q @ k.mT) * q.size(-1) ** -0.5  # (B, H, T, S)
         scores = self.softcap * torch.tanh(scores / self.softcap)
         weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).type_as(v)
         return F.dropout(weights, self.dropout if self.training else 0.0) @ v
@@ -70,6 +72,6 @@ class NormOverHeads(nn.Module):
 
     def forward(self, x):
         """x (B, T, H * D) -> the same shape and dtype."""
-        wide = x.float()
+        wide = at_least_float32(x)
         mean_square = wide.square().mean(dim=-1, keepdim=True)
         return (wide * (mean_square + self.eps).rsqrt() * self.weight).type_as(x)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kilogpt.layers.mixture import cast_for_linears
+from kilogpt.layers.precision import cast_for_linears
 
 # What lora_targets may name besides single linears: groups of linears of a block.
 GROUPS = dict(attention=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.c_proj'),

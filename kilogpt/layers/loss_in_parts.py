@@ -1,7 +1,7 @@
-"""A loss whose logits are never there all at once. Imports torch and mixture.py alone."""
+"""A loss whose logits are never there all at once. Imports precision.py alone."""
 import torch
 
-from kilogpt.layers.mixture import cast_for_linears
+from kilogpt.layers.precision import cast_for_linears
 
 
 class LossInParts(torch.autograd.Function):
@@ -9,8 +9,9 @@ class LossInParts(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, loss, size):
+        dtype = torch.promote_types(weight.dtype, torch.float32)
         total, grad_x, is_trained = 0, [], weight.requires_grad
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if is_trained else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if is_trained else None
         head_weight = cast_for_linears(weight).detach().requires_grad_(is_trained)  # cast once for all parts
         for part, part_targets in zip(x.split(size), targets.split(size)):
             inputs = part.detach().requires_grad_(), head_weight

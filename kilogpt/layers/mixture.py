@@ -1,6 +1,6 @@
 """A mixture of experts: the MLP of a block in which each token goes to some of many experts.
 
-Imports torch alone. `model.py` builds one in each block that `GPTConfig.has_experts` names, and
+Imports precision.py alone. `model.py` builds one in each block that `GPTConfig.has_experts` names, and
 `kilogpt/parallel/expert.py` spreads the experts over processes.
 
 Shapes in comments: B batch, T positions, C n_embd, N tokens (B * T), E experts, K experts that a token goes
@@ -12,6 +12,7 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+from kilogpt.layers.precision import at_least_float32, cast_for_linears
 
 GATED = ('swiglu', 'geglu')  # forms of MLPs in which a second product is a gate for the first
 
@@ -59,14 +60,6 @@ class MixtureConfig:
         """Whether block number `layer` has experts instead of a dense MLP."""
         after_first = layer - self.moe_first_layer
         return self.mlp == 'moe' and after_first >= 0 and after_first % self.moe_every == 0
-
-
-def cast_for_linears(x):
-    """x in autocast's dtype. Without this cast, each of the linears that read x would cast x again."""
-    # Autocast has a state for each type of device, and PyTorch wants to be told which one is meant.
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def find_experts(model):
@@ -176,8 +169,7 @@ class Router(nn.Module):
         is_counted (N,): whether a token counts in the balance. Padding does not. None: no token counts.
         """
         with torch.autocast(x.device.type, enabled=False):
-            precision = torch.promote_types(x.dtype, torch.float32)
-            logits = F.linear(x.to(precision), self.matrix().to(precision))  # (N, E)
+            logits = F.linear(at_least_float32(x), at_least_float32(self.matrix()))  # (N, E)
             affinities = logits.softmax(dim=-1) if self.kind == 'softmax' else logits.sigmoid()
             ranking = affinities.detach()
             if self.balance == 'bias':

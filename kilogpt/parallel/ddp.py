@@ -3,6 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from kilogpt.layers.precision import at_least_float32
 from kilogpt.parallel.whole_matrices import all_gather
 
 BUCKET_BYTES = 25 * 2 ** 20  # parameters are gathered in buckets of about the size of DDP's
@@ -120,7 +121,7 @@ class Zero1:
             work, sums, rows, sizes = self._under_way
             self._under_way = None
             work.wait()
-            means = sums.float().div_(self.world_size).split(sizes)
+            means = at_least_float32(sums).div_(self.world_size).split(sizes)
             torch._foreach_copy_(rows, [mean[:len(own)] for mean, own in zip(means, rows)])
 
     def _views_of(self, bucket):

@@ -217,5 +217,6 @@ class ExpertBalance:
         for name, router in self.routers.items():
             if not router.weight.requires_grad:  # frozen beside adapters, as its bias then is
                 continue
-            router.rebalance(self.n_tokens[self.names.index(name)].float(), is_applied)
+            n_tokens = self.n_tokens[self.names.index(name)].to(torch.get_default_dtype())
+            router.rebalance(n_tokens, is_applied)
         self.forget()

@@ -10,9 +10,12 @@ import torch
 # over the iterations. The bounds are far above that, and far below the effect of a wrong factor or a lost
 # token.
 LOSS, GRAD_NORM = 1e-4, 1e-3
-# Largest relative errors of gradients (in the first and in later iterations) and of all updates together
-IN_FLOAT32 = {'starting weight': [1e-6], 'gradient': [1e-3, 1e-2], 'update': 1e-2}
-IN_FLOAT64 = {'starting weight': [1e-6], 'gradient': [1e-5, 1e-4], 'update': 1e-4}
+# Largest errors of losses, and relative ones of gradient norms, of gradients (in the first and in later
+# iterations) and of all updates together. In float64 correct layouts differ by 1e-16 to 1e-12.
+IN_FLOAT32 = {'loss': LOSS, 'gradient norm': GRAD_NORM, 'starting weight': [1e-6], 'gradient': [1e-3, 1e-2],
+              'update': 1e-2}
+IN_FLOAT64 = {'loss': 1e-11, 'gradient norm': 1e-11, 'starting weight': [1e-15], 'gradient': [1e-11],
+              'update': 1e-11}
 # A gradient smaller than this share of the norm of all gradients is zero except for rounding, such as the
 # gradient of a key's bias.
 NEGLIGIBLE = 1e-4

@@ -112,9 +112,9 @@ class LayoutRuns:
         if run.error:
             return [f'cannot resume from the checkpoint of {source.layout}: {run.error}']
         later = {i: line for i, line in self.reference.lines.items() if i > self.iterations}
-        differences = compare.compare_curves(run, SimpleNamespace(lines=later, evals={}))
+        differences = self._compare_curves(run, SimpleNamespace(lines=later, evals={}))
         return [f'resumed from the checkpoint of {source.layout}, iteration {each.iteration} has {each.what} '
-                f'{each.found:.6g}, on one process {each.expected:.6g}' for each in differences]
+                f'{each.found:.10g}, on one process {each.expected:.10g}' for each in differences]
 
     def compare(self, run):
         """([Difference], {what: largest relative error}) of a run and the reference.
@@ -127,10 +127,13 @@ class LayoutRuns:
                 return differences, errors
         return [], errors
 
+    def _compare_curves(self, run, expected):
+        return compare.compare_curves(run, expected, self.tolerances['loss'], self.tolerances['gradient norm'])
+
     def _compare_island(self, run, island, errors):
         size, observed = run.processes // self.islands, self.observations[island]
         ranks, last = range(island * size, (island + 1) * size), self.iterations
-        curves = compare.compare_curves(run.islands[island], self.reference.islands[island])
+        curves = self._compare_curves(run.islands[island], self.reference.islands[island])
         for iteration, reference in enumerate(observed, start=1):
             differences = []
             observations = observer.read(run.folder, iteration, ranks)
