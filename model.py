@@ -510,10 +510,7 @@ class Loss(nn.Module):
 
 
 def cross_entropy(logits, targets, vocab_size, reduction='sum'):
-    """The sum of the cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored), float32.
-
-    With the reduction 'none' the result is each of them (N,).
-    """
+    """Cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored): their sum, or with 'none' each."""
     logits = at_least_float32(logits)
     if logits.size(-1) > vocab_size:
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size
