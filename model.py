@@ -463,7 +463,7 @@ def cap(logits, config):
     """Logits times logit_scale, and within ±softcap by a tanh, if the config has these."""
     if config.logit_scale != 1:
         logits = logits * config.logit_scale
-    return config.softcap * torch.tanh(at_least_float32(logits) / config.softcap) if config.softcap else logits
+    return torch.tanh(at_least_float32(logits) / config.softcap) * config.softcap if config.softcap else logits
 
 
 MAX_LOGITS = 2 ** 28  # elements of logits at a time: 0.5 GB in 16 bits
@@ -510,7 +510,7 @@ class Loss(nn.Module):
 
 
 def cross_entropy(logits, targets, vocab_size, reduction='sum'):
-    """Cross-entropies of logits (N, :vocab_size) for targets (N; -1 is ignored): their sum, or with 'none' each."""
+    """The sum (or with 'none' each) of the losses of logits (N, :vocab_size) for targets (N; -1 is ignored)."""
     logits = at_least_float32(logits)
     if logits.size(-1) > vocab_size:
         is_padding = torch.arange(logits.size(-1), device=logits.device) >= vocab_size

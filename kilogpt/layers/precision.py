@@ -1,7 +1,7 @@
 """Dtypes within the model. Imports torch alone.
 
-Losses, softmaxes and norms are computed in float32 although their inputs may have 16 bits. A model in float64, with
-which layouts are compared (kilogpt.prove), stays in float64.
+Losses, softmaxes and norms are computed in float32 although their inputs may have 16 bits. A model in float64,
+with which layouts are compared (kilogpt.prove), stays in float64.
 """
 import torch
 

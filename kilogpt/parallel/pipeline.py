@@ -141,8 +141,8 @@ def _stage_class():
         def backward_maybe_with_nosync(self, backward_type, *arguments, **keywords):
             if backward_type == 'full' or not self.frees_parameters:
                 return super().backward_maybe_with_nosync(backward_type, *arguments, **keywords)
-            # PyTorch looks for the stage's present parameters in the graph. After the forward pass FSDP2 has freed
-            # those that are there, and without this they would have no gradient, or a part of it.
+            # Both halves of the backward pass look for the stage's parameters in the graph, which has the whole
+            # ones. FSDP2 may have freed them since, and PyTorch drops gradients of what it does not find.
             modules = [module for module in self.submod.modules() if hasattr(module, 'unshard')]
             for module in modules:
                 module.unshard()

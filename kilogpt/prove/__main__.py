@@ -21,15 +21,15 @@ float64, since rounding may send a token to another one.
 A layout is a list of words, as for bench.py: dpN, tpN, cpN, ppN, epN (number of processes of each kind),
 zeroN (zero_stage), repN (dp_replicate), a pp_schedule, full or selective (activation_checkpoint), offload,
 and key=value for any other key. With compile=True, a compiled layout is compared with one process that is not
-compiled. Without --layouts, about fifteen layouts run, among them the config's own with degrees of at most 2; half
-of them are drawn at random, others in each call (--seed).
+compiled. Without --layouts, about fifteen layouts run, among them the config's own with degrees of at most 2.
+Half of them are drawn at random, others in each call (--seed).
 
     python -m kilogpt.prove --random=200
     python -m kilogpt.prove --minutes=8 --seed=1 --pairs
 
-These commands draw all of it at random, whatever the config: the model, the data, the optimizer, the precision, the
-batch and the layout, of up to 8 processes, so that every pair of values of two keys is met after a few hundred
-draws. Every third draw or so is continued in another layout. A draw that is refused must be so by a sentence that
+These commands draw everything at random, whatever the config: the model, the data, the optimizer, the
+precision, the batch and the layout, of up to 8 processes, so that every pair of values of two keys is met after
+a few hundred draws. Many draws continue in another layout. A draw may only be refused by a sentence that
 docs/layouts.md has. A draw that fails is printed as a command, shrunk to the keys that it needs.
 """
 import argparse
@@ -333,7 +333,7 @@ def parse_arguments():
     add('--keep', default='', metavar='KEY,KEY...', help='keys that are not shrunk, such as n_head,n_embd')
     add('--random', type=int, default=0, metavar='N', help='run N random draws (docs/layouts.md)')
     add('--minutes', type=float, default=0.0, metavar='M', help='run random draws for M minutes')
-    add('--seed', type=int, default=random.randrange(10 ** 6), help='of random draws and layouts (another each time)')
+    add('--seed', type=int, default=random.randrange(10 ** 6), help='of what is drawn (another one in each call)')
     add('--pairs', action='store_true', help='print which pairs of values the draws have proved')
     add('--draw', metavar='"KEY=VALUE; ..."', help='run this draw, as a failure prints it')
     add('--shrink', type=int, default=3, metavar='N', help='shrink the first N draws that fail (3)')

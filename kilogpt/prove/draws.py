@@ -22,7 +22,7 @@ def pairs_of(draw):
 
 
 def needs_of(wanted, most_processes):
-    """{key: the values that it may have} of draws that have the wanted (key, value)s; None if there are none."""
+    """{key: its possible values} in draws that have the wanted (key, value)s; None if there are no such draws."""
     needs = {}
     queue = [(key, (value,)) for key, value in wanted]
     while queue:
@@ -110,9 +110,10 @@ class Drawer:
                 return smallest, sentence
 
     def _allowed(self, pair, most_processes):
-        """The draw with this pair, of some random ones that are not refused, that meets the most new pairs."""
+        """Of some random draws with this pair that are not refused, the one that meets the most new pairs."""
         needs = needs_of(pair, self.most_processes)
-        for share_of_plain in (0.0, 0.6, 0.9):  # the fewer keys have other values, the fewer draws are refused
+        # The fewer keys have other values than the plain ones, the fewer draws are refused.
+        for share_of_plain in (0.0, 0.6, 0.9):
             candidates = []
             for _ in range(CANDIDATES):
                 choose = functools.partial(self._choose, share_of_plain)
@@ -161,7 +162,7 @@ def words_of(draw):
 # --- shrinking ----------------------------------------------------------------------------------------------
 
 def shrink(draw, which_fail):
-    """A draw that fails, with so few keys that are not plain that each of them is needed (ddmin, Zeller 2002).
+    """A draw that fails, and in which each key that is not plain is needed for that (ddmin, Zeller 2002).
 
     which_fail(draws): whether each of several draws fails, in order.
     """

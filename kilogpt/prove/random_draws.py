@@ -1,6 +1,8 @@
-"""`python -m kilogpt.prove --random`: draw models, data, optimizers and layouts, and compare each with one process."""
+"""`python -m kilogpt.prove --random`: draws of models, data, optimizers and layouts, compared with one process."""
+import ast
 import collections
 import concurrent.futures
+import functools
 import importlib
 import json
 import multiprocessing
@@ -49,7 +51,7 @@ class Draws:
     def run(self):
         """Run draws until there are enough, or the time is over."""
         options, began = self.options, time.perf_counter()
-        drawer = Drawer(options.seed, lambda draw: trial.refusal_of(draw, self.base), options.nproc, first=DEGREES)
+        drawer = Drawer(options.seed, functools.partial(trial.refusal_of, base=self.base), options.nproc, DEGREES)
         bar = tqdm(total=options.random or None, unit='draw', leave=False, disable=None)
         running, n_drawn = {}, 0
         while True:
@@ -103,18 +105,20 @@ class Draws:
         print(f'{n_draws} draws of seed {self.options.seed} in {self.elapsed:.0f} s '
               f'({60 * n_draws / self.elapsed:.1f} a minute): {counts}')
         for processes, seconds in sorted(self.seconds.items()):
-            print(f'    {processes} processes: {len(seconds)} draws, median {statistics.median(seconds):.1f} s')
+            median = statistics.median(seconds)
+            print(f'    {processes} processes: {len(seconds)} draws, median {median:.1f} s')
         for (precision, what), error in sorted(self.largest.items()):
             print(f'    {precision}: {what} within {error:.1e}')
-        refused = self.drawer.refused
-        print(f'pairs of values: {len(self.proved - refused.keys())} of {len(self.drawer.pairs) - len(refused)} '
-              f'proved, {len(refused)} refused')
+        n_refused = len(self.drawer.refused)
+        n_proved, n_possible = len(self.proved), len(self.drawer.pairs) - n_refused
+        print(f'pairs of values: {n_proved} of {n_possible} proved, {n_refused} refused')
         if self.options.pairs:
             print(self.describe_pairs())
 
     def describe_pairs(self):
         """What the draws have proved of each layout, as a table, and the sentences that refuse pairs."""
-        proved, possible, refused = collections.Counter(), collections.Counter(), collections.defaultdict(list)
+        proved, possible = collections.Counter(), collections.Counter()
+        refused = collections.defaultdict(list)
         for pair in self.drawer.pairs:
             for this, other in (pair, pair[::-1]):
                 if pair in self.drawer.refused:
@@ -127,7 +131,8 @@ class Draws:
             for value in DRAWN[key].values:
                 this = key, value
                 others = ', '.join(f'`{other}`' for other in refused[this])
-                lines.append(f'| `{key}` | `{value}` | {proved[this]} of {possible[this]} values | {others} |')
+                shares = f'{proved[this]} of {possible[this]} values'
+                lines.append(f'| `{key}` | `{value}` | {shares} | {others} |')
         lines.append('')
         for pair, sentence in self.drawer.refused.items():
             lines.append(f'{" and ".join("=".join(map(str, each)) for each in pair)}: {sentence}')
@@ -136,7 +141,6 @@ class Draws:
 
 def import_modules_of_train():
     """Import what train.py imports, so that forked processes need not."""
-    import ast
     with open(os.path.join(ROOT, 'train.py'), encoding='utf-8') as file:
         for node in ast.parse(file.read()).body:
             if isinstance(node, ast.ImportFrom):
@@ -153,13 +157,13 @@ def parse_draw(text):
     """The draw of a text such as 'tp=2; mlp=moe'. Exits with one sentence if a key or value is not drawn."""
     draw = plain()
     for word in filter(None, (word.strip() for word in text.split(';'))):
-        key, _, value = word.partition('=')
-        values = DRAWN[key].values if key in DRAWN else ()
-        found = [each for each in values if str(each) == value]
-        if not found:
-            sys.exit(f'error: --draw has {word!r}: ' + (
-                f'{key} is one of {", ".join(map(str, values))}' if values else f'{key} is not a key of a draw'))
-        draw[key] = found[0]
+        key, _, text = word.partition('=')
+        if key not in DRAWN:
+            sys.exit(f'error: --draw has {word!r}: choose from the keys {", ".join(DRAWN)}')
+        found = {str(value): value for value in DRAWN[key].values}
+        if text not in found:
+            sys.exit(f'error: --draw has {word!r}: choose from {", ".join(found)}')
+        draw[key] = found[text]
     return without(draw, ())
 
 
@@ -167,8 +171,7 @@ def main(options):
     with tempfile.TemporaryDirectory() as folder:
         draws = Draws(options, folder)
         if options.draw is not None:
-            draw = parse_draw(options.draw)
-            outcome = draws.submit(draw).result()
+            outcome = draws.submit(parse_draw(options.draw)).result()
             print(f'{outcome.kind}: {outcome.text or outcome.errors}')
             sys.exit(outcome.kind in trial.FAILURES)
         draws.run()

@@ -27,9 +27,9 @@ FIRST_PORT, N_PORTS = 15_000, 5_000
 class LayoutRuns:
     """Runs of one config in several layouts. Each run has its own folder in `folder`.
 
-    config: train.py's config for one process, or for one process in each of its islands. iterations: number of
-    iterations to compare; then a run saves. limit: seconds after which a run is killed. ports: an iterator.
-    is_brief: as in observer.install.
+    config: train.py's config for one process, or for one process in each of its islands.
+    iterations: number of iterations to compare; then a run saves.
+    limit: seconds after which a run is killed. ports: an iterator. is_brief: as in observer.install.
     """
 
     def __init__(self, folder, config, iterations, in_float64, limit=600, ports=None, is_brief=False):
@@ -45,9 +45,9 @@ class LayoutRuns:
     def train(self, processes, arguments, **keys):
         """Run train.py; returns the run, an object with these attributes:
 
-        out_dir; error: '' if the run succeeded; refusal: the sentence with which every process has refused the
-        keys, or ''; lines and evals: {iteration: line of metrics.jsonl}; islands: the folder, lines and evals of
-        each island; uncompiled: why the run was not compiled although it should be, or None.
+        out_dir; error: '' if the run succeeded; refusal: the sentence with which every process has refused
+        the keys, or ''; lines and evals: {iteration: line of metrics.jsonl}; islands: the folder, lines and
+        evals of each island; uncompiled: why the run was not compiled although it should be, or None.
         arguments, keys: settings of train.py, which override the config.
 
         If a process crashes, the run is repeated once: in rare cases PyTorch or gloo crashes (LOG.md).
@@ -80,9 +80,9 @@ class LayoutRuns:
             uncompiled = re.search(r'compile=False.*', file.read())
         layout = ' '.join(arguments).replace('--', '') or 'one process'
         return SimpleNamespace(folder=folder, layout=layout, out_dir=keys['out_dir'], processes=processes,
-                               codes=codes, error=error, refusal=common_refusal(folder, codes), islands=islands,
-                               uncompiled=uncompiled and uncompiled[0], lines=islands[0].lines,
-                               evals=islands[0].evals)
+                               codes=codes, error=error, refusal=common_refusal(folder, codes),
+                               uncompiled=uncompiled and uncompiled[0], islands=islands,
+                               lines=islands[0].lines, evals=islands[0].evals)
 
     def train_reference(self):
         """Train on one process for two iterations more than in layouts; keep its observations and weights."""
@@ -128,7 +128,8 @@ class LayoutRuns:
         return [], errors
 
     def _compare_curves(self, run, expected):
-        return compare.compare_curves(run, expected, self.tolerances['loss'], self.tolerances['gradient norm'])
+        loss, grad_norm = self.tolerances['loss'], self.tolerances['gradient norm']
+        return compare.compare_curves(run, expected, loss, grad_norm)
 
     def _compare_island(self, run, island, errors):
         size, observed = run.processes // self.islands, self.observations[island]
@@ -141,8 +142,10 @@ class LayoutRuns:
                 differences += self._compare_tensors(iteration, 'starting weight', reference.weights,
                                                      [each.weights for each in observations], errors)
             elif not self.is_brief:
-                by_rank = [self._compare_updates(island, iteration - 1, each.weights, reference.weights, errors)
-                           for each in observations]
+                by_rank = []
+                for each in observations:
+                    by_rank.append(self._compare_updates(island, iteration - 1, each.weights, reference.weights,
+                                                         errors))
                 names_by_rank = [set(dict(each.weights)) for each in observations]
                 differences += compare.merge_ranks(by_rank, names_by_rank)
             if not differences:
@@ -161,7 +164,7 @@ class LayoutRuns:
         return differences + self._compare_saved(island, found, expected, errors)
 
     def _compare_saved(self, island, found, expected, errors):
-        """[Difference] of the tensors of two checkpoints: of the model's updates, and of all states by kind."""
+        """[Difference] of the tensors of two checkpoints: of the model's updates, and of states by kind."""
         weights, others = [], []
         for tensors in (found, expected):
             weights.append({key.removeprefix('model.'): tensor for key, tensor in tensors.items()
@@ -173,8 +176,8 @@ class LayoutRuns:
             states = [{key: tensor for key, tensor in tensors.items() if key.endswith(f'.{kind}')}
                       for tensors in others]
             floor = compare.NEGLIGIBLE * compare.norm_of_all(states[1].values()) + 1e-30
-            of_kind, error = compare.compare_tensors(self.iterations, 'saved state', states[0].items(), states[1],
-                                                     self.tolerances['update'], floor)
+            of_kind, error = compare.compare_tensors(
+                self.iterations, 'saved state', states[0].items(), states[1], self.tolerances['update'], floor)
             differences += of_kind
             errors['saved state'] = max(errors.get('saved state', 0.0), error)
         return differences

@@ -1,7 +1,7 @@
 """What `kilogpt.prove --random` draws from: the values of each key of train.py, or why a key is not drawn.
 
-A new key of train.py or of the model belongs into DRAWN, or into NOT_DRAWN with a reason. A test compares these
-tables with the keys that exist.
+A new key of train.py or of the model belongs into DRAWN, or into NOT_DRAWN with a reason. A test compares
+these tables with the keys that exist.
 """
 from graphlib import TopologicalSorter
 from typing import NamedTuple
@@ -14,7 +14,7 @@ MOST_PROCESSES = 8  # of a draw, over all islands
 class Key(NamedTuple):
     """The values that draws give a key. The first value is the plain one, to which a failing draw shrinks.
 
-    when: {other key: the values with which this key has an effect}; with other values it keeps its plain value.
+    when: {other key: the values with which this key has an effect}; otherwise it keeps its plain value.
     """
     values: tuple
     when: dict = {}
@@ -156,14 +156,14 @@ NOT_DRAWN = dict(
     outer_compress='rounds, so that a last bit decides; tests/islands compares it',
     # What does not take part in an update
     **dict.fromkeys(('eval_only', 'eval_tasks', 'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval',
-                     'sample_prompts', 'sample_tokens'), 'scores or writes text; tests/evaluate has its layouts'),
+                     'sample_prompts', 'sample_tokens'), 'scores or writes text; tests/evaluate'),
     **dict.fromkeys(('wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'profile'),
-                    'logs alone'),
+                    'only logs'),
     **dict.fromkeys(('always_save_checkpoint', 'save_minutes', 'data_cache_gb', 'accept_new_data'),
                     'when to save, and where data lie'),
     **dict.fromkeys(('on_nonfinite', 'on_spike', 'spike_factor'),
                     'acts on updates that no draw has; tests/test_guard.py'),
-    **dict.fromkeys(('outer_store', 'island', 'outer_timeout'), 'jobs of their own; tests/islands/test_jobs.py'),
+    **dict.fromkeys(('outer_store', 'island', 'outer_timeout'), 'separate jobs; tests/islands/test_jobs.py'),
     # What this machine does not have
     **dict.fromkeys(('device', 'backend', 'async_tp', 'fp8', 'cuda_graph', 'deterministic'),
                     'needs a GPU; tests/gpu_layouts.sh'),

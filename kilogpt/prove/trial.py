@@ -1,7 +1,7 @@
 """Run one draw of `kilogpt.prove --random`: train on one process and in a layout, and compare.
 
-A draw with islands is compared with islands of one process each. Adapters and pairs of answers need weights to
-start from, for which one process trains a model for an iteration first.
+A draw with islands is compared with islands of one process each. Adapters and pairs of answers need weights
+to start from, for which one process trains a model for an iteration first.
 """
 import dataclasses
 import os
@@ -27,12 +27,14 @@ LIMIT, LIMIT_COMPILED = 150, 400  # seconds for a run, after which it counts as 
 FIRST_PORT, PORTS_OF_DRAW, N_PORTS = 10_000, 10, 10_000
 # What train.py's config has in every draw, besides the draw's own keys
 FIXED = dict(
-    device='cpu', backend='auto', dtype='float32', compile=False, dropout=0.0, init_from='scratch', min_lr=1e-3,
-    lr_decay_iters=10, max_iters=ITERATIONS, eval_interval=ITERATIONS, eval_iters=1, log_interval=1,
-    save_interval=0, save_minutes=0.0, keep_checkpoints=2, comm_timeout=60, loss='cross_entropy',
-    documents='stream')
-DOCUMENTS = {'mask': 'mask', 'pack': 'pack', 'packed answers': 'pack', 'pairs': 'pack', 'packed mixture': 'pack'}
-OF_DATA = {'answers': 'answers', 'packed answers': 'answers', 'pairs': 'pairs'}  # {data: folder}, others: text
+    device='cpu', backend='auto', dtype='float32', compile=False, dropout=0.0, init_from='scratch',
+    min_lr=1e-3, lr_decay_iters=10, max_iters=ITERATIONS, eval_interval=ITERATIONS, eval_iters=1, log_interval=1,
+    save_interval=0, save_minutes=0.0, keep_checkpoints=2, comm_timeout=60)
+# {value of `data`: (the dataset's folder, documents, loss)}
+DATA = {'stream': ('text', 'stream', 'cross_entropy'), 'mask': ('text', 'mask', 'cross_entropy'),
+        'pack': ('text', 'pack', 'cross_entropy'), 'answers': ('answers', 'stream', 'cross_entropy'),
+        'packed answers': ('answers', 'pack', 'cross_entropy'), 'pairs': ('pairs', 'pack', 'dpo'),
+        'mixture': ('text', 'stream', 'cross_entropy'), 'packed mixture': ('text', 'pack', 'cross_entropy')}
 
 
 class Outcome(NamedTuple):
@@ -44,6 +46,7 @@ class Outcome(NamedTuple):
 
 
 FAILURES = ('wrong', 'failed', 'undocumented')
+MAX_LINES = 3  # differences named in a failure
 
 
 def write_data(folder):
@@ -55,40 +58,47 @@ def write_data(folder):
 
 
 def config_of(draw, datasets, base):
-    """train.py's config of a draw on one process, or for each of its islands. base: the values of other keys."""
+    """train.py's config of a draw on one process, or for each of its islands.
+
+    datasets: the folder of write_data. base: the values of all other keys.
+    """
     config = base | FIXED | {key: draw[key] for key in (*MODEL, *TRAINING, 'islands')}
-    config['documents'] = DOCUMENTS.get(draw['data'], 'stream')
-    config['dataset'] = os.path.join(datasets, OF_DATA.get(draw['data'], 'text'))
-    if draw['data'] in ('mixture', 'packed mixture'):
-        more = os.path.join(datasets, 'more')
-        config['mixture_phases'] = config['mixture_phases'].replace('text', config['dataset']).replace('more:', f'{more}:')
-        config['dataset'] = f'{config["dataset"]}:0.6, {more}:0.4'
-    if draw['data'] == 'pairs':
-        config['loss'] = 'dpo'
+    folder, config['documents'], config['loss'] = DATA[draw['data']]
+    config['dataset'] = os.path.join(datasets, folder)
+    if 'mixture' in draw['data']:
+        first, second = (os.path.join(datasets, name) for name in ('text', 'more'))
+        config['dataset'] = f'{first}:0.6, {second}:0.4'
+        phases = config['mixture_phases']
+        config['mixture_phases'] = phases.replace('text:', f'{first}:').replace('more:', f'{second}:')
     if draw['precision'] == 'bfloat16':
         config['dtype'] = 'bfloat16'
     return config
 
 
+def layout_of(draw):
+    """{key: value} of the keys of train.py that lay a draw out."""
+    return {key: draw[key] for key in LAYOUT if key != 'islands'}
+
+
 def refusal_of(draw, base):
     """The sentence with which train.py is expected to refuse a draw, or ''. base: as in config_of."""
     config = config_of(draw, '', base)
-    fields = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
+    fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
+    layouts = [(count_processes(draw) // draw['islands'], layout_of(draw))]
+    if draw['then']:
+        processes, arguments = parse_layout(draw['then'], 0)
+        layouts.append((processes, dict(argument[2:].split('=') for argument in arguments)))
     try:
-        check_settings(config | {key: draw[key] for key in LAYOUT})
+        check_settings(config | layout_of(draw))
         with torch.device('meta'):
-            model = GPT(GPTConfig(vocab_size=data.VOCABULARY, **fields), seed=None)
-        layouts = [({key: draw[key] for key in LAYOUT}, count_processes(draw) // draw['islands'])]
-        if draw['then']:
-            processes, arguments = parse_layout(draw['then'], 0)
-            layouts.append((dict(argument[2:].split('=') for argument in arguments), processes))
-        for keys, processes in layouts:
-            degrees = {key: type(LAYOUT[key].values[0])(keys[key]) for key in keys
+            model = GPT(GPTConfig(vocab_size=data.VOCABULARY, **{key: config[key] for key in fields}), seed=None)
+        for processes, keys in layouts:
+            degrees = {key: type(LAYOUT[key].values[0])(value) for key, value in keys.items()
                        if key in Layout.__dataclass_fields__}
-            check_layout(model, Layout(processes, **degrees), block_size=config['block_size'],
-                         dtype=config['dtype'], activation_checkpoint=draw['activation_checkpoint'],
-                         cpu_offload=keys.get('cpu_offload', False), fp8=False,
-                         grad_compress=keys.get('grad_compress', 'none'))
+            check_layout(
+                model, Layout(processes, **degrees), block_size=config['block_size'], dtype=config['dtype'],
+                activation_checkpoint=draw['activation_checkpoint'], cpu_offload=keys.get('cpu_offload', False),
+                fp8=False, grad_compress=keys.get('grad_compress', 'none'))
     except ValueError as error:
         return str(error)
     return ''
@@ -115,6 +125,8 @@ class _Stop(Exception):
 
 
 class Trial:
+    """The runs of one draw, which share a folder."""
+
     def __init__(self, draw, number, folder, datasets, base):
         self.draw, self.folder = draw, folder
         self.config, self.text = config_of(draw, datasets, base), os.path.join(datasets, 'text')
@@ -126,35 +138,32 @@ class Trial:
         if draw['lora_rank'] or draw['data'] == 'pairs':
             self._train_beginning()
         runs = self._runs('runs', self.config)
-        arguments = as_arguments(compile=draw['compile'], **{key: draw[key] for key in LAYOUT if key != 'islands'})
-        run = runs.train(count_processes(draw), arguments)
+        run = runs.train(count_processes(draw), as_arguments(**layout_of(draw), compile=draw['compile']))
         self._check(run)
         reference = runs.train_reference()
         if reference.error:
             return Outcome('failed', f'one process: {reference.error}')
-        if self.config['dtype'] == 'bfloat16':
+        if draw['precision'] == 'bfloat16':
             return self._compare_in_bfloat16(run, runs)
         differences, errors = runs.compare(run)
+        problems = describe(differences, draw['n_layer'])[:MAX_LINES]
         if differences:
-            lines = describe(differences, draw['n_layer'])
-            return Outcome('wrong', f'iteration {differences[0].iteration}: {"; ".join(lines[:3])}', errors=errors)
-        if draw['then']:
-            processes, arguments = parse_layout(draw['then'], 0)
-            problems = runs.continue_from(run, processes, arguments)
-            if problems:
-                return Outcome('wrong', '; '.join(problems), errors=errors)
-        return Outcome('same', errors=errors)
+            problems[0] = f'iteration {differences[0].iteration}: {problems[0]}'
+        elif draw['then']:
+            problems = runs.continue_from(run, *parse_layout(draw['then'], 0))
+        return Outcome('wrong' if problems else 'same', '; '.join(problems), errors=errors)
 
     def _compare_in_bfloat16(self, run, runs):
         """The Outcome of a layout in bfloat16: its first gradients against those of one process in float64."""
         exact = self._runs('float64', self.config | dict(dtype='float32'), in_float64=True)
         if exact.train_reference().error:
             return Outcome('failed', f'one process in float64: {exact.reference.error}')
-        problem, error = compare.compare_drift(
-            [dict(each.gradients) for each in observer.read(run.folder, 1, range(run.processes // self.draw['islands']))],
+        ranks = range(run.processes // self.draw['islands'])
+        problem, drift = compare.compare_drift(
+            [dict(each.gradients) for each in observer.read(run.folder, 1, ranks)],
             dict(runs.observations[0][0].gradients), dict(exact.observations[0][0].gradients))
-        errors = {'drift of gradients, in units of that of one process': error}
-        return Outcome('wrong', problem, errors=errors) if problem else Outcome('same', errors=errors)
+        errors = {"drift of a gradient, in units of one process's": drift}
+        return Outcome('wrong' if problem else 'same', problem, errors=errors)
 
     def _runs(self, name, config, in_float64=False):
         folder = os.path.join(self.folder, name)
