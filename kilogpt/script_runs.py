@@ -132,7 +132,9 @@ def last_error(stderr):
     """
     lines = stderr.splitlines() or ['no message']
     sentences = [line for line in lines if line.startswith('error:')]
-    exceptions = [line for line in lines if 'Error' in line and 'ChildFailedError' not in line]
+    exceptions = [f'{line} {following}' if line.endswith(': ') else line  # a message of several lines
+                  for line, following in zip(lines, [*lines[1:], ''])
+                  if 'Error' in line and 'ChildFailedError' not in line]
     place = '' if sentences or not exceptions else place_of_error(stderr)
     return (sentences or exceptions or lines)[-1] + place
 

@@ -10,7 +10,8 @@ import random
 from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
 CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
-COMPILED_EVERY = 50  # draws, of which one is compiled
+COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
+MOST_COMPILED = 2
 USUAL_PROCESSES = (2, 3, 4, 4, 4, 4, 6, 8)  # the most processes of a draw whose pair does not need more
 REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
 
@@ -95,7 +96,8 @@ class Drawer:
                 for met in pairs_of(draw):
                     self.unmet.pop(met, None)
                 self._since_compiled += 1
-                if self._since_compiled >= COMPILED_EVERY and draw['precision'] == 'float32':
+                is_small = count_processes(draw) <= MOST_COMPILED and draw['precision'] == 'float32'
+                if self._since_compiled >= COMPILED_EVERY and is_small:
                     self._since_compiled, draw['compile'] = 0, True
                 return draw, ''
             del self.unmet[pair]

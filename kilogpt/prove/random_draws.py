@@ -90,6 +90,9 @@ class Draws:
     def shrink_failures(self, limit):
         """Print the smallest draws that still fail, of the first failures."""
         for draw in self.failures[:limit]:
+            if not self._which_fail([draw])[0]:
+                print(f'DID NOT FAIL AGAIN:\n    {command_of(draw)}', flush=True)
+                continue
             smallest = shrink(draw, self._which_fail)
             outcome = self.submit(smallest).result()
             print(f'SMALLEST: {outcome.text}\n    {command_of(smallest)}', flush=True)
