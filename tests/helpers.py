@@ -255,7 +255,7 @@ def first_iterations(run, count):
 def assert_near(run, other, loss=LOSS, grad_norm=GRAD_NORM):
     """Assert that two runs agree: losses within `loss`, gradient norms within `grad_norm` of their size."""
     assert list(run.lines) == list(other.lines) and list(run.evals) == list(other.evals) and run.lines
-    assert compare_curves(run, other, loss, grad_norm) == []
+    assert compare_curves(run, other, [loss], [grad_norm]) == []
 
 
 def saved_iterations(out_dir):

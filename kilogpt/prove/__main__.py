@@ -336,6 +336,7 @@ def parse_arguments():
     add('--seed', type=int, default=random.randrange(10 ** 6), help='of what is drawn (another one in each call)')
     add('--pairs', action='store_true', help='print which pairs of values the draws have proved')
     add('--draw', metavar='"KEY=VALUE; ..."', help='run this draw, as a failure prints it')
+    add('-x', '--exitfirst', action='store_true', help='stop at the first draw that fails')
     add('--shrink', type=int, default=3, metavar='N', help='shrink the first N draws that fail (3)')
     add('--json', action='store_true', help='print one JSON object for each layout')
     options, arguments = parser.parse_known_args()

@@ -26,7 +26,7 @@ WORKERS = 2  # draws at a time
 class Draws:
     """Runs draws, prints what fails, and counts.
 
-    options: those of the command: seed, random (number of draws, 0 = any), minutes, nproc, pairs.
+    options: those of the command: seed, random (number of draws, 0 = any), minutes, nproc, exitfirst, pairs.
     """
 
     def __init__(self, options, folder):
@@ -57,6 +57,7 @@ class Draws:
         while True:
             elapsed = time.perf_counter() - began
             is_over = n_drawn >= options.random if options.random else elapsed > 60 * options.minutes
+            is_over |= options.exitfirst and bool(self.failures)
             if not is_over and len(running) < WORKERS:
                 draw, _ = drawer.draw()
                 running[self.submit(draw)] = draw
@@ -173,11 +174,22 @@ def parse_draw(text):
 def main(options):
     with tempfile.TemporaryDirectory() as folder:
         draws = Draws(options, folder)
-        if options.draw is not None:
-            outcome = draws.submit(parse_draw(options.draw)).result()
-            print(f'{outcome.kind}: {outcome.text or outcome.errors}')
-            sys.exit(outcome.kind in trial.FAILURES)
-        draws.run()
-        draws.report()
-        draws.shrink_failures(options.shrink)
-    sys.exit(1 if draws.failures else 0)
+        # A process that was forked itself, as in tests, would wait for these workers without end.
+        with draws.pool:
+            has_failed = run_one(draws, options.draw) if options.draw is not None else run_many(draws, options)
+    sys.exit(has_failed)
+
+
+def run_one(draws, text):
+    """Run one draw; returns whether it failed."""
+    outcome = draws.submit(parse_draw(text)).result()
+    print(f'{outcome.kind}: {outcome.text or outcome.errors}')
+    return outcome.kind in trial.FAILURES
+
+
+def run_many(draws, options):
+    """Run random draws, and shrink the first that fail; returns whether one failed."""
+    draws.run()
+    draws.report()
+    draws.shrink_failures(options.shrink)
+    return bool(draws.failures)

@@ -193,7 +193,7 @@ class LayoutRuns:
     def _compare_tensors(self, iteration, what, expected, found_by_rank, errors):
         expected = dict(expected)
         floor = compare.NEGLIGIBLE * compare.norm_of_all(expected.values()) + 1e-30
-        tolerance = self.tolerances[what][min(iteration, len(self.tolerances[what])) - 1]
+        tolerance = compare.bound_at(iteration, self.tolerances[what])
         differences = []
         for found in found_by_rank:
             of_rank, error = compare.compare_tensors(iteration, what, found, expected, tolerance, floor)
