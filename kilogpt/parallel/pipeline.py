@@ -75,7 +75,6 @@ class Pipeline:
                 input_args=x if index > 0 else tokens,
                 output_args=x if index < layout.n_stages - 1 else loss)
             pipeline_stage.splits_backward = splits_backward
-            pipeline_stage.frees_parameters = layout.zero_stage == 3
             pipeline_stages.append(pipeline_stage)
         schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
         self.schedule = schedule(
@@ -136,21 +135,6 @@ def _stage_class():
 
     class Stage(pipelining.PipelineStage):
         splits_backward = True
-        frees_parameters = False
-
-        def backward_maybe_with_nosync(self, backward_type, *arguments, **keywords):
-            if backward_type == 'full' or not self.frees_parameters:
-                return super().backward_maybe_with_nosync(backward_type, *arguments, **keywords)
-            # Both halves of the backward pass look for the stage's parameters in the graph, which has the whole
-            # ones. FSDP2 may have freed them since, and PyTorch drops gradients of what it does not find.
-            modules = [module for module in self.submod.modules() if hasattr(module, 'unshard')]
-            for module in modules:
-                module.unshard()
-            result = super().backward_maybe_with_nosync(backward_type, *arguments, **keywords)
-            if backward_type == 'weight':
-                for module in modules:
-                    module.reshard()
-            return result
 
         def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
             full_backward = full_backward or not self.splits_backward
