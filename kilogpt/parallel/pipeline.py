@@ -75,6 +75,8 @@ class Pipeline:
                 input_args=x if index > 0 else tokens,
                 output_args=x if index < layout.n_stages - 1 else loss)
             pipeline_stage.splits_backward = splits_backward
+            if layout.zero_stage == 3:
+                pipeline_stage.freed_modules = free_after_backward(stage)
             pipeline_stages.append(pipeline_stage)
         schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
         self.schedule = schedule(
@@ -128,6 +130,16 @@ class Pipeline:
             dist.all_reduce(gradients[0], group=self._tied_group)
 
 
+def free_after_backward(stage):
+    """Let FSDP2 free parameters after each backward pass of a stage too; returns the modules that it frees.
+
+    PyTorch's stages tell all modules to keep their parameters until the last backward pass. This leaves ZeRO-3
+    with the memory of ZeRO-2. Only the embeddings and the head, the group of `stage` itself, keep theirs.
+    """
+    stage.set_reshard_after_backward = functools.partial(stage.set_reshard_after_backward, recurse=False)
+    return [module for module in stage.modules() if module is not stage and hasattr(module, 'reshard')]
+
+
 @functools.cache
 def _stage_class():
     """PipelineStage for V-shaped schedules, where a rank hands tensors to itself, and for checkpointing."""
@@ -135,14 +147,31 @@ def _stage_class():
 
     class Stage(pipelining.PipelineStage):
         splits_backward = True
+        freed_modules = ()  # those whose parameters FSDP2 frees between passes (ZeRO-3)
 
         def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
             full_backward = full_backward or not self.splits_backward
+            if not full_backward and not self.is_first:  # the first stage computes everything in the second half
+                self._gather_parameters()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
         def backward_weight_one_chunk(self, bwd_chunk_id, last_backward=False):
-            if self.splits_backward:  # otherwise backward_one_chunk has computed these gradients
-                super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            if not self.splits_backward:  # backward_one_chunk has computed these gradients
+                return
+            if not self.is_first:
+                self._gather_parameters()
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+            for module in self.freed_modules:  # the second half passes none of FSDP2's hooks
+                module.reshard()
+
+        def _gather_parameters(self):
+            """Gather what FSDP2 has freed, before one half of a backward pass.
+
+            Each half looks for `submod.parameters()` in autograd's graph, which holds the gathered parameters
+            alone. PyTorch drops the gradient of a parameter that is not in the graph, without an error.
+            """
+            for module in self.freed_modules:
+                module.unshard()
 
         def get_local_bwd_output(self, mb_index):
             # Evaluation has no gradients to hand over.
