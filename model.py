@@ -325,7 +325,8 @@ class GPT(nn.Module):
             return torch.zeros(stop - start, *shape[1:], device='cpu')
         size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
         first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
-        value = torch.empty(last - first, *shape[1:], device='cpu')
+        # In another dtype the same generator draws other numbers.
+        value = torch.empty(last - first, *shape[1:], dtype=torch.float32, device='cpu')
         for number, block in enumerate(value.split(size), first // size):
             digest = hashlib.blake2b(f'{seed} {name} {number}'.encode(), digest_size=8).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)

@@ -23,7 +23,7 @@ IN_FLOAT64 = {'loss': [1e-11, 1e-9], 'gradient norm': [1e-11, 1e-9], 'starting w
 # gradient of a key's bias.
 NEGLIGIBLE = 1e-4
 # A gradient in bfloat16 may be this many times as far from the exact one as that of one process is.
-DRIFT = 3.0
+DRIFT = 2.0
 
 
 class Difference(NamedTuple):

@@ -84,9 +84,9 @@ class LayoutRuns:
                                uncompiled=uncompiled and uncompiled[0], islands=islands,
                                lines=islands[0].lines, evals=islands[0].evals)
 
-    def train_reference(self):
+    def train_reference(self, arguments=()):
         """Train on one process for two iterations more than in layouts; keep its observations and weights."""
-        self.reference = self.train(self.islands, [], max_iters=self.iterations + 2)
+        self.reference = self.train(self.islands, [*arguments], max_iters=self.iterations + 2)
         if not self.reference.error:
             # [island][iteration - 1]
             self.observations = list(zip(*(observer.read(self.reference.folder, i + 1, range(self.islands))

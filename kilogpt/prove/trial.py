@@ -140,7 +140,7 @@ class Trial:
         runs = self._runs('runs', self.config)
         run = runs.train(count_processes(draw), as_arguments(**layout_of(draw), compile=draw['compile']))
         self._check(run)
-        reference = runs.train_reference()
+        reference = runs.train_reference(self._reference_arguments())
         if reference.error:
             return Outcome('failed', f'one process: {reference.error}')
         if draw['precision'] == 'bfloat16':
@@ -152,6 +152,12 @@ class Trial:
         elif draw['then']:
             problems = runs.continue_from(run, *parse_layout(draw['then'], 0))
         return Outcome('wrong' if problems else 'same', '; '.join(problems), errors=errors)
+
+    def _reference_arguments(self):
+        """The arguments of the one process: in bfloat16 FSDP2 casts what autocast keeps in float32."""
+        draw = self.draw
+        uses_fsdp = draw['zero_stage'] >= 2 or draw['tp'] * draw['pp'] * draw['ep'] > 1
+        return as_arguments(zero_stage=2) if uses_fsdp and draw['precision'] == 'bfloat16' else []
 
     def _compare_in_bfloat16(self, run, runs):
         """The Outcome of a layout in bfloat16: its first gradients against those of one process in float64."""

@@ -258,6 +258,13 @@ def mask_of_first_batch():
     right, model.first_seen = model.first_seen, first_seen
 
 
+# --- found here ----------------------------------------------------------------------------------------------
+
+def freed_parameters():
+    """With ZeRO-3, the halves of a split backward pass look for parameters that FSDP2 has freed."""
+    pipeline._stage_class()._gather_parameters = lambda self: None
+
+
 # --- others that our code could have ------------------------------------------------------------------------
 
 def experts_divided_by_tp():
@@ -412,6 +419,7 @@ PLANTS = {
     'torchtitan 1878': experts_tokens_without_sum,
     'Automodel 2995': detached_router,
     'ART 648': mask_of_first_batch,
+    'freed parameters': freed_parameters,
     'experts divided by tp': experts_divided_by_tp,
     'tied gradients': tied_gradients_not_summed,
     'tied norm': tied_pair_counted_twice,

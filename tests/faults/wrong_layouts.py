@@ -7,7 +7,6 @@ import os
 import torch
 
 from kilogpt import checkpoint, optim
-from kilogpt.layers import mixture
 from kilogpt.layers.mixture import find_experts
 from kilogpt.parallel import apply, ddp, expert, layout, pipeline
 from kilogpt.parallel.apply import Parallel
@@ -75,10 +74,6 @@ def split_experts_wrong(model, mesh, ep, tp):
             routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
 
 
-def is_of_experts(gradient):
-    return 'ep' in (getattr(getattr(gradient, 'device_mesh', None), 'mesh_dim_names', None) or ())
-
-
 def run_pipeline_wrong(self, *arguments):
     losses = run_pipeline(self, *arguments)
     for stage in self.stages.values():
@@ -105,19 +100,6 @@ if fault == 'no decay of shards':
     build_adamw = optim.build_adamw
     optim.build_adamw = lambda parameters, lr, decay, betas, *factor_of: build_adamw(
         parameters, lr, 0.0 if hasattr(list(parameters)[0][1], 'placements') else decay, betas, *factor_of)
-if fault == 'Megatron-LM 5916':
-    total_norm = apply.total_norm
-    apply.total_norm = lambda gradients, device: total_norm(
-        [each for each in gradients if not is_of_experts(each)] or gradients, device)
-if fault == 'Megatron-LM 7452':
-    router_forward = mixture.Router.forward
-    mixture.Router.forward = lambda self, x, is_counted=None: router_forward(
-        self, x, is_counted if is_counted is None else torch.ones_like(is_counted))
-if fault == 'Automodel 2995':
-    expert.router_matrix_of_rank = lambda matrix: lambda: matrix().to_local().detach()
-if fault == 'parameters freed':
-    Stage = pipeline._stage_class()
-    Stage.frees_parameters = property(lambda self: False, lambda self, value: None)
 if fault == 'moments forgotten':
     load = checkpoint.load
     checkpoint.load = lambda path, parameters, optimizer=None: load(path, parameters)
