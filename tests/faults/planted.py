@@ -144,7 +144,7 @@ def loss_not_scaled_by_cp():
 
 
 def router_without_other_ranks_experts():
-    """transformers 48687: with ep the loss is right, but the router's gradient has the wrong rank's experts."""
+    """transformers 48687, in our code: the router's gradient lacks the experts of other ranks; the loss is right."""
     def exchange_tokens(group, ep):
         def own_dispatch(rows, ends):
             size = len(ends) // ep
