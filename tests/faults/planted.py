@@ -1,7 +1,7 @@
 """Plant one silent mistake in how processes share a model. PLANTED names it, a key of PLANTS.
 
-One process is right with each mistake, and so is every layout in which the mistake has no effect. A name with a
-number is that of the issue or pull request of another project; docs/edit.md has a table of them.
+One process is right with each mistake, and so is every layout in which the mistake has no effect. A name with
+a number is that of the issue or pull request of another project; docs/edit.md has a table of them.
 """
 import os
 
@@ -25,12 +25,12 @@ from kilogpt.parallel.layout import Layout
 
 
 def is_among_many():
-    """Whether this process trains with others, which is not known where a mistake is planted before a fork."""
+    """Whether this process trains with others, which is unknown before the fork in which it starts."""
     return int(os.environ.get('WORLD_SIZE', 1)) > 1
 
 
 def plant_after(owner, name, change):
-    """Call change(*arguments, result) after each call of a function, and return its result unless that is None."""
+    """Call change(*arguments, result) after each call of a function; return its result unless it is None."""
     original = getattr(owner, name)
 
     def changed(*arguments, **options):
@@ -70,7 +70,7 @@ def placement_of(tensor, dimension):
     return tensor.placements[names.index(dimension)], tensor.device_mesh.get_local_rank(dimension)
 
 
-# --- reported at other projects ---------------------------------------------------------------------------------
+# --- reported at other projects -----------------------------------------------------------------------------
 
 def split_vectors_not_in_norm():
     """Megatron-LM 7452, finding 8: the norm has a head-split vector's gradient of the first tp rank alone."""
@@ -101,12 +101,12 @@ def experts_not_in_norm():
 
 
 def experts_not_divided():
-    """Megatron-LM 5956: experts' gradients are averaged over the ranks that share them: ep times too large."""
+    """Megatron-LM 5956: experts' gradients are averaged over too few ranks, and are ep times too large."""
     expert.local_matrix = lambda matrix, ep: matrix.to_local()
 
 
 def experts_summed_as_dense():
-    """Megatron-LM 1628: with tp and without ep, experts' gradients are averaged over ranks with other columns."""
+    """Megatron-LM 1628: with tp alone, experts' gradients are averaged over ranks with other columns."""
     def local_matrix(matrix, ep):
         local, mesh = matrix.to_local(), matrix.device_mesh
         if local.requires_grad and ep == 1:
@@ -144,7 +144,7 @@ def loss_not_scaled_by_cp():
 
 
 def router_without_other_ranks_experts():
-    """transformers 48687: with ep the loss is right, but the router's gradient has the wrong rank's experts."""
+    """transformers 48687, in our code: the router's gradient lacks the experts of other ranks."""
     def exchange_tokens(group, ep):
         def own_dispatch(rows, ends):
             size = len(ends) // ep
@@ -179,9 +179,8 @@ def bias_of_every_tp_rank():
     def add_more(stage, mesh, _):
         from torch.distributed.tensor import Partial
         blocks = stage.get_submodule(stage.split_plan['blocks']).values()
-        modules = [dict(block.named_modules()).get(name) for block in blocks for name in stage.split_plan['rowwise']]
-        for module in modules:
-            if getattr(module, 'bias', None) is not None:
+        for name, module in [pair for block in blocks for pair in block.named_modules()]:
+            if name in stage.split_plan['rowwise'] and module.bias is not None:
                 module.register_forward_hook(lambda module, inputs, output: output + (mesh.size() - 1) * (
                     module.bias.to_local(grad_placements=[Partial()]).to(output)))
 
@@ -210,7 +209,7 @@ def logged_loss_of_a_part():
 
 
 def convolution_across_documents():
-    """torchtitan 3984, in our code: at the beginning of a cp rank's part, a convolution reads other documents."""
+    """torchtitan 3984, in our code: where a cp rank's part begins, a convolution reads other documents."""
     part = [0]
 
     def forward(self, *parts, positions, last=None):
@@ -236,7 +235,7 @@ def experts_tokens_without_sum():
 
 
 def detached_router():
-    """Automodel 2995: with ep, the weights of experts' outputs are detached, and the loss does not train them."""
+    """Automodel 2995: with ep, the weights of experts' outputs are detached, so the router does not learn."""
     def detach(stage, mesh, ep, tp, _):
         for routed in find_experts(stage).values() if ep > 1 else ():
             routed.router.register_forward_hook(
@@ -300,12 +299,13 @@ def tied_pair_counted_twice():
 def replicas_exchange_the_last():
     """Replicas (HSDP) exchange the gradients of the last micro-batch, not of all."""
     def forward_backward(self, batch, n_targets=0, last=True, *scale):
-        modules = self.network.modules() if last and self.layout.dp_replicate > 1 and not self.pipeline else ()
-        for module in modules:
-            state = module._get_fsdp_state() if hasattr(module, '_get_fsdp_state') else None
-            for group in getattr(state, '_fsdp_param_groups', None) or [getattr(state, '_fsdp_param_group', None)]:
-                if group is not None:
-                    group._partial_reduce_output = None
+        forgets = last and self.layout.dp_replicate > 1 and not self.pipeline
+        for module in self.network.modules() if forgets else ():
+            if hasattr(module, '_get_fsdp_state'):
+                state = module._get_fsdp_state()
+                for group in getattr(state, '_fsdp_param_groups', [state._fsdp_param_group]):
+                    if group is not None:
+                        group._partial_reduce_output = None
         return right(self, batch, n_targets, last, *scale)
 
     right, Parallel.forward_backward = Parallel.forward_backward, forward_backward
@@ -324,7 +324,9 @@ def momentum_lost():
 def stages_without_documents():
     """Pipeline stages after the first see a row as one document."""
     def forward(self, idx, targets=None, starts=None, *others, **options):
-        return right(self, idx, targets, starts if self.transformer.wte is not None else None, *others, **options)
+        if self.transformer.wte is None:
+            starts = None
+        return right(self, idx, targets, starts, *others, **options)
 
     right, model.GPT.forward = model.GPT.forward, forward
 
@@ -364,7 +366,7 @@ def reference_moved():
 
 
 def fragment_not_sent_on():
-    """Replicas within an island do not take the last fragment of an exchange from the one that has received it."""
+    """Replicas within an island do not take the last fragment from the replica that has received it."""
     def keep_own(self, number, means, group, device, result):
         if group.rank() and number % len(self.fragments) == len(self.fragments) - 1:
             return {index: outer.clone() for index, outer in self.of_fragment(number).items()}
