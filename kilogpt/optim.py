@@ -10,7 +10,7 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
     """The optimizer of a run: 'adamw', or 'muon' for the matrices of the blocks and AdamW for the rest.
 
     momentum, split_plan, apply_to_whole_matrices: those of Muon. dtype: the dtype of training, a string. Muon
-    computes in the same dtype, but in float32 if training is in float16. lr_factors: as `parse_lr_factors`.
+    computes in bfloat16 if training does, and else in the parameters' dtype. lr_factors: as `parse_lr_factors`.
     """
     factors = parse_lr_factors(lr_factors)
 
@@ -137,7 +137,7 @@ class Muon(torch.optim.Optimizer):
         self.adamw.found_inf = self.found_inf
         self.adamw.step()
         # 1.0, or a tensor that is 0 if the update is skipped and 1 otherwise.
-        is_applied = 1.0 if self.found_inf is None else 1 - self.found_inf
+        is_applied = 1.0 if self.found_inf is None else 1 - self.found_inf.to(torch.get_default_dtype())
         for group in self.param_groups:
             if 'momentum' in group:
                 for parameters in muon_groups(group['params']):

@@ -173,7 +173,7 @@ class CrossEntropy(torch.autograd.Function):
 
 def padding_row(logits, vocab_size):
     """(V,): 0 for each token and -inf for each row of padding."""
-    row = logits.new_zeros(logits.size(-1), dtype=torch.float32)
+    row = at_least_float32(logits.new_zeros(logits.size(-1)))
     row[vocab_size:] = -torch.inf
     return row
 

@@ -30,7 +30,9 @@ class FrozenLinear(nn.Linear):
     def __init__(self, linear, config):
         super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.requires_grad_(False)
-        dtype, scale = getattr(torch, config.lora_base_dtype), None
+        scale, dtype = None, self.weight.dtype
+        if config.lora_base_dtype != 'float32':
+            dtype = getattr(torch, config.lora_base_dtype)
         self.weight = nn.Parameter(torch.empty_like(self.weight, dtype=dtype), requires_grad=False)
         if dtype == torch.int8:
             scale = nn.Parameter(torch.empty(linear.out_features), requires_grad=False)
@@ -73,7 +75,7 @@ def widened(weight, scale, dtype):
 def quantize(weight):
     """(int8 weight, scale) of a float32 weight (outputs, inputs)."""
     # A scale of 8 significant bits is the same in bfloat16, so that an element is rounded once in any dtype.
-    scale = (weight.abs().amax(dim=1).clamp(min=1e-30) / 127).bfloat16().float()
+    scale = (weight.abs().amax(dim=1).clamp(min=1e-30) / 127).bfloat16().type_as(weight)
     return (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8), scale
 
 

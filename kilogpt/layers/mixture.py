@@ -222,7 +222,7 @@ class Router(nn.Module):
         is_applied: a tensor of 1, or of 0 where the update was skipped.
         """
         if self.balance == 'bias':
-            self.bias += is_applied * self.rate * (n_tokens.mean() - n_tokens).sign()
+            self.bias += is_applied.type_as(self.bias) * self.rate * (n_tokens.mean() - n_tokens).sign()
         elif self.balance == 'loss':
             shares = n_tokens / n_tokens.sum().clamp(min=1)
             self.load.lerp_(shares.type_as(self.load), is_applied.type_as(self.load))

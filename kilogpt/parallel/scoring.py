@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from kilogpt.layers.cache import Cache
+from kilogpt.layers.precision import at_least_float32
 from kilogpt.parallel.pipeline import Pipeline
 
 MAX_LOGITS = 2 ** 24  # elements of logits at a time: 64 MB in float32
@@ -42,7 +43,7 @@ class Recorder(torch.nn.Module):
         rows, targets_there = self.n_rows + places // targets.size(1), targets.flatten()[places]
         positions = places % targets.size(1) + self.first_position
         self.n_rows += targets.size(0)
-        total = x.new_zeros((), dtype=torch.float32)
+        total = at_least_float32(x.new_zeros(()))
         size = max(1, MAX_LOGITS // head.out_features)
         for parts in zip(*(each.split(size) for each in (rows, positions, places, targets_there))):
             if len(parts[0]):
@@ -54,7 +55,7 @@ class Recorder(torch.nn.Module):
         logits = logits.full_tensor() if hasattr(logits, 'full_tensor') else logits
 
         def cross_entropy(logits, targets, vocab_size):
-            logits = logits[:, :vocab_size].float()
+            logits = at_least_float32(logits[:, :vocab_size])
             nats = F.cross_entropy(logits, targets, reduction='none')
             likeliest = logits.argmax(dim=-1) == targets
             self.found.append(Scores(rows, positions, nats, likeliest, logits if self.wants_logits else None))
