@@ -14,7 +14,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
-import pytest
 import torch
 
 from kilogpt import checkpoint
@@ -58,16 +57,6 @@ def copy_repository(folder, *more, root=ROOT):
         else:
             shutil.copy(root / name, folder)
     return folder
-
-
-def sampled(cases, share, start=0):
-    """Cases for `parametrize`: every `share`-th is a slow test, which CI runs; the others are run by hand.
-
-    start: index of the first slow one. Cases that differ little would otherwise take CI beyond its limit.
-    """
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)),
-                         marks=pytest.mark.slow if i % share == start else pytest.mark.matrix)
-            for i, case in enumerate(cases)]
 
 
 # --- launching scripts ----------------------------------------------------------------------------------

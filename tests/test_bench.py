@@ -150,7 +150,7 @@ def test_sharded_layouts_communicate_the_bytes_that_theory_predicts(dataset):
                                            'all_reduce': whole_model / 2}, abs=BYTES_TOLERANCE)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_layouts_have_the_predictions_of_the_planner(dataset):
     rows = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=1', '--layouts=dp1; dp2 zero3', '--gpu=T4')
     assert [row['layout'] for row in rows] == ['dp1', 'dp2 zero3']
@@ -159,7 +159,7 @@ def test_layouts_have_the_predictions_of_the_planner(dataset):
         assert row['dt_ms'] > 0 and row['predicted_ms'] > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_scaling_is_relative_to_the_smallest_size(dataset, tmp_path):
     first, second = rows_of(*ARGUMENTS, f'--dataset={dataset}', '--iters=2', '--warmup=1', '--scaling=2,1',
                             cwd=tmp_path)

@@ -1,4 +1,4 @@
-"""Every layout gives the log-likelihoods that one row at a time gives on one process."""
+"""Layouts give the log-likelihoods that one row at a time gives on one process."""
 import json
 import shutil
 
@@ -6,8 +6,7 @@ import hypothesis
 import pytest
 import torch
 from hypothesis import strategies
-from test_document_layouts import EXPERTS
-from test_parallel import MODERN, SCHEDULES
+from test_parallel import MODERN
 
 import kilogpt
 from helpers import FAULTS, run_forked
@@ -15,32 +14,18 @@ from kilogpt.evaluate.batches import Group, Request, find_groups, pack_groups
 from kilogpt.layers.attention import starts_of
 
 MODELS = dict(
-    learned='--bias', rope=MODERN, capped=f'{MODERN} --attention_softcap=2 --softcap=3', moe=EXPERTS,
+    learned='--bias', rope=MODERN, capped=f'{MODERN} --attention_softcap=2 --softcap=3',
+    moe='--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --pos=rope',
     window='--window=5 --window_pattern=SL --pos=rope', mask='--documents=mask --pos=rope --window=7',
     untied='--tie_weights=False --norm=rmsnorm --mlp=swiglu --pos=rope')
-LAYOUTS = {
-    1: {'one process': '', 'small batches': '--batch_tokens=40'},
-    2: {'dp2': '', 'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
-        **{f'pp2 {schedule}': f'--pp=2 --pp_schedule={schedule}' for schedule in SCHEDULES}},
-    3: {'zero3 of 3': '--zero_stage=3'},
-    4: {'tp2 pp2': '--tp=2 --pp=2', 'cp2 zero3': '--cp=2 --zero_stage=3', 'tp2 dp2': '--tp=2'}}
-DEFAULT = {('rope', 'dp2'), ('rope', 'tp2'), ('rope', 'zero3'), ('rope', 'pp2 1f1b'), ('mask', 'cp2'),
-           ('window', 'small batches'), ('moe', 'one process'), ('learned', 'pp2 zbv')}
+CASES = [  # (model, processes, arguments): each model, and each kind of layout
+    ('rope', 2, ''), ('rope', 2, '--tp=2'), ('mask', 2, '--cp=2'), ('window', 1, '--batch_tokens=40'), ('moe', 1, ''),
+    ('learned', 2, '--pp=2 --pp_schedule=zbv')]
+SLOW_CASES = [
+    ('rope', 3, '--zero_stage=3'), ('rope', 2, '--pp=2'), ('moe', 2, '--ep=2 --zero_stage=3'),
+    ('moe', 4, '--tp=2 --pp=2'), ('capped', 4, '--cp=2 --zero_stage=3'), ('mask', 4, '--tp=2'),
+    ('untied', 2, '--pp=2 --pp_schedule=interleavedzb'), ('window', 2, '--pp=2 --pp_schedule=dualpipev')]
 TOLERANCE = 1e-4  # of log-likelihoods in nats, in float32, of up to 31 tokens
-
-
-def cases():
-    """Parameters (model, nproc, layout, arguments): those of DEFAULT are default, a few slow, the others by hand."""
-    params, number = [], 0
-    for model in MODELS:
-        for nproc, layouts in LAYOUTS.items():
-            for layout, arguments in layouts.items():
-                number += 1
-                mark = pytest.mark.slow if number % 5 == 0 else pytest.mark.matrix
-                params.append(pytest.param(model, nproc, layout, arguments, id=f'{model} {layout}',
-                                           marks=[] if (model, layout) in DEFAULT else mark))
-    params.append(pytest.param('moe', 2, 'ep2', '--ep=2 --zero_stage=3', id='moe ep2', marks=pytest.mark.slow))
-    return params
 
 
 # Contexts that are shared, or not, of very different lengths; the model reads 32 tokens.
@@ -123,8 +108,9 @@ def score_slowly(loaded, context, continuation):
     return nats, bool((logits.argmax(dim=-1) == targets).all())
 
 
-@pytest.mark.parametrize('model, nproc, layout, arguments', cases())
-def test_layout_scores_as_one_row_at_a_time(runs, expected, tasks, tmp_path, model, nproc, layout, arguments):
+@pytest.mark.parametrize('model, nproc, arguments', [
+    *CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)])
+def test_layout_scores_as_one_row_at_a_time(runs, expected, tasks, tmp_path, model, nproc, arguments):
     names = ', '.join(str(tasks / name) for name in ('choices.jsonl', 'words.jsonl', 'text.txt'))
     run_forked('kilogpt.evaluate', runs(model), f'--tasks={names}', f'--details={tmp_path}/details.jsonl',
                '--device=cpu', '--dtype=float32', *arguments.split(), nproc=nproc)

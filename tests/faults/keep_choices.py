@@ -1,7 +1,4 @@
-"""Record the experts that routers choose in training, one item per call, and save them to CHOICES/<rank>.pt.
-
-CHOICES_IN: the dtype to compute in, for example float64.
-"""
+"""Compute in float64. Record the experts that routers choose in training, one item per call, in CHOICES/<rank>.pt."""
 import os
 
 import torch
@@ -9,7 +6,7 @@ import torch
 from kilogpt.layers.mixture import Router
 from kilogpt.parallel.processes import Processes
 
-torch.set_default_dtype(getattr(torch, os.environ['CHOICES_IN']))
+torch.set_default_dtype(torch.float64)
 choices = []
 choose, leave = Router.choose, Processes.leave
 

@@ -1,6 +1,6 @@
 """Mixtures of experts: compared with a plain implementation, in every layout; what they log and refuse.
 
-The layouts of test_parallel.py have mixtures of experts too: losses, norms and weights over some iterations.
+`kilogpt.prove --random` compares each gradient of mixtures with one process in all layouts.
 """
 import math
 import pathlib
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights, sampled
+from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights
 from kilogpt.prove import observer
 from kilogpt.prove.compare import relative_error
 from model import GPT, GPTConfig
@@ -145,41 +145,14 @@ def largest_error(found, expected):
                for name, gradient in found if not name.endswith('c_k.bias'))  # zero but for rounding
 
 
-LAYOUTS = {
-    1: ['--zero_stage=3'],
-    2: ['', '--zero_stage=1', '--zero_stage=2', '--ep=2', '--ep=2 --zero_stage=3', '--tp=2', '--cp=2',
-        '--cp=2 --ep=2', '--pp=2', '--pp=2 --pp_schedule=zbv', '--ep=2 --activation_checkpoint=full',
-        '--ep=2 --activation_checkpoint=selective', '--tp=2 --activation_checkpoint=full'],
-    3: ['--zero_stage=2', '--zero_stage=3'],
-    4: ['--ep=4', '--ep=2', '--ep=2 --zero_stage=3', '--ep=2 --zero_stage=2 --dp_replicate=2',
-        '--ep=2 --tp=2', '--ep=2 --cp=2', '--ep=4 --cp=2', '--ep=2 --pp=2', '--ep=2 --pp=2 --pp_schedule=zbv',
-        '--tp=2 --pp=2'],
-    8: ['--ep=2 --tp=2 --pp=2', '--ep=4 --tp=2', '--ep=2 --zero_stage=2 --dp_replicate=2 --tp=2'],
-}
-KINDS = dict(
-    bias=MOE,
-    loss='--mlp=moe --n_experts=4 --n_active_experts=1 --expert_hidden=16 --router=sigmoid --pos=rope '
-         '--router_balance=loss --router_z_loss=0.01'.split(),
-    all='--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=16 --router_balance=none'.split(),
-    idle='--mlp=moe --n_experts=64 --n_active_experts=1 --expert_hidden=16'.split())
-
-
-def gradient_cases():
-    """(processes, layout, kind): two kinds in every layout, and the special ones in a few."""
-    cases = []
-    for nproc, layouts in LAYOUTS.items():
-        for layout in layouts:
-            is_chosen = layout in ('--ep=4', '--ep=2 --tp=2', '--zero_stage=3', '--pp=2')
-            cases += [(nproc, layout, kind) for kind in (KINDS if is_chosen else ('bias', 'loss'))]
-    return cases
-
-
-@pytest.mark.parametrize('nproc, layout, kind', sampled(gradient_cases(), 6))
-def test_gradients_equal_those_of_one_process(first_gradients, nproc, layout, kind):
-    """Each parameter's, the router's too. float64 sums differ by 1e-15, the float32 loss's by 1e-7."""
-    expected = first_gradients(KINDS[kind])
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [(2, '--ep=2 --zero_stage=3'), (2, '--pp=2'), (4, '--ep=2 --tp=2')])
+def test_gradients_of_idle_experts_equal_those_of_one_process(first_gradients, nproc, layout):
+    """Most of 64 experts get no token in a micro-batch. float64 sums differ by 1e-15, the float32 loss's by 1e-7."""
+    idle = '--mlp=moe --n_experts=64 --n_active_experts=1 --expert_hidden=16'.split()
+    expected = first_gradients(idle)
     assert sum('router' in name for name, _ in expected) == 2
-    error, name = largest_error(first_gradients([*KINDS[kind], *layout.split()], nproc), expected)
+    error, name = largest_error(first_gradients([*idle, *layout.split()], nproc), expected)
     assert error < 1e-5, name
 
 
@@ -219,11 +192,11 @@ def test_loads_of_one_rank_alone_show_in_the_biases(train):
     assert max((right[name] - wrong[name]).abs().max() for name in biases) > 0.005
 
 
-def choices_of(train, folder, dtype, layout, nproc):
+def choices_of(train, folder, layout, nproc):
     """The experts of each token, sorted: (iterations, blocks, sequences * positions, K), of 40 updates."""
     folder.mkdir()
     run = train(*MOE, '--max_iters=40', '--lr_decay_iters=40', '--eval_iters=0', '--keep_checkpoints=0',
-                *layout.split(), nproc=nproc, env=dict(CHOICES=str(folder), CHOICES_IN=dtype),
+                *layout.split(), nproc=nproc, env=dict(CHOICES=str(folder)),
                 faults=[FAULTS / 'keep_choices.py'])
     micro_steps = int(re.search(r'(\d+) micro-step', run.stdout)[1])
     ranks = []
@@ -236,28 +209,21 @@ def choices_of(train, folder, dtype, layout, nproc):
     return choices.permute(0, 3, 1, 2, 4, 5).flatten(2, 4)
 
 
-@pytest.mark.parametrize('dtype', [pytest.param('float64', marks=pytest.mark.slow),
-                                   pytest.param('float32', marks=pytest.mark.matrix)])
-def test_only_rounding_sends_tokens_to_other_experts(train, tmp_path, dtype):
-    """In float64 none goes elsewhere in 40 updates. In float32 one may, and then others as weights part.
-
-    A single token that was sent elsewhere on purpose in update 6 changed 6% of the choices of 40 updates, and
-    16% of those of 120. Prints the counts (-s).
-    """
-    one = choices_of(train, tmp_path / dtype, dtype, '', 1)
+@pytest.mark.slow
+def test_only_rounding_sends_tokens_to_other_experts(train, tmp_path):
+    """In float64 none goes elsewhere in 40 updates, in any layout. Prints the counts (-s)."""
+    one = choices_of(train, tmp_path / 'one', '', 1)
     for layout in ('--ep=2', '--tp=2', '--cp=2'):
-        found = choices_of(train, tmp_path / f'{dtype} {layout}', dtype, layout, 2)
+        found = choices_of(train, tmp_path / layout, layout, 2)
         assert found.shape == one.shape == (40, 2, 12 * 32, 2)
         flips = (found != one).any(dim=-1).sum(dim=(1, 2))  # of each iteration
-        print(f'{dtype} {layout}: {flips.sum()} of {2 * 40 * 12 * 32:,} choices differ, by iteration '
-              f'{flips.tolist()}')
-        assert flips[0] <= 1 and flips.sum() <= (0 if dtype == 'float64' else 0.1 * 2 * 40 * 12 * 32)
+        print(f'{layout}: {flips.sum()} of {2 * 40 * 12 * 32:,} choices differ, by iteration {flips.tolist()}')
+        assert not flips.any()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('nproc, layout', [
-    (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2'),
-    (2, '--ep=2 --activation_checkpoint=full'), (2, '--ep=2 --activation_checkpoint=selective')])
+    (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2 --activation_checkpoint=full')])
 def test_grouped_products_train_like_the_loop(train, nproc, layout):
     """In the layouts that come between a parameter and its product."""
     options = [*MOE, *layout.split(), '--eval_iters=0', '--keep_checkpoints=0', '--max_iters=4']
@@ -290,20 +256,6 @@ def test_run_logs_its_experts_and_resumes_to_the_bit(train):
     for shares in whole.evals[8]['moe_loads']:
         assert len(shares) == 4 and math.isclose(sum(shares), 1, abs_tol=1e-3) and max(shares) > 0.25
     assert 'active in a token)' in whole.stdout
-
-
-@pytest.mark.slow
-def test_checkpoint_continues_under_another_number_of_expert_ranks(train):
-    """ep 4, then one process, then ep 2: on the curve of one process, which is float32 in another order."""
-    whole = train(*MOE, '--learning_rate=1e-3')
-    options = [*MOE, '--learning_rate=1e-3', '--save_interval=4']
-    run = train(*options, '--ep=4', '--max_iters=4', nproc=4)
-    run = train(*options, '--init_from=resume', '--max_iters=8', out_dir=run.out_dir)
-    run = train(*options, '--init_from=resume', '--ep=2', '--zero_stage=3', nproc=4, out_dir=run.out_dir)
-    for i in range(1, 13):
-        assert run.lines[i]['loss'] == pytest.approx(whole.lines[i]['loss'], abs=1e-4)
-    found, expected = newest_weights(run.out_dir), newest_weights(whole.out_dir)
-    assert max((found[name] - expected[name]).abs().max() for name in expected) < 1e-3
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from helpers import FAULTS, TINY, run_forked, sampled
+from helpers import FAULTS, TINY, run_forked
 from kilogpt.plan import dry_run
 from kilogpt.plan.byte_counter import ByteCounter
 
@@ -15,37 +15,16 @@ SHAPE = ('--n_layer=4 --n_embd=64 --block_size=64 --max_iters=5 --eval_iters=0 -
 # Every token goes to every expert: all experts have the same load, which the dry run assumes.
 EXPERTS = '--mlp=moe --n_experts=4 --n_active_experts=4 --expert_hidden=64'
 LAYOUTS = {
-    'ddp': (2, ''),
-    'ddp in bfloat16': (2, '--dtype=bfloat16'),
-    'zero1': (3, '--zero_stage=1'),
     'zero1 muon': (2, '--zero_stage=1 --optimizer=muon'),
-    'zero2': (2, '--zero_stage=2'),
-    'zero3': (4, '--zero_stage=3'),
     'full checkpointing': (2, '--zero_stage=3 --dtype=bfloat16 --activation_checkpoint=full'),
-    'zero2 muon': (2, '--zero_stage=2 --optimizer=muon'),
     'selective checkpointing': (2, '--zero_stage=2 --activation_checkpoint=selective'),
-    'cpu_offload': (2, '--zero_stage=2 --cpu_offload'),
     'hsdp': (4, '--zero_stage=3 --dp_replicate=2'),
     'bf16 gradients': (2, '--grad_compress=bf16'),
     'tp': (4, '--tp=2 --gradient_accumulation_steps=4'),
-    'tp, rope, swiglu, untied': (2, '--tp=2 --pos=rope --norm=rmsnorm --mlp=swiglu --tie_weights=False'),
-    'cp': (4, '--cp=2 --gradient_accumulation_steps=4'),
     'cp zero3': (4, '--cp=2 --zero_stage=3 --gradient_accumulation_steps=4'),
-    'gpipe': (2, '--pp=2 --pp_schedule=gpipe'),
-    '1f1b': (4, '--pp=2'),
-    'interleaved1f1b': (2, '--pp=2 --pp_schedule=interleaved1f1b'),
-    'zbv': (2, '--pp=2 --pp_schedule=zbv'),
-    'zbv untied': (2, '--pp=2 --pp_schedule=zbv --tie_weights=False'),
     'tp 1f1b': (4, '--pp=2 --tp=2'),
-    'tp cp hsdp': (8, '--tp=2 --cp=2 --dp_replicate=2 --zero_stage=3'),
-    'experts': (2, EXPERTS),
-    'experts ep': (2, f'{EXPERTS} --ep=2 --dtype=bfloat16'),
+    'zbv untied': (2, '--pp=2 --pp_schedule=zbv --tie_weights=False'),
     'experts ep zero3': (4, f'{EXPERTS} --ep=2 --zero_stage=3 --n_shared_experts=1'),
-    'experts ep hsdp': (4, f'{EXPERTS} --ep=2 --dp_replicate=2 --zero_stage=2'),
-    'experts ep tp': (4, f'{EXPERTS} --ep=2 --tp=2 --gradient_accumulation_steps=4'),
-    'experts ep cp': (4, f'{EXPERTS} --ep=4 --cp=2 --gradient_accumulation_steps=4'),
-    'experts ep pp': (4, f'{EXPERTS} --ep=2 --pp=2 --moe_every=2'),
-    'experts, full checkpointing': (2, f'{EXPERTS} --ep=2 --activation_checkpoint=full'),
     'experts, selective checkpointing': (2, f'{EXPERTS} --ep=2 --activation_checkpoint=selective'),
 }
 
@@ -123,7 +102,8 @@ def check_layout(train, dataset, nproc, arguments):
         assert predicted['peak_bytes'] == pytest.approx(recorded['peak'], rel=0.03), (rank, predicted)
 
 
-@pytest.mark.parametrize('layout', sampled(LAYOUTS, 4))
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', LAYOUTS)
 def test_dry_run_predicts_memory_and_collectives(layout, train, dataset):
     nproc, arguments = LAYOUTS[layout]
     check_layout(train, dataset, nproc, arguments.split())
@@ -146,9 +126,8 @@ def test_dry_run_of_experts_is_close_to_a_run_with_uneven_loads(train, dataset):
         assert sent == {key: size for key, size in expected.items() if key in sent}
 
 
-@pytest.mark.parametrize('layout', [
-    *(pytest.param(layout, marks=pytest.mark.slow) for layout in ('tp', 'experts ep zero3')),
-    *(pytest.param(layout, marks=pytest.mark.matrix) for layout in ('ddp', 'zero3', 'interleaved1f1b'))])
+@pytest.mark.slow
+@pytest.mark.parametrize('layout', ['tp', 'experts ep zero3'])
 def test_dry_run_predicts_the_bytes_of_the_profiler(layout, train, dataset):
     """PyTorch's profiler counts the bytes of a run independently of our ByteCounter."""
     nproc, arguments = LAYOUTS[layout]
