@@ -49,7 +49,7 @@ SLOW_LAYOUTS = {
 LAYOUTS_BY_HAND = {
     1: {'bfloat16 full': '--activation_checkpoint=full'},
     2: {'modern zero1': '--zero_stage=1', 'few zero3': '--zero_stage=3', 'muon zero1': '--zero_stage=1',
-        'modern pp2 interleavedzb': '--pp=2 --pp_schedule=interleavedzb',
+        'modern pp2 zero3 interleavedzb': '--pp=2 --zero_stage=3 --pp_schedule=interleavedzb',
         'modern zero2 compiled': '--zero_stage=2 --compile=True', 'moe tp2': '--tp=2', 'int8 cp2': '--cp=2',
         'int8 zero1': '--zero_stage=1', 'bfloat16 tp2': '--tp=2',
         'bfloat16 offload': '--zero_stage=3 --cpu_offload',

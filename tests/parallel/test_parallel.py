@@ -58,6 +58,7 @@ LAYOUTS = {
         'modern offload': '--zero_stage=3 --cpu_offload',
         'modern selective zero2': '--zero_stage=2 --activation_checkpoint=selective',
         'tp2': '--tp=2', 'cp2': '--cp=2', 'modern pp2 zbv': '--pp=2 --pp_schedule=zbv',
+        'pp2 zero3 zbv': '--pp=2 --zero_stage=3 --pp_schedule=zbv',
         'moe ep2': '--ep=2', 'muon zero1': '--zero_stage=1'},
     3: {'zero1': '--zero_stage=1', 'muon zero3': '--zero_stage=3',  # rows that three processes do not divide
         'pp3': '--pp=3'},
@@ -76,7 +77,8 @@ SLOW_LAYOUTS = {
         'zero2 compiled': '--zero_stage=2 --compile=True', 'modern tp2 compiled': '--tp=2 --compile=True'},
     3: {'modern zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
         'pp3 gpipe zero2': '--pp=3 --pp_schedule=gpipe --zero_stage=2',
-        'deep pp3 interleavedzb': '--pp=3 --pp_schedule=interleavedzb'},
+        'deep pp3 interleavedzb': '--pp=3 --pp_schedule=interleavedzb',
+        'deep pp3 zero3': '--pp=3 --zero_stage=3'},
     4: {'modern zero1': '--zero_stage=1', 'zero2': '--zero_stage=2', 'zero3': '--zero_stage=3',
         'hsdp': '--zero_stage=2 --dp_replicate=2', 'muon hsdp': '--zero_stage=2 --dp_replicate=2',
         'tp4': '--tp=4', 'cp2 dp2': '--cp=2',
@@ -112,6 +114,8 @@ for nproc, layouts in {
             'losses ep2 tp2 zero3': '--ep=2 --tp=2 --zero_stage=3', 'moe cp2 ep2': '--cp=2 --ep=2',
             'moe cp2 ep4': '--cp=2 --ep=4', 'moe ep2 pp2': '--ep=2 --pp=2',
             'moe ep2 pp2 zbv': '--ep=2 --pp=2 --pp_schedule=zbv', 'moe tp2 pp2': '--tp=2 --pp=2',
+            'moe ep2 pp2 zero3 zbv': '--ep=2 --pp=2 --zero_stage=3 --pp_schedule=zbv',
+            'deep pp2 hsdp': '--pp=2 --zero_stage=3 --dp_replicate=2 --pp_schedule=interleavedzb',
             'all ep2': '--ep=2', 'muon_moe ep2 tp2': '--ep=2 --tp=2',
             'muon_moe ep2 zero3': '--ep=2 --zero_stage=3'},
         6: {'moe ep2 zero3': '--ep=2 --zero_stage=3'},
@@ -382,6 +386,19 @@ def test_activation_checkpointing_saves_memory_under_schedules_that_split_the_ba
     note = f'pp_schedule={schedule} does not split the backward pass'
     assert {mode: note in run.stdout for mode, run in runs.items()} == dict(
         none=False, selective=True, full=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('schedule, saved_blocks', [('1f1b', 6), ('zbv', 3)])
+def test_pipelines_with_zero3_free_blocks_after_each_pass(train_all, schedule, saved_blocks):
+    """ZeRO-2 holds the 8 blocks of a rank, ZeRO-3 two of them, or with zbv the blocks of one of two stages."""
+    shape = ['--n_layer=16', '--n_embd=128', '--batch_size=1', '--gradient_accumulation_steps=8',
+             '--max_iters=3', '--eval_iters=0', '--keep_checkpoints=0', '--pp=2', f'--pp_schedule={schedule}']
+    variants = {stage: [*shape, f'--zero_stage={stage}'] for stage in (2, 3)}
+    runs = train_all(variants, base=BASE, nproc=2, faults=[FAULTS / 'peak_bytes.py'])
+    peaks = {stage: json.load(open(f'{run.out_dir}.peak.0'))['peak'] for stage, run in runs.items()}
+    block = 4 * (12 * 128 ** 2 + 2 * 128)
+    assert (peaks[2] - peaks[3]) / block == pytest.approx(saved_blocks, abs=1), peaks
 
 
 @pytest.mark.slow
