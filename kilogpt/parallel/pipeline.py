@@ -131,10 +131,10 @@ class Pipeline:
 
 
 def free_after_backward(stage):
-    """Let FSDP2 free parameters after each backward pass of a stage too; returns the modules that it frees.
+    """Let FSDP2 free the blocks of a stage after each backward pass; returns the modules that FSDP2 frees.
 
-    PyTorch's stages tell all modules to keep their parameters until the last backward pass. This leaves ZeRO-3
-    with the memory of ZeRO-2. Only the embeddings and the head, the group of `stage` itself, keep theirs.
+    PyTorch's stages let all modules keep their parameters after a backward pass, and ZeRO-3 would need the
+    memory of ZeRO-2. Now only the group of `stage` itself, embeddings and head, keeps its parameters.
     """
     stage.set_reshard_after_backward = functools.partial(stage.set_reshard_after_backward, recurse=False)
     return [module for module in stage.modules() if module is not stage and hasattr(module, 'reshard')]
@@ -142,7 +142,7 @@ def free_after_backward(stage):
 
 @functools.cache
 def _stage_class():
-    """PipelineStage for V-shaped schedules, where a rank hands tensors to itself, and for checkpointing."""
+    """PipelineStage for V-shaped schedules (a rank hands tensors to itself), checkpointing and ZeRO-3."""
     from torch.distributed import pipelining
 
     class Stage(pipelining.PipelineStage):
@@ -151,7 +151,7 @@ def _stage_class():
 
         def backward_one_chunk(self, bwd_chunk_id, loss=None, full_backward=True, last_backward=False):
             full_backward = full_backward or not self.splits_backward
-            if not full_backward and not self.is_first:  # the first stage computes everything in the second half
+            if not full_backward and not self.is_first:  # the first stage computes all in the second half
                 self._gather_parameters()
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
 
@@ -161,14 +161,15 @@ def _stage_class():
             if not self.is_first:
                 self._gather_parameters()
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            for module in self.freed_modules:  # the second half passes none of FSDP2's hooks
+            for module in self.freed_modules:  # the second half does not pass FSDP2's hooks
                 module.reshard()
 
         def _gather_parameters(self):
-            """Gather what FSDP2 has freed, before one half of a backward pass.
+            """Gather the parameters that FSDP2 has freed, before one half of a backward pass.
 
-            Each half looks for `submod.parameters()` in autograd's graph, which holds the gathered parameters
-            alone. PyTorch drops the gradient of a parameter that is not in the graph, without an error.
+            Each half looks for `submod.parameters()` in autograd's graph, which has the gathered parameters.
+            After FSDP2 has freed these, the module has the shards in their place. PyTorch then drops the
+            gradients of the parameters that the half does not find, without an error.
             """
             for module in self.freed_modules:
                 module.unshard()

@@ -260,7 +260,9 @@ def _whole_bytes(shape, layout, work, stages):
     table = shape.trained.counts('tables', layout).gathered if merged.n_tables else 0
     largest_unit = max((shape.trained.counts(unit, layout).gathered + table * (unit != 'experts')
                         for unit in units), default=0)
-    gathered, frozen = (_gathered_in_blocks(each, layout, stages, merged) for each in (shape, shape.frozen))
+    splits_backward = layout.splits_backward(work.activation_checkpoint)
+    gathered, frozen = (_gathered_in_blocks(each, layout, stages, splits_backward)
+                        for each in (shape, shape.frozen))
     frozen_width = work.width  # FSDP2 casts what it gathers to 16 bits, or leaves it as it is
     if work.width == FLOAT32:
         frozen_width = FROZEN_BYTES[shape.config.lora_base_dtype]
@@ -273,21 +275,35 @@ def _whole_bytes(shape, layout, work, stages):
     return WholeBytes(gradients, gathered, width * largest_unit, width * trained_ends.gathered)
 
 
-def _gathered_in_blocks(shape, layout, stages, merged):
-    """Elements of the blocks' parameters that FSDP2 has gathered at a time. merged: the stages as one."""
-    all_parts, ends = shape.totals(stages, layout)
-    blocks_gathered = all_parts.gathered - ends.gathered
+def _gathered_in_blocks(shape, layout, stages, splits_backward):
+    """Elements of the blocks' parameters that FSDP2 has gathered at a time on a pipeline rank.
+
+    With ZeRO-3 these are two blocks of each stage: one that runs, and the next one, which FSDP2 prefetches.
+    Schedules that split the backward pass gather all blocks of one stage.
+    """
+    in_stages = []
+    in_two_blocks = []
+    for stage in stages:
+        all_parts, ends = shape.totals((stage,), layout)
+        in_stages.append(all_parts.gathered - ends.gathered)
+        in_two_blocks.append(min(in_stages[-1], _gathered_in_two_blocks(shape, layout, stage)))
     if layout.zero_stage < 3:
-        return blocks_gathered
+        return sum(in_stages)
+    rest = [whole - two_blocks for whole, two_blocks in zip(in_stages, in_two_blocks)]
+    return sum(in_two_blocks) + (max(rest) if splits_backward else 0)
+
+
+def _gathered_in_two_blocks(shape, layout, stage):
+    """The most elements of two successive blocks of a stage, but the experts of only one."""
     dense, sparse, experts, table = (shape.counts(part, layout).gathered
                                      for part in ('dense', 'sparse', 'experts', 'tables'))
-    two_blocks = [0]  # the parameters of two blocks, but the experts of only one
-    if merged.n_dense:
+    two_blocks = [0]
+    if stage.n_dense:
         two_blocks.append(2 * dense)
-    if merged.n_sparse:
+    if stage.n_sparse:
         two_blocks.append(2 * sparse + experts)
     n_tables = max(map(sum, itertools.pairwise(shape.has_table)), default=sum(shape.has_table))
-    return min(blocks_gathered, max(two_blocks) + min(n_tables, merged.n_tables) * table)
+    return max(two_blocks) + min(n_tables, stage.n_tables) * table
 
 
 def tokens_of(layout, work):

@@ -222,7 +222,9 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
     if layout.pp > 1:  # gathers with the first micro-batch, reduces after the last
         gathers = m if layout.zero_stage == 3 else 1
         waits = gathers * exposed(gather, forward) + gather_ends
-        if layout.zero_stage == 3:
+        if layout.zero_stage == 3 and layout.splits_backward(work.activation_checkpoint):
+            waits += 2 * m * gather  # a stage gathers all of its blocks before each half of a backward pass
+        elif layout.zero_stage == 3:
             waits += m * exposed(gather, backward)
         return waits + reduce + reduce_ends + replicas
     if layout.zero_stage == 3:

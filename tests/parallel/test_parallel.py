@@ -251,6 +251,19 @@ def test_activation_checkpointing_saves_memory_under_schedules_that_split_the_ba
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('schedule, saved_blocks', [('1f1b', 6), ('zbv', 3)])
+def test_pipelines_with_zero3_free_blocks_after_each_pass(train_all, schedule, saved_blocks):
+    """ZeRO-2 holds the 8 blocks of a rank, ZeRO-3 two of them, or with zbv the blocks of one of two stages."""
+    shape = ['--n_layer=16', '--n_embd=128', '--batch_size=1', '--gradient_accumulation_steps=8',
+             '--max_iters=3', '--eval_iters=0', '--keep_checkpoints=0', '--pp=2', f'--pp_schedule={schedule}']
+    variants = {stage: [*shape, f'--zero_stage={stage}'] for stage in (2, 3)}
+    runs = train_all(variants, base=BASE, nproc=2, faults=[FAULTS / 'peak_bytes.py'])
+    peaks = {stage: json.load(open(f'{run.out_dir}.peak.0'))['peak'] for stage, run in runs.items()}
+    block = 4 * (12 * 128 ** 2 + 2 * 128)
+    assert (peaks[2] - peaks[3]) / block == pytest.approx(saved_blocks, abs=1), peaks
+
+
+@pytest.mark.slow
 def test_long_context_over_four_processes_equals_one(train, tmp_path):
     """16,384 tokens: attention scores would take 4.3 GB. Each process has a quarter, then a head of four."""
     for split in ('train', 'val'):
