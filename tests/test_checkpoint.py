@@ -276,6 +276,7 @@ print('imported')
 """
 
 
+@pytest.mark.slow
 def test_modules_of_unix_are_not_needed(tmp_path):
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', WITHOUT_UNIX, str(tmp_path)], cwd=ROOT,
                           capture_output=True, text=True)

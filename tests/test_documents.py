@@ -69,20 +69,20 @@ def pieces_of(starts):
     return found
 
 
-DRAWS = dict(random=None, one_token_each=[1] * 64, whole=[64, 64], first_of_one=[1, 63, 63, 1],
+DRAWS = dict(random=None, one_token_each=[1] * 8 + [56], whole=[64, 64], first_of_one=[1, 63, 63, 1],
              rest=[40, 24, 60])
 
 
 @models
-@pytest.mark.parametrize('draw', DRAWS.values(), ids=DRAWS)
-@pytest.mark.parametrize('dtype, tolerance', [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize('draw, dtype, tolerance', [
+    *((draw, torch.float64, 1e-12) for draw in DRAWS), ('random', torch.float32, 1e-5)])
 def test_a_row_gives_what_its_documents_give_alone(options, draw, dtype, tolerance):
     """Logits, the loss and each gradient, relative to the largest value.
 
     Some gradients are 0 up to rounding, as that of a key's bias: all are compared with the largest of any.
     """
     generator = torch.Generator().manual_seed(1)
-    lengths = draw or torch.randint(1, 30, (14,), generator=generator).tolist()
+    lengths = DRAWS[draw] or torch.randint(1, 30, (14,), generator=generator).tolist()
     starts = rows_of(lengths, 64)
     idx, targets = (torch.randint(61, starts.shape, generator=generator) for _ in range(2))
     # The expert of a token may change with the last bit of a router's logit in float32.
@@ -149,15 +149,15 @@ def test_cache_restarts_at_documents_and_holds_a_window(options):
 
 
 @models
-@pytest.mark.parametrize('prompt', [1, 20, 70])
+@pytest.mark.parametrize('prompt', [1, 70])
 @torch.no_grad()
 def test_text_restarts_at_each_separator_that_is_drawn(options, prompt):
     """Before and past block_size, against a loop that reads the last document of the window anew."""
     model = build(options | dict(vocab_size=12))
     idx = torch.randint(12, (3, prompt), generator=torch.Generator().manual_seed(3))
-    drawn = model.generate(idx, 30, separator=0, temperature=9.0, generator=torch.Generator().manual_seed(4))
+    drawn = model.generate(idx, 20, separator=0, temperature=9.0, generator=torch.Generator().manual_seed(4))
     generator, naive = torch.Generator().manual_seed(4), idx
-    for _ in range(30):
+    for _ in range(20):
         window = naive[:, -64:]
         logits = []
         for row in window:

@@ -1,4 +1,4 @@
-"""The edits in docs/edit.md, applied as printed: they resume to the bit, in every layout."""
+"""The edits in docs/edit.md, applied as printed: they resume to the bit, and follow one process in layouts."""
 import functools
 import math
 import os
@@ -10,7 +10,7 @@ import shutil
 import pytest
 import torch
 from helpers import (FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_tensors, read_metrics,
-                     read_tensors, run_forked, sampled)
+                     read_tensors, run_forked)
 
 PAGE = pathlib.Path(ROOT, 'docs', 'edit.md').read_text('utf-8')
 EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  # {heading: diff}
@@ -18,8 +18,6 @@ EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  
 AVERAGE, SGD = 'An average of the weights, used for evaluation', 'SGD, or any other optimizer'
 GROWING, FROZEN = 'A batch that grows', 'Some layers frozen'
 ALIBI = 'A bias for each head (ALiBi)'
-LAYOUTS = {'dp2': '', 'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2'}
-OF_HEADS = {'cp2': '--cp=2', 'tp2 cp2': '--tp=2 --cp=2'}  # which divide heads, too
 
 
 def apply_diff(diff, folder):
@@ -74,7 +72,8 @@ def test_average_takes_twenty_lines_of_one_file_and_sgd_one():
     assert added(AVERAGE) <= 20 and added('A second loss, logged and added') <= 5 and added(SGD) == 1
 
 
-@pytest.mark.parametrize('title', EDITS)
+@pytest.mark.parametrize('title', [
+    pytest.param(title, marks=() if title in (AVERAGE, SGD, ALIBI) else pytest.mark.slow) for title in EDITS])
 def test_edited_run_resumes_to_the_bit(edit, tmp_path, title):
     train = edit(title)
     whole = train('--dropout=0.1')
@@ -84,12 +83,15 @@ def test_edited_run_resumes_to_the_bit(edit, tmp_path, title):
     assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(whole.out_dir))
 
 
-# Of seven edits and four layouts, every third pair meets each edit and each layout.
+LAYOUTS = {'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2', 'tp2 cp2': '--tp=2 --cp=2'}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('title, layout', [
-    *sampled([(title, layout) for title in EDITS if title != ALIBI for layout in LAYOUTS], 6),
-    *sampled([(ALIBI, layout) for layout in ('tp2', 'tp2 cp2', 'cp2', 'pp2')], 4)])
-def test_edited_run_follows_one_process_in_every_layout(edit, tmp_path, title, layout):
-    train, arguments = edit(title), (LAYOUTS | OF_HEADS)[layout].split()
+    *((title, layout) for title, layout in zip([title for title in EDITS if title != ALIBI], 3 * list(LAYOUTS))),
+    (ALIBI, 'tp2 cp2'), (ALIBI, 'pp2')])
+def test_edited_run_follows_one_process_in_a_layout(edit, tmp_path, title, layout):
+    train, arguments = edit(title), LAYOUTS[layout].split()
     nproc = 2 ** len(layout.split())
     run = train(*arguments, nproc=nproc)
     assert_near(run, train())
@@ -108,6 +110,7 @@ def test_average_is_what_the_run_is_evaluated_with(edit, train):
     assert (tensors[f'average.{name}'] != tensors[f'model.{name}']).all()
 
 
+@pytest.mark.slow
 def test_checkpoint_without_the_hook_and_with_a_hook_that_is_gone_resumes(edit, train, tmp_path):
     averaged, plain = edit(AVERAGE), train()
     resumed = resume_at_6(averaged, plain, tmp_path / 'with')
@@ -148,8 +151,8 @@ def test_norms_of_layers_are_logged(edit):
 
 @pytest.mark.parametrize('optimizer, nproc, arguments', [
     ('SGD(parameters, learning_rate)', 1, ''),
-    ('SGD(parameters, learning_rate, momentum=0.9)', 2, '--zero_stage=3'),
     *(pytest.param(*variant, marks=pytest.mark.slow) for variant in (
+        ('SGD(parameters, learning_rate, momentum=0.9)', 2, '--zero_stage=3'),
         ('SGD(parameters, learning_rate, momentum=0.9)', 2, '--tp=2'),
         ('Adagrad(parameters, learning_rate)', 2, '--zero_stage=3'),
         ('RMSprop(parameters, learning_rate)', 2, '--zero_stage=1'),

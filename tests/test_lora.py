@@ -245,8 +245,8 @@ def test_int8_base_is_not_sharded_by_a_torch_that_cannot(train, base):
     assert 'lora_base_dtype is int8, but torch 2.11.0 does not shard integers: set it to bfloat16' in run.outputs[0]
 
 
-@pytest.mark.parametrize('base_dtype', [
-    pytest.param('float32', marks=pytest.mark.slow), 'bfloat16', pytest.param('int8', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('base_dtype', ['float32', 'bfloat16', 'int8'])
 def test_compiler_keeps_no_copy_of_a_frozen_weight(base_dtype):
     model, _ = narrow_and_wide(base_dtype)
     linear, kept = model.transformer.h['0'].mlp.c_fc, []
@@ -260,6 +260,7 @@ def test_compiler_keeps_no_copy_of_a_frozen_weight(base_dtype):
     assert linear.weight.shape not in sizes and x.grad.abs().sum() > 0
 
 
+@pytest.mark.slow
 def test_sharded_checkpoint_continues_on_one_process(train, tuned, base, tmp_path):
     sharded = train(f'--init_from={base}', *ADAPTERS, '--zero_stage=3', '--lora_dropout=0', '--max_iters=6',
                     nproc=2)

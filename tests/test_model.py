@@ -117,6 +117,7 @@ def test_incomplete_folders_are_refused(tmp_path, missing, present):
         read_weights(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path):  # without a network: test_errors.py
     code = ('from kilogpt import configurator\n'
             'from kilogpt.convert import weights\n'

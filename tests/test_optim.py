@@ -166,6 +166,7 @@ def test_orthogonalize_keeps_singular_vectors_and_levels_singular_values(shape):
     assert 0.65 < found.min() and found.max() < 1.25
 
 
+@pytest.mark.slow
 def test_update_of_an_eager_run_does_not_import_the_compiler():
     """The compiler takes half a second to import. Runs in a new process, without the compiler."""
     script = '''if True:

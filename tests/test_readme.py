@@ -59,6 +59,29 @@ FIGURE = [
          '--out=assets/loss.png'),
 ]
 SESSIONS = dict(
+    own_settings=[
+        step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False',
+             SMALL),
+        step('python train.py out-shakespeare-char/config.json --seed=1 --out_dir=out-seed-1'),
+        step('python -m kilogpt.convert export out-shakespeare-char ckpt.pt'),
+        step('python -m kilogpt.convert import ckpt.pt out-imported'),
+        step('python -m kilogpt.convert inspect out-imported'),
+        step('python train.py config/finetune_shakespeare.py --init_from=nanoGPT/out/ckpt.pt', SMALL),
+        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --start="Once"', FEW_TOKENS),
+        step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt '
+             '--tokenizer=shakespeare_char'),
+        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
+    ],
+    help=[
+        step('python train.py --help'),
+        step('python -m pydoc kilogpt.parallel'),
+    ],
+    many_processes=[
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py', MANY, nproc=2),
+        step('torchrun --standalone --nproc_per_node=8 train.py config/gpt2_xl_fsdp.py', MANY, nproc=2),
+    ],
+)
+SLOW_SESSIONS = dict(
     evaluate=[
         step('python train.py config/quickstart.py --eval_tasks=capitals --eval_tasks_interval=70 --sample_interval=70 '
              '--sample_prompts="ROMEO:||My lord"', SMALL + ' --eval_tasks_interval=1'),
@@ -93,19 +116,6 @@ SESSIONS = dict(
              '--num_proc=1'),
         step('python train.py config/words_cpu.py', SMALL),
     ],
-    own_settings=[
-        step('python train.py config/train_shakespeare_char.py --n_layer=4 --dropout=0.1 --compile=False',
-             SMALL),
-        step('python train.py out-shakespeare-char/config.json --seed=1 --out_dir=out-seed-1'),
-        step('python -m kilogpt.convert export out-shakespeare-char ckpt.pt'),
-        step('python -m kilogpt.convert import ckpt.pt out-imported'),
-        step('python -m kilogpt.convert inspect out-imported'),
-        step('python train.py config/finetune_shakespeare.py --init_from=nanoGPT/out/ckpt.pt', SMALL),
-        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --start="Once"', FEW_TOKENS),
-        step('python -m kilogpt.convert import nanoGPT/out/ckpt.pt out-from-nanogpt '
-             '--tokenizer=shakespeare_char'),
-        step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
-    ],
     models=[
         step('python train.py config/quickstart.py --window=16 --window_pattern=SSSL --out_dir=out-windows',
              SMALL),
@@ -119,16 +129,6 @@ SESSIONS = dict(
         step('python train.py config/quickstart.py --mlp_conv=3 --lr_factors=vector:3 --out_dir=out-convolution',
              SMALL),
     ],
-    help=[
-        step('python train.py --help'),
-        step('python -m pydoc kilogpt.parallel'),
-    ],
-    many_processes=[
-        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py', MANY, nproc=2),
-        step('torchrun --standalone --nproc_per_node=8 train.py config/gpt2_xl_fsdp.py', MANY, nproc=2),
-    ],
-)
-SLOW_SESSIONS = dict(
     experts=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_moe.py', MANY + ' --ep=2',
              nproc=2),
@@ -463,6 +463,7 @@ def test_quick_start_prints_what_readme_shows_and_transformers_loads_its_model(c
     assert text.startswith('ROMEO:') and 10 < len(text) <= 64 + 1
 
 
+@pytest.mark.slow
 def test_readmes_figure_is_drawn(checkout):
     picture = checkout / 'assets' / 'loss.png'
     picture.unlink(missing_ok=True)

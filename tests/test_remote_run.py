@@ -20,7 +20,8 @@ def test_without_data_cache_gb_nothing_is_kept_on_this_machine(train, dataset, t
     assert wrong.returncode == 1 and 'data_cache_gb is -1.0: it cannot be negative' in wrong.stderr
 
 
-@pytest.mark.parametrize('damage', ['', 'without .metadata', 'flipped'])
+@pytest.mark.parametrize('damage', [
+    'flipped', *(pytest.param(damage, marks=pytest.mark.slow) for damage in ('', 'without .metadata'))])
 def test_run_at_a_url_continues_on_another_machine(train, dataset, tmp_path, monkeypatch, damage):
     """10 iterations of two processes and the rest by one with nothing but the URL follow 12 of one process here."""
     monkeypatch.setenv('KILOGPT_CACHE', str(tmp_path / 'cache'))

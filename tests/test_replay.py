@@ -95,7 +95,8 @@ def test_one_iteration_is_profiled(train):
 
 
 @pytest.mark.parametrize('which, message', [
-    ('13', "the iteration to replay is '13': choose 'all', or one that"), ('first', "replay is 'first'")])
+    ('13', "the iteration to replay is '13': choose 'all', or one that"),
+    pytest.param('first', "replay is 'first'", marks=pytest.mark.slow)])
 def test_iteration_that_was_not_logged_is_refused(train, which, message):
     run = train(*RUN, '--max_iters=1')
     assert message in replayed(run, which).stderr

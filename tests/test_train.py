@@ -372,6 +372,7 @@ def interrupt(dataset, out_dir, number, *arguments, repeats=0, nproc=1):
     return process.returncode, stdout
 
 
+@pytest.mark.slow
 def test_run_stopped_by_signals_saves_and_resumes_to_the_bit(train, dataset, tmp_path):
     code, _ = interrupt(dataset, tmp_path, signal.SIGUSR1)
     assert code == 143

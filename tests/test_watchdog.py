@@ -34,7 +34,8 @@ def test_process_that_hangs_is_named(dataset, tmp_path):
     assert [entry['process_group'][1] for entry in entries if not entry['retired']] == ['default_pg']
 
 
-@pytest.mark.parametrize('function', ['fill', pytest.param('load', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize('function', ['fill', 'load'])
 def test_process_that_hangs_before_the_first_iteration_is_named(train, function):
     out_dir = train('--max_iters=1').out_dir if function == 'load' else None
     run = train('--init_from=auto', '--comm_timeout=1', out_dir=out_dir, nproc=2, check=False, timeout=60,

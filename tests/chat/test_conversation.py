@@ -194,7 +194,7 @@ def test_ctrl_c_ends_only_the_answer(trained):
         assert process.stdout.read(2) == '> '
         process.send_signal(signal.SIGINT)
         # A signal between the prompt and the reading of a line is noticed only with the next signal.
-        while not select.select([process.stdout], [], [], 10)[0]:
+        while not select.select([process.stdout], [], [], 1)[0]:
             process.send_signal(signal.SIGINT)
         assert process.stdout.read(2) == '> '
         out, err = process.communicate('HI\n', timeout=60)

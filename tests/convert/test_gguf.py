@@ -458,6 +458,7 @@ def test_bytes_have_their_own_ids(tmp_path):
     assert all(JsonTokenizer(tmp_path).encode(text) == list(text.encode()) for text in TEXTS)
 
 
+@pytest.mark.slow
 def test_gpt2_of_tiktoken_keeps_its_ids(vocabulary, monkeypatch, tmp_path):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
     tokenizer = get_tokenizer(dict(tokenizer='gpt2'))

@@ -120,11 +120,9 @@ def test_documents_and_windows_with_faster_parts_train_as_without(changes, is_fa
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize('dtype, tolerance', [
-    (torch.float32, 1e-6), pytest.param(torch.bfloat16, 4e-3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize('vocab_size, softcap, reduction', [
-    (97, 15.0, 'sum'), (97, 0.0, 'none'),
-    *(pytest.param(size, 0.0, 'sum', marks=pytest.mark.slow) for size in (97, 128))])
+@pytest.mark.slow
+@pytest.mark.parametrize('dtype, tolerance', [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize('vocab_size, softcap, reduction', [(97, 15.0, 'sum'), (97, 0.0, 'none'), (128, 0.0, 'sum')])
 def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, reduction, dtype, tolerance):
     """The loss to float32's digits, and the logits' gradients to those of their dtype; -1 is left out."""
     model = GPT(GPTConfig(vocab_size=vocab_size, n_layer=1, n_embd=32, n_head=4, softcap=softcap))

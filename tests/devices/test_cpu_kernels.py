@@ -170,8 +170,8 @@ def test_activations_of_a_few_numbers_and_of_none():
 
 
 @needs_kernels
-@pytest.mark.parametrize('form', [
-    form if form == 'swiglu' else pytest.param(form, marks=pytest.mark.slow) for form in cpu_kernels.ACTIVATIONS])
+@pytest.mark.slow
+@pytest.mark.parametrize('form', cpu_kernels.ACTIVATIONS)
 def test_compiled_mlp_takes_its_activation_from_the_table(form, monkeypatch):
     """But not one that was edited, nor that of few numbers, of an odd number or of another dtype."""
     model = GPT(GPTConfig(n_layer=2, n_embd=32, n_head=4, mlp=form))

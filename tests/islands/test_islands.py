@@ -57,6 +57,7 @@ def test_one_island_changes_nothing_to_the_bit(train_all, interval):
     assert_same_tensors(newest_weights(runs['plain'].out_dir), newest_weights(runs['island'].out_dir))
 
 
+@pytest.mark.slow
 def test_islands_with_sgd_that_exchange_each_iteration_equal_ddp(train):
     """The mean loss, and the evaluation of the shared parameters, are within 1e-5."""
     options = dict(faults=[FAULTS / 'plain_sgd.py'], nproc=2)

@@ -34,6 +34,7 @@ def test_processes_resume_from_the_same_checkpoint_although_one_sees_it_late(tra
     assert_same_tensors(newest_tensors(resumed.out_dir), newest_tensors(unbroken.out_dir))
 
 
+@pytest.mark.slow
 def test_checkpoint_that_one_process_never_sees_ends_the_run_in_one_sentence(train, unbroken, tmp_path):
     refused = resume_with_stale_listing(train, unbroken, tmp_path / 'out', opens=1000)
     assert refused.codes == [1, 1], refused.outputs
@@ -86,6 +87,7 @@ def test_folder_that_is_not_shared_is_refused_at_the_start(tmp_path):
     assert os.listdir(tmp_path / 'node0' / 'out') == []
 
 
+@pytest.mark.slow
 def test_save_into_a_folder_that_is_not_shared_fails(tmp_path):
     failed = run_on_two_nodes(tmp_path, 'separate', 'save')
     problem = ('host node0 does not see out/ckpt/iter_{:08d}.tmp/__1_0.distcp as host node1 wrote it: '
@@ -115,7 +117,8 @@ def test_plan_is_made_once_and_later_checkpoints_are_complete(train_all):
     assert_same_tensors(newest_tensors(runs['often'].out_dir), newest_tensors(runs['once'].out_dir))
 
 
-@pytest.mark.parametrize('nproc, layout', [(2, '--zero_stage=0'), (4, '--zero_stage=2 --dp_replicate=2')])
+@pytest.mark.parametrize('nproc, layout', [
+    (2, '--zero_stage=0'), pytest.param(4, '--zero_stage=2 --dp_replicate=2', marks=pytest.mark.slow)])
 def test_processes_divide_what_they_copy_for_a_save(train, nproc, layout):
     run = train(*layout.split(), '--eval_iters=0', '--max_iters=2', nproc=nproc,
                 faults=[FAULTS / 'count_staged.py'])

@@ -148,8 +148,9 @@ def trained(train):
     return train(*MODERN.split(), '--eval_iters=0', base=SHORT).out_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('nproc, layout, adapters', [
-    (2, '--zero_stage=3', ADAPTERS), slow(1, '--compile=True', ADAPTERS), slow(1, '--compile=True', INT8_ADAPTERS)])
+    (2, '--zero_stage=3', ADAPTERS), (1, '--compile=True', ADAPTERS), (1, '--compile=True', INT8_ADAPTERS)])
 def test_layout_trains_adapters_as_one_process_does(compare_with_one_process, train, trained, nproc, layout, adapters):
     """The runs begin with adapters that were trained before, since with B = 0 the gradients of A would be zero."""
     before = train(f'--init_from={trained}', *adapters, '--eval_iters=0', '--learning_rate=2e-2', base=SHORT)
@@ -160,8 +161,9 @@ def test_layout_trains_adapters_as_one_process_does(compare_with_one_process, tr
         torch.testing.assert_close(tensor, saved_by_one[name], rtol=0, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('nproc, layout, faults', [
-    (2, '--cp=2', []), slow(1, '--compile=True', []), slow(2, '--zero_stage=3', [FAULTS / 'loss_in_parts.py'])])
+    (2, '--cp=2', []), (1, '--compile=True', []), (2, '--zero_stage=3', [FAULTS / 'loss_in_parts.py'])])
 def test_layout_trains_pairs_as_one_process_does(compare_with_one_process, trained, tmp_path, nproc, layout, faults):
     """The reference is random, so that pairs have weights of their own from the first iteration on."""
     pairs = data.pairs_of_reference(data.write_pairs(tmp_path / 'written'), str(tmp_path / 'pairs'), str(trained))

@@ -83,10 +83,9 @@ def test_memory_is_what_a_sharded_run_holds(train):
     assert {'parameters', 'gradients', 'moments', 'gathered', 'activations', 'logits'} <= parts.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('nproc, keys', [
-    (2, '--zero_stage=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (1, ''), (2, '--tp=2'), (2, '--zero_stage=1 --lora_targets=c_q,c_v'), (1, '--lora_base_dtype=int8'),
-        (2, '--zero_stage=3 --lora_base_dtype=bfloat16')))])
+    (2, '--zero_stage=2'), (2, '--tp=2'), (2, '--zero_stage=1 --lora_targets=c_q,c_v'), (1, '--lora_base_dtype=int8')])
 def test_frozen_weights_have_neither_gradients_nor_moments(train, nproc, keys):
     shape_of_base = [*MODERN.split(), *SHAPE]
     base = train(*shape_of_base, '--keep_checkpoints=1', '--max_iters=1', base=BASE).out_dir
@@ -111,9 +110,9 @@ RESIDENT = dict(
     vocabulary='--n_layer=2 --n_embd=256 --block_size=512 --batch_size=2 --mlp=swiglu')
 
 
-@pytest.mark.parametrize('case, nproc, zero_stage', [('state', 1, 0), *(
-    pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ('activations', 1, 0), ('vocabulary', 1, 0), ('state', 2, 0), ('state', 2, 1), ('state', 2, 3)))])
+@pytest.mark.slow
+@pytest.mark.parametrize('case, nproc, zero_stage', [
+    ('state', 1, 0), ('activations', 1, 0), ('vocabulary', 1, 0), ('state', 2, 0), ('state', 2, 1), ('state', 2, 3)])
 def test_resident_memory_on_a_cpu_is_as_predicted_at_start(train, tmp_path, case, nproc, zero_stage):
     """`mem_gb` is within 20% of the line that train.py prints."""
     arguments = [*SAVES.split(), *RESIDENT[case].split(), f'--zero_stage={zero_stage}']

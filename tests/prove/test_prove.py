@@ -185,6 +185,7 @@ def test_run_whose_process_crashes_is_repeated_once(edited, tmp_path, is_once):
     assert done.stdout.count('same: ') == is_once and done.stdout.count('FAILED') == (not is_once)
 
 
+@pytest.mark.slow
 def test_unchanged_model_passes_and_says_so_in_json():
     mixture = ['--dataset=web:1, code:2', '--mixture_phases=9e9: code:1', '--max_epochs=1']  # not needed
     done = prove(*SMALL, *mixture, '--layouts=dp2', '--json')
