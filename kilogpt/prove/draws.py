@@ -171,14 +171,17 @@ def shrink(draw, which_fail):
     size = max(1, len(keys_not_plain(draw)) // 2)
     while True:
         keys = keys_not_plain(draw)
-        attempts = [without(draw, keys[start:start + size]) for start in range(0, len(keys), size)]
-        smaller = next((attempt for attempt, is_failing in zip(attempts, which_fail(attempts)) if is_failing),
-                       None)
-        if smaller:
-            draw = smaller
+        chunks = [keys[start:start + size] for start in range(0, len(keys), size)]
+        fails = which_fail([without(draw, chunk) for chunk in chunks])
+        removable = [chunk for chunk, is_failing in zip(chunks, fails) if is_failing]
+        together = without(draw, sum(removable, []))
+        if len(removable) > 1 and which_fail([together])[0]:
+            draw = together
+        elif removable:
+            draw = without(draw, removable[0])
         elif size == 1:
             break
-        size = max(1, min(size if smaller else size // 2, len(keys_not_plain(draw)) // 2))
+        size = max(1, min(size, len(keys_not_plain(draw))) // 2)
     for key in DEGREES:  # fewer processes of the kinds that it needs
         for value in DRAWN[key].values:
             if 1 < value < draw[key] and which_fail([draw | {key: value}])[0]:
