@@ -295,7 +295,7 @@ def test_run_resumes_to_the_bit_in_other_micro_batches_and_not_with_another_refe
 
 @pytest.mark.parametrize('nproc, arguments', [
     (2, '--cp=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (3, '--zero_stage=3'), (2, '--tp=2'), (2, '--pp=2 --pp_schedule=zbv'), (4, '--tp=2 --cp=2')))])
+        (3, '--zero_stage=3'), (2, '--pp=2 --pp_schedule=zbv'), (4, '--tp=2 --cp=2')))])
 def test_reference_is_the_same_in_every_layout(start, tmp_path, nproc, arguments):
     base, pairs = start
     copy = shutil.copytree(pairs, tmp_path / 'pairs')
