@@ -132,9 +132,11 @@ def test_sentence_is_printed_under_torchrun(train):
     assert sentence in failure.stderr.splitlines()
 
 
-@pytest.mark.parametrize('nproc', [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_lack_of_memory_is_one_sentence_with_the_keys_to_change(train, nproc):
-    failure = train(nproc=nproc, check=False, faults=[FAULTS / 'out_of_memory.py'])
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc', [1, 2])
+def test_lack_of_memory_is_one_sentence_with_the_keys_to_change(tmp_path, dataset, nproc):
+    failure = run_script('tests/with_fault.py', FAULTS / 'out_of_memory.py', *TINY, f'--dataset={dataset}',
+                         f'--out_dir={tmp_path}/out', nproc=nproc, check=False)
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = next(line for line in failure.stderr.splitlines() if line.startswith('error: '))
     assert '2.54 GiB are wanted, but of its 79.65 GiB only 1.31 GiB are free.' in sentence
