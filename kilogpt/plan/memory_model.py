@@ -9,7 +9,6 @@ what it sends. Source of the activations: Korthikanti et al. 2022 (4.1).
     memory(shape, layout, work)      # {part: bytes} at the moment when their sum is largest
     time_model.seconds(shape, layout, work, machine)   # {part: seconds} of an iteration
 """
-import itertools
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,7 +16,7 @@ from typing import NamedTuple
 from kilogpt.devices import cpu
 from kilogpt.layers.lora import find_targets
 from kilogpt.layers.mixture import GATED
-from kilogpt.plan.shape import Stage
+from kilogpt.plan.shape import Stage, gathered_in_blocks
 
 FLOAT32, INT64 = 4, 8  # bytes
 FROZEN_BYTES = dict(float32=4, bfloat16=2, int8=1)  # of an element of a FrozenLinear's weight, by lora_base_dtype
@@ -261,7 +260,7 @@ def _whole_bytes(shape, layout, work, stages):
     largest_unit = max((shape.trained.counts(unit, layout).gathered + table * (unit != 'experts')
                         for unit in units), default=0)
     splits_backward = layout.splits_backward(work.activation_checkpoint)
-    gathered, frozen = (_gathered_in_blocks(each, layout, stages, splits_backward)
+    gathered, frozen = (gathered_in_blocks(each, layout, stages, splits_backward)
                         for each in (shape, shape.frozen))
     frozen_width = work.width  # FSDP2 casts what it gathers to 16 bits, or leaves it as it is
     if work.width == FLOAT32:
@@ -273,37 +272,6 @@ def _whole_bytes(shape, layout, work, stages):
     if layout.pp > 1 or layout.dp_shard * layout.cp == 1:
         width = FLOAT32
     return WholeBytes(gradients, gathered, width * largest_unit, width * trained_ends.gathered)
-
-
-def _gathered_in_blocks(shape, layout, stages, splits_backward):
-    """Elements of the blocks' parameters that FSDP2 has gathered at a time on a pipeline rank.
-
-    With ZeRO-3 these are two blocks of each stage: one that runs, and the next one, which FSDP2 prefetches.
-    Schedules that split the backward pass gather all blocks of one stage.
-    """
-    in_stages = []
-    in_two_blocks = []
-    for stage in stages:
-        all_parts, ends = shape.totals((stage,), layout)
-        in_stages.append(all_parts.gathered - ends.gathered)
-        in_two_blocks.append(min(in_stages[-1], _gathered_in_two_blocks(shape, layout, stage)))
-    if layout.zero_stage < 3:
-        return sum(in_stages)
-    rest = [whole - two_blocks for whole, two_blocks in zip(in_stages, in_two_blocks)]
-    return sum(in_two_blocks) + (max(rest) if splits_backward else 0)
-
-
-def _gathered_in_two_blocks(shape, layout, stage):
-    """The most elements of two successive blocks of a stage, but the experts of only one."""
-    dense, sparse, experts, table = (shape.counts(part, layout).gathered
-                                     for part in ('dense', 'sparse', 'experts', 'tables'))
-    two_blocks = [0]
-    if stage.n_dense:
-        two_blocks.append(2 * dense)
-    if stage.n_sparse:
-        two_blocks.append(2 * sparse + experts)
-    n_tables = max(map(sum, itertools.pairwise(shape.has_table)), default=sum(shape.has_table))
-    return max(two_blocks) + min(n_tables, stage.n_tables) * table
 
 
 def tokens_of(layout, work):

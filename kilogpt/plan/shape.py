@@ -223,3 +223,34 @@ def _degrees(layout):
     """(tp, pp, number of ranks that shard a part, ep): everything that Counts depend on."""
     ranks = layout.dp_shard * layout.cp if layout.uses_fsdp else 1
     return layout.tp, layout.pp, ranks, layout.ep
+
+
+def gathered_in_blocks(shape, layout, stages, splits_backward):
+    """Elements of the blocks' parameters that FSDP2 has gathered at a time on a pipeline rank.
+
+    With ZeRO-3 these are two blocks of each stage: one that runs, and the next one, which FSDP2 prefetches.
+    Schedules that split the backward pass gather all blocks of one stage.
+    """
+    in_stages = []
+    in_two_blocks = []
+    for stage in stages:
+        all_parts, ends = shape.totals((stage,), layout)
+        in_stages.append(all_parts.gathered - ends.gathered)
+        in_two_blocks.append(min(in_stages[-1], _gathered_in_two_blocks(shape, layout, stage)))
+    if layout.zero_stage < 3:
+        return sum(in_stages)
+    rest = [whole - two_blocks for whole, two_blocks in zip(in_stages, in_two_blocks)]
+    return sum(in_two_blocks) + (max(rest) if splits_backward else 0)
+
+
+def _gathered_in_two_blocks(shape, layout, stage):
+    """The most elements of two successive blocks of a stage, but the experts of only one."""
+    dense, sparse, experts, table = (shape.counts(part, layout).gathered
+                                     for part in ('dense', 'sparse', 'experts', 'tables'))
+    two_blocks = [0]
+    if stage.n_dense:
+        two_blocks.append(2 * dense)
+    if stage.n_sparse:
+        two_blocks.append(2 * sparse + experts)
+    n_tables = max(map(sum, itertools.pairwise(shape.has_table)), default=sum(shape.has_table))
+    return max(two_blocks) + min(n_tables, stage.n_tables) * table
