@@ -97,7 +97,7 @@ def test_keys_that_pages_mention_exist():
     """Every `key=value` in running text is a key of train.py or sample.py, or another command's option."""
     keys = {key for key, _ in KEY_ROW.findall(write_keys.PAGE.read_text('utf-8'))}
     options = {'document_length', 'key', 'tokenizer', 'family', 'input', 'out', 'val_fraction', 'nproc_per_node',
-               'random', 'random_tokens', 'saves', 'signal',
+               'random', 'random_tokens', 'reshard_after_forward', 'saves', 'signal',
                'special_tokens', 'gpu', 'handle', 'host', 'logdir', 'num_workers', 'ranks', 'x', 'tasks', 'shots',
                'details', 'y', 'loss', 'params', 'tokens', 'bootstrap', 'limit', 'lm_eval', 'roles', 'reference', 'seeds',
                'size', 'jobs'}

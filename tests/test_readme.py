@@ -280,6 +280,7 @@ NEEDS = {
     'python -m pytest': 'to be this very program: .ci/run runs the default tests and the slow ones',
     **dict.fromkeys(('python -m kilogpt.prove --random=', 'python -m kilogpt.prove --minutes='),
                     'minutes: tests/prove/test_random_draws.py has fewer draws'),
+    'bash findings/': 'to show what other programs do, which is not for CI',
     'python sample.py --init_from=gpt2-xl': 'a download of 6 GB: test_sample.py has a small folder',
     "python data/text/prepare.py --input='books/*.txt' --tokenizer=SmolLM2-135M":
         'a download: test_json_tokenizer.py has a folder',
