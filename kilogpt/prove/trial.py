@@ -6,6 +6,7 @@ to start from, for which one process trains a model for an iteration first.
 import dataclasses
 import os
 import shutil
+import sys
 import tempfile
 import time
 from typing import NamedTuple
@@ -105,7 +106,21 @@ def refusal_of(draw, base):
 
 
 def run_draw(draw, number, datasets, base):
-    """Run a draw; returns its Outcome. number: of the draw, for ports of its own. datasets: of write_data."""
+    """Run a draw; returns its Outcome. number: of the draw, for ports of its own. datasets: of write_data.
+
+    A draw that ends with an error is run once more: in rare cases PyTorch or gloo fails (LOG.md).
+    """
+    outcome = run_once(draw, number, datasets, base)
+    if outcome.kind != 'failed':
+        return outcome
+    again = run_once(draw, number, datasets, base)
+    if again.kind != 'failed':
+        print(f'warning: a draw failed once, and not again: {outcome.text}', file=sys.stderr, flush=True)
+    return again
+
+
+def run_once(draw, number, datasets, base):
+    """Run a draw without a second attempt; returns its Outcome."""
     began = time.perf_counter()
     folder = tempfile.mkdtemp(dir=os.path.dirname(datasets))
     try:
