@@ -445,7 +445,8 @@ class GPT(nn.Module):
             else:  # a call of the module, since compile() compiles this step, which always has one shape
                 logits = self(token[:, None], starts=None if starts is None else starts[:, -1:], cache=cache)
                 filled += 1
-            token = draw_token(logits[:, -1].float().expand(rows, -1), temperature, top_k, top_p, generator)
+            logits = at_least_float32(logits[:, -1]).expand(rows, -1)
+            token = draw_token(logits, temperature, top_k, top_p, generator)
             if stop_token is not None:
                 token = token.masked_fill(stopped, stop_token)
                 stopped |= token == stop_token

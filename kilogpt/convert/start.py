@@ -12,6 +12,7 @@ from kilogpt.convert.checkpoint_tensors import open_weights
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.weights import describe_base, open_base, open_source, read_weights
 from kilogpt.layers import lora
+from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
@@ -152,7 +153,7 @@ def initial_values(tensors, model, seed):
     def value(name, shape, rows):
         weight, is_scale, _ = name.partition('_scale')
         if f'{weight}_scale' in scales:
-            quantized, scale = lora.quantize(tensors[weight][rows].float())
+            quantized, scale = lora.quantize(at_least_float32(tensors[weight][rows]))
             return scale if is_scale else quantized
         if tensors and name in tensors:
             return pad_rows(tensors[name], shape, rows)

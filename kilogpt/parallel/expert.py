@@ -187,7 +187,7 @@ class ExpertBalance:
         """{} or one item: the most tokens of any expert, as a multiple of the mean of its block."""
         if self.n_tokens is None:
             return {}
-        n_tokens = self.n_tokens.float()
+        n_tokens = self.n_tokens.to(torch.get_default_dtype())
         return dict(moe_load_max=(n_tokens / n_tokens.mean(dim=1, keepdim=True)).max().item())
 
     def loads(self):

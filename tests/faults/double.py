@@ -1,6 +1,4 @@
-"""Compute everything in float64, including the loss."""
+"""Compute everything in float64."""
 import torch
 
 torch.set_default_dtype(torch.float64)
-to_float32 = torch.Tensor.float
-torch.Tensor.float = lambda tensor: tensor if tensor.dtype == torch.float64 else to_float32(tensor)
