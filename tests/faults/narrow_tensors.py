@@ -45,9 +45,14 @@ class NarrowTensors(TorchDispatchMode):
 def find_caller():
     """(file, function, line) of the innermost code of this repository that is on the stack."""
     frame = sys._getframe(2)
-    while frame.f_back and not frame.f_code.co_filename.startswith(ROOT):
+    while frame.f_back and not is_ours(frame.f_code.co_filename):
         frame = frame.f_back
     return os.path.relpath(frame.f_code.co_filename, ROOT), frame.f_code.co_name, frame.f_lineno
+
+
+def is_ours(path):
+    """Whether a file is this repository's: CI has its libraries in a folder of the repository."""
+    return path.startswith(ROOT + os.sep) and 'site-packages' not in path
 
 
 torch.set_default_dtype(torch.float64)
