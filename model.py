@@ -1,4 +1,4 @@
-"""The GPT. Knows nothing of devices, processes, files or config keys.
+"""The GPT, and how its parts may be split over processes or replaced on a device; others carry that out.
 
 The defaults are GPT-2 (Radford et al. 2019) to the letter, under its own parameter names; the modern blocks
 (RoPE, RMSNorm, ReLU², SwiGLU, grouped-query heads, QK-norm, untied head, logit softcap) are options of the
@@ -9,7 +9,7 @@ rows, S positions that a query may see, N tokens (B * T).
 """
 import hashlib
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -17,36 +17,31 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
-from kilogpt.layers.cache import Cache
-from kilogpt.layers.convolution import Convolution
-from kilogpt.layers.loss_in_parts import LossInParts
-from kilogpt.layers.lora import add_adapters, describe_adapters, initial_std
-from kilogpt.layers.mixture import GATED, Experts, MixtureConfig, MixtureOfExperts, Router
-from kilogpt.layers.options import ModelOptions
+from kilogpt.layers.options import GATED, AdapterOptions, BlockOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
 from kilogpt.layers.rope import rope_tables, rotate
-from kilogpt.layers.sampling import draw_token
 from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding, build_gate, head_strengths
 
 
 @dataclass
-class GPTConfig(MixtureConfig, ModelOptions):
-    block_size: int = 1024
-    vocab_size: int = 50257    # tokens that exist; the table has padded_vocab_size rows
-    n_layer: int = 12
-    n_head: int = 12
-    n_kv_head: int = 0         # key/value heads (grouped-query attention); 0 = n_head
-    n_embd: int = 768
-    head_width: int = 0        # the width of a head; 0 = n_embd / n_head
-    dropout: float = 0.0
-    bias: bool = True          # biases in linears and LayerNorms, as GPT-2 has them
-    pos: str = 'learned'       # 'learned' or 'rope'
-    norm: str = 'layernorm'    # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'          # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu' or 'moe'
-    qk_norm: bool = False      # RMSNorm on queries and keys
-    tie_weights: bool = True   # the output head is the token embedding
-    softcap: float = 0.0       # tanh cap on the logits; 0 = none
-    zero_init: bool = False    # each block starts as the identity: projections into the residual stream are 0
+class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
+    """The shape of the model. Each field with a plain default is a key of train.py."""
+    block_size: int = 1024  # tokens in a sequence
+    vocab_size: int = field(default=50257)  # tokens that exist, as the dataset says; the table has more rows
+    n_layer: int = 12  # blocks
+    n_head: int = 12  # attention heads
+    n_kv_head: int = 0  # key/value heads (grouped-query attention); 0 = n_head
+    n_embd: int = 768  # width of the residual stream
+    head_width: int = 0  # width of a head; 0 = n_embd / n_head
+    dropout: float = 0.0  # for pretraining 0 is good, for finetuning try 0.1
+    bias: bool = True  # biases in linears and LayerNorms, as GPT-2 has them
+    pos: str = 'learned'  # positions: 'learned' or 'rope'
+    norm: str = 'layernorm'  # 'layernorm' or 'rmsnorm'
+    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu', 'moe' (of experts)
+    qk_norm: bool = False  # normalise queries and keys per head
+    tie_weights: bool = True  # the output head shares the token embedding
+    softcap: float = 0.0  # tanh cap on the logits; 0 = none
+    zero_init: bool = False  # start each block as the identity: projections into the residual stream are zero
 
     def __post_init__(self):
         choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'), **self.CHOICES,
@@ -69,6 +64,7 @@ class GPTConfig(MixtureConfig, ModelOptions):
             raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_width} wide: '
                              'choose n_embd and n_head so that n_embd / n_head is even')
         self.check_options()
+        self.check_adapters()
         if not self.n_hidden:  # a gated MLP's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
             gated_hidden = -(-8 * self.n_embd // 3 // 64) * 64
             self.n_hidden = gated_hidden if self.mlp_form in GATED else 4 * self.n_embd
@@ -123,6 +119,7 @@ class Attention(nn.Module):
         self.c_v = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
         self.convolution = None
         if config.attention_conv:
+            from kilogpt.layers.convolution import Convolution
             self.convolution = Convolution(config.attention_conv, q=width, k=kv_width, v=kv_width)
         self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
         self.gate = build_gate(config, config.n_head) if config.attention_gate else None
@@ -210,10 +207,16 @@ class Block(nn.Module):
         self.attn = Attention(config, layer)
         self.ln_1_after = build_norm(config.n_embd, config, 'after')
         self.ln_2 = build_norm(config.n_embd, config, 'before')
-        self.convolution = Convolution(config.mlp_conv, x=config.n_embd) if config.mlp_conv else None
+        self.convolution = None
+        if config.mlp_conv:
+            from kilogpt.layers.convolution import Convolution
+            self.convolution = Convolution(config.mlp_conv, x=config.n_embd)
         self.has_experts = config.has_experts(layer)
-        self.mlp = (MixtureOfExperts(config, MLP, activate) if self.has_experts
-                    else MLP(config, config.n_hidden))
+        if self.has_experts:
+            from kilogpt.layers.mixture import MixtureOfExperts
+            self.mlp = MixtureOfExperts(config, MLP, activate)
+        else:
+            self.mlp = MLP(config, config.n_hidden)
         self.ln_2_after = build_norm(config.n_embd, config, 'after')
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
@@ -287,6 +290,7 @@ class GPT(nn.Module):
                 self.transformer['wpe'] = build_embedding(config.block_size, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False)
             if config.lora_rank:
+                from kilogpt.layers.lora import add_adapters
                 add_adapters(self, self.transformer.h.values(), config)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
@@ -316,7 +320,10 @@ class GPT(nn.Module):
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
-        std = initial_std(name, shape) if 'lora_' in name else 0.02
+        std = 0.02
+        if 'lora_' in name:
+            from kilogpt.layers.lora import initial_std
+            std = initial_std(name, shape)
         if 'attn.value_embedding' in name or 'attn.gate' in name:  # starts as a model without these
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
@@ -390,6 +397,7 @@ class GPT(nn.Module):
 
     def new_cache(self, batch_size, length=math.inf):
         """An empty Cache for `forward`, with batch_size rows of min(length, block_size) tokens."""
+        from kilogpt.layers.cache import Cache
         return Cache(self.config, batch_size, min(length, self.config.block_size), self.transformer.wte.weight)
 
     def num_params(self):
@@ -399,11 +407,17 @@ class GPT(nn.Module):
     def describe_size(self):
         """The number of parameters, in words."""
         total, active = self.num_params(), self.num_active_params()
-        return (f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
-                + describe_adapters(self))
+        text = f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
+        if self.config.lora_rank:
+            trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
+            text += f', of which {trained:,} in adapters are trained'
+        return text
 
     def num_active_params(self):
         """Parameters that a token meets, which do not include those of experts that it does not go to."""
+        if self.config.mlp != 'moe':
+            return self.num_params()
+        from kilogpt.layers.mixture import Experts
         return self.num_params() - sum(m.num_idle() for m in self.modules() if isinstance(m, Experts))
 
     def flops_per_token(self, lengths):
@@ -413,7 +427,7 @@ class GPT(nn.Module):
         or 4. Attention adds two products a layer with H D elements for each position that a token sees, 6
         each. PaLM (Chowdhery et al. 2022) and nanoGPT count those that follow too. lengths: of `mean_seen`.
         """
-        layers = [module for module in self.modules() if isinstance(module, (nn.Linear, Router, Experts))]
+        layers = [module for module in self.modules() if not isinstance(module, nn.Embedding)]
         parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
         of_matrices = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
         of_matrices -= (self.num_params() - self.num_active_params()) * (4 if self.config.lora_rank else 6)
@@ -431,6 +445,7 @@ class GPT(nn.Module):
         cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
         separator: the token at which a document begins, for a model that was trained on documents one by one.
         """
+        from kilogpt.layers.sampling import draw_token
         block_size = self.config.block_size
         cache = cache or self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
         rows = cache.layers[0][0].size(0)
@@ -492,6 +507,7 @@ class Loss(nn.Module):
             return torch.cat([checkpoint(self.of_hidden, part, weight, y, use_reentrant=False)
                               for part, y in parts])
         if torch.is_grad_enabled():
+            from kilogpt.layers.loss_in_parts import LossInParts
             return LossInParts.apply(x, weight, targets, self.of_hidden, size)
         return sum(self.of_hidden(part, weight, y) for part, y in parts)
 

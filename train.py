@@ -16,35 +16,11 @@ from functools import partial
 _started = time.perf_counter()
 # Less fragmentation of GPU memory; must be set before torch is imported.
 os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
-import torch
-from torch.profiler import record_function
 
-from data.datasets import fingerprint, open_dataset
-from data.shares import Shares
-from data.splits import add_figures, evaluations, open_splits
-from kilogpt import checkpoint, metrics
+from data.datasets import check_exists, fingerprint, open_dataset
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.start import find_start, initial_values
-from kilogpt.devices import host
-from kilogpt.evaluate.bits import BitsPerByte
-from kilogpt.evaluate.hooks import evaluation_hooks
-from kilogpt.guard import Guard, Rollback
-from kilogpt.islands.islands import Islands, IslandSettings, needed_checkpoint
-from kilogpt.islands.jobs import IslandJob
-from kilogpt.layers.options import ModelOptions
-from kilogpt.optim import build_optimizer, set_lr
-from kilogpt.parallel.apply import Parallel, describe_layout, take_means
-from kilogpt.parallel.dtensor import fill
-from kilogpt.parallel.layout import Layout
-from kilogpt.parallel.network import describe_nodes
-from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
-from kilogpt.plan.fits import describe_memory
-from kilogpt.profiler import Profiler
-from kilogpt.run import Run, RunFolder, hook_states, hook_tensors, restore_hooks, weights_for_evaluation
+from kilogpt.keys.islands import are_on
 from kilogpt.settings import check_settings, lr_of, settle_settings
-from kilogpt.signals import Signals, StopRequest
-from kilogpt.watchdog import Watchdog
-from model import GPT, GPTConfig
 
 # --- configuration ------------------------------------------------------------------------------------------
 # The defaults train GPT-2 (124M) on OpenWebText, as nanoGPT's do.
@@ -54,12 +30,6 @@ eval_interval = 2000  # iterations from one evaluation (and checkpoint) to the n
 log_interval = 1  # iterations from one log line to the next
 eval_iters = 200  # an evaluation takes eval_iters * batch_size fixed sequences of each split; 0 = none
 eval_only = False  # evaluate once and exit
-eval_tasks = ''  # tasks to score as well (docs/evaluate.md): 'capitals, my/task.jsonl, core:eval_bundle'
-eval_tasks_interval = 0  # iterations from one scoring of tasks to the next; 0 = eval_interval
-eval_tasks_limit = 0  # score the first so many questions of each task; 0 = all
-sample_interval = 0  # iterations from one sample of text to the next; 0 = none
-sample_prompts = '\n'  # texts that the samples continue, separated by ||
-sample_tokens = 100  # tokens in each sample
 always_save_checkpoint = True  # save after each evaluation; False = after improvements, and at the end
 save_interval = 0  # also save every this many iterations; 0 = never for this reason
 save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = never for this reason
@@ -73,43 +43,10 @@ wandb_run_name = 'gpt2'  # run name in Weights & Biases
 tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
 dataset = 'openwebtext'  # a name in data/ (or here), a path, or a mixture, 'web:0.7, code:0.3'
-mixture_phases = ''  # other weights from a number of tokens on: '5e9: web:0.4, code:0.6; 9e9: code:1'
-max_epochs = 0  # epochs of each source, after which the others share its part of a mixture; 0 = any number
-data_cache_gb = 100.0  # of a dataset in object storage, keep up to so much on this machine; 0 = read from there
-accept_new_data = False  # resume although the files of the dataset have changed since the checkpoint
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
 batch_size = 12  # sequences in a micro-batch
-block_size = 1024  # tokens in a sequence
-documents = 'stream'  # 'stream' = one text; 'mask' = attention within documents; 'pack' = whole ones in rows
-loss = 'cross_entropy'  # 'cross_entropy' of tokens, or 'dpo' of pairs of answers (docs/dpo.md)
-dpo_beta = 0.1  # with loss='dpo': how much a margin counts; smaller values lead further from the reference
-# model
-n_layer = 12  # blocks
-n_head = 12  # attention heads
-n_kv_head = 0  # key/value heads (grouped-query attention); 0 = n_head
-n_embd = 768  # width of the residual stream
-head_width = 0  # width of a head; 0 = n_embd / n_head
-dropout = 0.0  # for pretraining 0 is good, for finetuning try 0.1
+# model; further keys, such as n_layer, are the fields of GPTConfig in model.py
 bias = False  # biases in linears and LayerNorms
-pos = 'learned'  # positions: 'learned' or 'rope'
-norm = 'layernorm'  # 'layernorm' or 'rmsnorm'
-mlp = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu', 'moe' (of experts)
-qk_norm = False  # normalise queries and keys per head
-tie_weights = True  # the output head shares the token embedding
-softcap = 0.0  # tanh cap on the logits; 0 = none
-zero_init = False  # start each block as the identity: projections into the residual stream are zero
-# mixture of experts, with mlp='moe'
-n_experts = 8  # experts in a block
-n_active_experts = 2  # experts that a token goes to
-n_shared_experts = 0  # experts that every token goes to as well
-expert_hidden = 0  # width of an expert; 0 = that of a dense MLP
-expert_mlp = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
-moe_first_layer = 0  # first block with experts
-moe_every = 1  # from there on, each of this many blocks has experts
-router = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
-router_balance = 'bias'  # what keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch) or 'none'
-router_balance_rate = 1e-3  # step of the bias in an iteration, or weight of the loss
-router_z_loss = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
 # optimizer
 optimizer = 'adamw'  # 'adamw', or 'muon': Muon for the blocks' matrices, AdamW for the rest
 learning_rate = 6e-4  # highest learning rate of the schedule
@@ -120,9 +57,6 @@ beta1 = 0.9  # decay of AdamW's mean of gradients
 beta2 = 0.95  # decay of AdamW's mean of squared gradients
 muon_momentum = 0.95  # decay of Muon's mean of gradients; lower for runs of a few hundred iterations
 grad_clip = 1.0  # clip the gradient to this norm; 0 = no clipping
-on_nonfinite = 'abort'  # on a NaN or infinite gradient: 'abort', or 'skip' the update up to 9 times in a row
-on_spike = 'none'  # on a gradient spike: 'skip' the update, or 'rollback' too after 4 in a row
-spike_factor = 5.0  # with on_spike: gradient norms above this many times their running median are too large
 # learning rate schedule
 decay_lr = True  # False = constant learning rate, without warm-up
 lr_schedule = 'cosine'  # 'cosine', 'linear' or 'wsd' (warm-up, stable, decay)
@@ -130,32 +64,6 @@ lr_decay_ratio = 0.2  # with wsd: the last part of the schedule, in which the le
 warmup_iters = 2000  # iterations of linear warm-up
 lr_decay_iters = 600000  # iteration at which min_lr is reached; 0 = max_iters
 min_lr = 6e-5  # learning rate at the end of the schedule; about learning_rate / 10
-# layout: data parallelism (DDP or FSDP2) takes the processes that tp, cp and pp leave
-zero_stage = 0  # 0 = DDP; 1 = DDP, optimizer sharded; 2 = FSDP2; 3 = FSDP2, parameters freed after forward
-dp_replicate = 1  # with zero_stage 2 or 3: groups of processes that each hold one replica (HSDP)
-tp = 1  # tensor (and sequence) parallel degree
-async_tp = False  # overlap tp's collectives with matrix products; needs compile and NVLink
-cp = 1  # context parallel degree: processes that share each sequence
-ep = 1  # expert parallel degree: processes among which the experts are divided, within a replica
-pp = 1  # pipeline parallel degree
-pp_schedule = '1f1b'  # 'gpipe', '1f1b', 'interleaved1f1b', 'interleavedzb', 'zbv' or 'dualpipev'
-activation_checkpoint = 'none'  # recompute in backward: 'selective' (all but matmuls and attention), 'full'
-cpu_offload = False  # keep parameters, gradients and optimizer state in host memory (zero_stage 2 or 3)
-grad_compress = 'none'  # DDP's all-reduce: 'none', 'bf16' or 'powersgd' (matrices of low rank)
-comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
-# islands: groups of processes that train separately and exchange parameters at intervals (DiLoCo)
-islands = 1  # number of groups; each has the layout above and a share of each iteration's sequences
-outer_interval = 0  # iterations from one exchange to the next; 0 = 100 with islands, else no exchange
-outer_lr = 0.7  # learning rate of the outer optimizer, which takes the mean of the islands' changes
-outer_momentum = 0.9  # its Nesterov momentum
-outer_fragments = 1  # parts of the parameters that are exchanged at different times within an interval
-outer_compress = 'none'  # what islands send: 'none' (parameters), or changes in 'bf16', 'int8' or 'int4'
-outer_delay = 0  # iterations that islands make while an exchange is in progress
-outer_mix = 0.0  # share of its own parameters that an island keeps after an exchange; 0 = none
-outer_offload = False  # keep the state of the outer optimizer in host memory
-outer_store = ''  # for islands that are jobs of their own: HOST:PORT of python -m kilogpt.islands
-island = 0  # with outer_store: the number of this job's island
-outer_timeout = 60.0  # with outer_store: seconds for which the first island waits for others at an exchange
 # system
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
@@ -167,26 +75,55 @@ cuda_graph = True  # with compile, on one GPU: launch all kernels of a micro-bat
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------
-config = configure(globals(), ModelOptions)  # its fields are keys too: parts that fewer models have
+# Further keys are in kilogpt/keys, a page for each subject: data, faults, islands, layouts, scoring.
+config = configure(globals(), 'model.py:GPTConfig', 'kilogpt/keys')
+with exit_on_error():
+    check_settings(config)
+    check_exists(dataset)
+
+# PyTorch takes seconds to import, so a mistyped key is told before.
+import torch
+from torch.profiler import record_function
+
+from data.shares import Shares
+from data.splits import add_figures, evaluations, open_splits
+from kilogpt import checkpoint, metrics
+from kilogpt.devices import host
+from kilogpt.parallel.bits_per_byte import BitsPerByte
+from kilogpt.guard import Guard, Rollback
+from kilogpt.optim import build_optimizer, set_lr
+from kilogpt.parallel.apply import LAID_OUT_BY, Parallel, describe_layout, take_means
+from kilogpt.parallel.dtensor import fill
+from kilogpt.parallel.layout import Layout
+from kilogpt.parallel.network import describe_nodes
+from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
+from kilogpt.plan.fits import describe_memory
+from kilogpt.run import Hooks, NoIslands, Run, RunFolder
+from kilogpt.signals import Signals, StopRequest
+from kilogpt.start import find_start, initial_values
+from kilogpt.watchdog import Watchdog
+from model import GPT, GPTConfig
 
 # --- set-up: processes, data, and what the run starts from --------------------------------------------------
 stop_request = StopRequest()
 torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
 
 with exit_on_error():
-    check_settings(config)
     if deterministic:
         make_deterministic()
-    processes = Processes(device, 1 if outer_store else islands)
-    layout = Layout(processes.world_size, zero_stage, dp_replicate, tp, cp, pp, pp_schedule, ep)
-    processes.join(layout, backend, comm_timeout)
+    processes = Processes(device, 1 if config['outer_store'] else config['islands'])
+    layout = Layout.of(processes.world_size, config)
+    processes.join(layout, backend, config['comm_timeout'])
     host.prepare(processes.say)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
-    all_islands = (IslandJob if outer_store else Islands)(processes, layout, IslandSettings.of(config))
+    all_islands = NoIslands(processes, config)
+    if are_on(config):
+        from kilogpt.islands.jobs import open_islands
+        all_islands = open_islands(processes, layout, config)
     out_dir = all_islands.out_dir
     folder = RunFolder(out_dir, processes, is_written=not eval_only)
-    watchdog = Watchdog(processes, os.path.join(folder.path, 'hang'), comm_timeout)
+    watchdog = Watchdog(processes, os.path.join(folder.path, 'hang'), config['comm_timeout'])
     sources = open_dataset(dataset, processes)
     shards = processes.share(fingerprint(sources) if processes.is_main else None)
     watchdog.beat()
@@ -196,19 +133,17 @@ with exit_on_error():
     watchdog.beat()
 
 # --- set-up: model and optimizer ----------------------------------------------------------------------------
-global_batch = batch_size * gradient_accumulation_steps // islands  # sequences in an iteration of an island
+block_size = config['block_size']
+global_batch = batch_size * gradient_accumulation_steps // config['islands']  # sequences in an iteration of an island
 
 with exit_on_error():
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
-        model = GPT(GPTConfig(**model_args | dict(dropout=dropout)), seed=None)
+        model = GPT(GPTConfig(**model_args | dict(dropout=config['dropout'])), seed=None)
     config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
     train_loader, val_loader = open_splits(sources, model_args['vocab_size'], config, processes)
     size, n_params = model.describe_size(), model.num_params()
     flops_per_token = model.flops_per_token(train_loader.document_lengths())
-    parallel.lay_out(model, global_batch=global_batch, batch_size=batch_size, block_size=block_size,
-                     dtype=dtype, compile=compile, cpu_offload=cpu_offload, fp8=fp8, async_tp=async_tp,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
-                     documents=documents, cuda_graph=cuda_graph, loss=loss, dpo_beta=dpo_beta)
+    parallel.lay_out(model, global_batch=global_batch, dtype=dtype, **{key: config[key] for key in LAID_OUT_BY})
     optimizer = build_optimizer(
         optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
         muon_momentum, model.split_plan, dtype, parallel.apply_to_whole_matrices, lr_factors)
@@ -220,9 +155,7 @@ with exit_on_error():
         checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
     watchdog.beat()
     bits = BitsPerByte(parallel, sources)
-    run = Run(partial(Shares, global_batch, block_size, islands), all_islands.island, saved,
-              max_iters=max_iters, eval_interval=eval_interval, eval_only=eval_only,
-              always_saves=always_save_checkpoint, save_interval=save_interval, save_minutes=save_minutes)
+    run = Run(partial(Shares, global_batch, block_size, config['islands']), all_islands.island, saved, config)
     batches = parallel.batches(train_loader.train_batch, run.sequences, train_loader.read_ahead)
     parallel.warm_up(lambda: batches(run.iteration, 0))
 
@@ -230,7 +163,7 @@ with exit_on_error():
 available = metrics.available_memory(processes.device) - all_islands.bytes_on(processes.device)
 processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
               f'{train_loader.n_tokens:,} training tokens in {train_loader.place}')
-for line in (*describe_layout(parallel, optimizer, batch_size, islands), *all_islands.describe(),
+for line in (*describe_layout(parallel, optimizer, batch_size, config['islands']), *all_islands.describe(),
              *train_loader.describe(), *describe_nodes(out_dir, train_loader.place),
              *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
     processes.say(f'  {line}')
@@ -238,14 +171,14 @@ if saved:
     processes.say(f'resuming {source} at iteration {run.iteration}')
 
 saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
-saves_in_background = saves_checkpoints and async_checkpoint and not cpu_offload
+saves_in_background = saves_checkpoints and async_checkpoint and not config['cpu_offload']
 with exit_on_error():
     folder.begin(config, meta, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
     wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
     log = metrics.Metrics(folder.path, processes.is_main,
                           wandb if wandb_log and all_islands.island == 0 else None,
                           tensorboard and not eval_only, run.iteration, prints=processes.is_first)
-    saver = checkpoint.Saver(out_dir, keep_checkpoints, partial(needed_checkpoint, out_dir, processes.between))
+    saver = checkpoint.Saver(out_dir, keep_checkpoints, all_islands.needed_checkpoint)
 meter = metrics.Meter(log, run, processes, dtype, n_params, flops_per_token, layout.tp, _started)
 
 
@@ -279,7 +212,7 @@ def evaluate():
 
 def save(in_background=False):
     """Save a checkpoint of the present iteration. The log has its line once it is written."""
-    state = run.state() | guard.state() | hook_states(hooks) | dict(
+    state = run.state() | guard.state() | hooks.state() | dict(
         wandb_id=log.wandb_id, model=vars(model.config), tokenizer=meta, config=config,
         shards=shards, base=base, machine=processes.machine())
     with watchdog.waits_for_storage():
@@ -287,21 +220,25 @@ def save(in_background=False):
         log.save_written(run.iteration, run.clock.now())
         began = time.perf_counter()
         path = saver.save(run.iteration, all_islands.parameters(), optimizer, state, in_background,
-                          hook_tensors(hooks))
+                          hooks.tensors())
         log.save_started(saver, path, run.iteration, time.perf_counter() - began, run.clock.now())
 
 
 signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write)
-guard = Guard(run, parallel, optimizer, dtype, log, train_loader, on_nonfinite, on_spike, spike_factor)
+guard = Guard(run, parallel, optimizer, dtype, log, train_loader, config)
 # What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
-hooks = [all_islands] if all_islands.is_on else []
-hooks += [Rollback(guard, out_dir, saver, hooks, save)] if on_spike == 'rollback' else []
-hooks += [Profiler(folder.path, max_iters - run.iteration)] if profile and processes.is_main else []
+hooks = Hooks([all_islands] if are_on(config) else [])
+hooks += [Rollback(guard, out_dir, saver, hooks, save)] if config['on_spike'] == 'rollback' else []
+if profile and processes.is_main:
+    from kilogpt.profiler import Profiler
+    hooks.append(Profiler(folder.path, max_iters - run.iteration))
 with exit_on_error():
-    hooks += evaluation_hooks(parallel, model.config, dtype, meta, config, hooks, log, meter.stamp, signals.poll)
+    if config['eval_tasks'] or config['sample_interval']:
+        from kilogpt.evaluate.hooks import evaluation_hooks
+        hooks += evaluation_hooks(parallel, model.config, dtype, meta, config, hooks, log, meter.stamp, signals.poll)
     if saved:
         guard.load_state(saved)
-        restore_hooks(hooks, source, saved, processes)
+        hooks.restore(source, saved, processes)
     all_islands.begin(run, signals, saver, log, saved, bool(source), train_loader.n_tokens)
 
 run.clock.start_lap(run.iteration)
@@ -314,11 +251,11 @@ while True:
         metrics.synchronize(processes.device)  # work still under way counts as training time
         guard.settle()  # now the last update is made or skipped, or the run ends before it
         run.end_if_stopped(signals)
-        if not run.ending and any([hook.act(run) for hook in hooks if hook.is_due(run)]):
+        if not run.ending and hooks.act(run):
             continue  # from the iteration to which a hook has moved the run
         with run.clock.paused():
             if run.evaluates and eval_iters and not run.ending:
-                with weights_for_evaluation(hooks):
+                with hooks.weights_for_evaluation():
                     losses = evaluate()
                 if losses:
                     run.note(losses['val_loss'])
@@ -352,12 +289,11 @@ while True:
         with record_function('optimizer'):
             grad_norm = guard.step(lr, loss_sum, grad_clip)
         sums = parallel.take_sums()
-    for hook in hooks:
-        hook.after_update()
+    hooks.after_update()
     run.advance()
     watchdog.first_iteration_done()
     if saves_in_background and not saver.host_copies:
-        saver.allocate(all_islands.parameters(), optimizer, hook_tensors(hooks))
+        saver.allocate(all_islands.parameters(), optimizer, hooks.tensors())
 
     # log
     line = None
@@ -373,7 +309,6 @@ while True:
 with watchdog.waits_for_storage():
     saver.wait()
 log.save_written(run.iteration, run.clock.now())
-for hook in hooks:
-    hook.close()
+hooks.close()
 log.close()
 processes.leave(run.report_ending(processes, saver.problem))

@@ -7,8 +7,8 @@ import pathlib
 import shutil
 
 from data.datasets import places_of
-from data.fetch import write_atomically
-from data.json_tokenizer import portable
+from data.storage import write_atomically
+from data.tokenizer_base import portable
 from data.pipeline import (
     DIGESTS_AT_ONCE, find_copies, mark_copies, processes_engine, ray_engine, run_tasks, tokenize, write_shard)
 from data.prepare import publish

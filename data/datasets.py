@@ -13,8 +13,8 @@ import sys
 from typing import NamedTuple
 
 from data import storage
-from data.fetch import write_atomically
-from data.json_tokenizer import FILES
+from data.storage import write_atomically
+from data.tokenizer_base import FILES
 from data.mixtures import parse_mixture
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 
@@ -40,6 +40,13 @@ def open_dataset(dataset, processes):
                 read_meta(dataset_folder(name))  # writes the meta.json of a dataset of nanoGPT
         processes.barrier()
     return find_sources(dataset)
+
+
+def check_exists(dataset):
+    """Raise ValueError if a dataset, or one of a mixture, is missing on this machine and `open_dataset` cannot help."""
+    for name in parse_mixture(dataset):
+        if name not in SMALL_DATASETS and not storage.is_url(name):
+            find_dataset(name)
 
 
 class Source(NamedTuple):

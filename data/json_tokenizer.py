@@ -2,20 +2,14 @@
 
 A dataset and a run's folder have a copy of its files, so that each remains complete when it is moved.
 """
-import contextlib
 import functools
 import hashlib
 import json
 import os
 import re
-import shutil
 
-from data.bpe import BYTE_TO_UNICODE, Tokenizer
+from data.tokenizer_base import BYTE_TO_UNICODE, FILES, Tokenizer
 
-# What describes a tokenizer in a folder of weights. Only the first file is required. The others name the
-# special tokens, and say how a conversation becomes text, and at which tokens and how text is generated.
-FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja',
-         'generation_config.json')
 # The entries of tokenizer.json that decide which ids a text has, and so are in the digest.
 DECISIVE = 'normalizer', 'pre_tokenizer', 'model', 'added_tokens'
 # Usual names of the end-of-text token, for folders that do not say which one it is.
@@ -164,27 +158,3 @@ def open_tokenizer(meta):
         raise ValueError(f'{path} has the digest {tokenizer.digest[:8]}, but the tokenizer had '
                          f'{meta["digest"][:8]}: {advice}')
     return tokenizer
-
-
-def portable(meta):
-    """A meta for a file that lies beside the tokenizer's own files: without their folder."""
-    return meta and {key: value for key, value in meta.items() if key != 'folder'}
-
-
-def tokenizer_folder(out_dir):
-    """Where a run keeps the files of its tokenizer, if the tokenizer has files."""
-    return os.path.join(out_dir, 'tokenizer')
-
-
-def copy_tokenizer(meta, target):
-    """Copy the files of a meta's tokenizer, if it has any, into the folder `target`."""
-    if not (meta and meta.get('folder')) or os.path.abspath(meta['folder']) == os.path.abspath(target):
-        return
-    os.makedirs(target, exist_ok=True)
-    for name in FILES:
-        path = os.path.join(meta['folder'], name)
-        if os.path.exists(path):
-            shutil.copyfile(path, os.path.join(target, name))
-        else:  # of an earlier run
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(os.path.join(target, name))

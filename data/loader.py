@@ -56,6 +56,8 @@ class TokenLoader:
     ValueError if the split does not exist or has too few tokens, if a file is truncated, or if a token id is
     vocab_size or above.
     """
+    packs_rows = False  # whether a training sequence consists of whole documents
+    is_mixture = False  # whether the sequences come from several datasets
 
     def __init__(self, folder, split, block_size, vocab_size, meta, seed):
         self.block_size, self.seed = block_size, seed

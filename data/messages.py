@@ -13,7 +13,7 @@ import json
 
 import numpy as np
 
-from data.bpe import Tokenizer
+from data.tokenizer_base import Tokenizer
 from data.chat_template import ChatTemplate
 from data.flags import flag_document
 from data.readers import read_rows

@@ -28,7 +28,7 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from data import storage
-from data.fetch import write_atomically
+from data.storage import write_atomically
 from data.prepare import cut_text, start_worker
 from data.readers import DOCUMENTS, form_of, read_pieces
 from data.tokenizer import get_tokenizer

@@ -23,8 +23,8 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from data.datasets import places_of
-from data.fetch import write_atomically
-from data.json_tokenizer import portable
+from data.storage import write_atomically
+from data.tokenizer_base import portable
 from data.readers import DOCUMENTS, form_of, read_pieces
 from data.tokenizer import TOKEN_BYTES
 

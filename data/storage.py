@@ -356,3 +356,19 @@ def delete(urls):
     for url in urls:
         with contextlib.suppress(FileNotFoundError):
             _call(url, lambda fs: fs.rm_file(url)) if is_url(url) else os.remove(url)
+
+
+@contextlib.contextmanager
+def write_atomically(path):
+    """Open a binary file that gets its name when it is complete and on disk. If writing fails, remove it."""
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    temporary = f'{path}.{os.getpid()}.tmp'
+    try:
+        with open(temporary, 'wb') as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(temporary)

@@ -7,9 +7,9 @@ import json
 import os
 
 from data import storage
-from data.bpe import BPETokenizer, GigatokenTokenizer, Tokenizer, bytes_to_unicode
-from data.fetch import has_gpt2_vocabulary
-from data.json_tokenizer import JsonTokenizer, load_tokenizer, open_tokenizer
+from data.tokenizer_base import FILES, Tokenizer, bytes_to_unicode
+
+JSON = FILES[0]  # the name of the tokenizers that come with weights, and of their file
 
 
 class CharTokenizer(Tokenizer):
@@ -86,15 +86,19 @@ def get_tokenizer(meta):
     """
     if not meta.get('tokenizer'):
         return IdTokenizer(meta['vocab_size'])
-    if meta['tokenizer'] == JsonTokenizer.name and 'digest' in meta:
+    if meta['tokenizer'] == JSON and 'digest' in meta:
+        from data.json_tokenizer import open_tokenizer
         return open_tokenizer(meta)
     if os.path.exists(meta['tokenizer']):
+        from data.json_tokenizer import load_tokenizer
         return load_tokenizer(meta['tokenizer'])
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] == 'gpt2-gigatoken':
+        from data.bpe import GigatokenTokenizer
         return GigatokenTokenizer.named('gpt2')
     if meta['tokenizer'] != 'char':
+        from data.bpe import BPETokenizer
         return BPETokenizer.named(meta['tokenizer'])
     if not meta.get('chars'):
         raise ValueError("tokenizer 'char' needs its alphabet, which is in `chars` of a dataset's meta.json: "
@@ -116,9 +120,11 @@ def bytes_of_tokens(folder, meta):
     except FileNotFoundError:
         pass
     name = meta.get('tokenizer')
-    if name == 'gpt2' and not has_gpt2_vocabulary():
-        return None
-    if name in ('gpt2', 'char', 'bytes') or name == JsonTokenizer.name and 'digest' in meta:
+    if name == 'gpt2':
+        from data.fetch import has_gpt2_vocabulary
+        if not has_gpt2_vocabulary():
+            return None
+    if name in ('gpt2', 'char', 'bytes') or name == JSON and 'digest' in meta:
         return get_tokenizer(meta).bytes_of_tokens()
     return None  # the vocabulary might have to be downloaded
 

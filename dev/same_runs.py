@@ -134,7 +134,7 @@ def run_jobs(scenario, tree, folder, dataset):
     """Make the runs of a scenario at the same time, with the server where they meet; their exit codes."""
     with socket.create_server(('127.0.0.1', 0)) as free:
         port = free.getsockname()[1]
-    server = start_logged([sys.executable, '-m', 'kilogpt.meet', f'--port={port}'], tree, folder)
+    server = start_logged([sys.executable, '-m', 'kilogpt.islands', f'--port={port}'], tree, folder)
     try:
         wait_for_server(server, port)
         store = f'--outer_store=127.0.0.1:{port}'

@@ -79,8 +79,8 @@ SCENARIOS = {
         'SIGTERM in the evaluation of iteration 6, and resume',
         stopped('evaluation', 9, slow=[17, 18]), depends_on_timing=True),
     'term-save': Scenario(
-        'SIGTERM in the save of iteration 6, and resume',
-        stopped('saving', 1, pace=0.03), depends_on_timing=True),
+        'SIGTERM in the save of iteration 6 (the first call of fsync tries out_dir), and resume',
+        stopped('saving', 2, pace=0.03), depends_on_timing=True),
     'dp2': Scenario('DDP', [Run(processes=2)]),
     'zero1': Scenario('ZeRO 1', [Run('--zero_stage=1', 2)]),
     'zero3': Scenario('ZeRO 3', [Run('--zero_stage=3', 2)]),

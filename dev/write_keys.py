@@ -25,7 +25,7 @@ def help_of(script):
 
 def section(script, text):
     """The section of a script: a table for each group of keys. text: the script's --help."""
-    usage, keys = re.split(r'^usage: .*\n', text, flags=re.M)
+    usage, keys = re.split(r'^usage: .*\n(?: +--help .*\n)?', text, flags=re.M)
     lines = ['', f'## {script}']
     in_table = False
     for line in keys.splitlines():

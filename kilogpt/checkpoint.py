@@ -24,11 +24,10 @@ import torch
 import torch.distributed as dist
 
 from data import storage
-from data.json_tokenizer import tokenizer_folder
+from data.tokenizer_base import tokenizer_folder
 from kilogpt.checkpoint_files import (
     ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, sync_folder, write_file, write_json)
 from kilogpt.configurator import announced
-from kilogpt.remote_run import RemoteRun, delete_remote
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 
@@ -109,7 +108,10 @@ class Saver:
             # The saver's thread communicates while training does, and so needs a group of its own.
             group = dist.new_group(backend='gloo', group_desc='checkpoint')
         self.shards = ShardWriter(group)
-        self.remote = RemoteRun(out_dir) if storage.is_url(out_dir) else None
+        self.remote = None
+        if storage.is_url(out_dir):
+            from kilogpt.remote_run import RemoteRun
+            self.remote = RemoteRun(out_dir)
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = ThreadPoolExecutor(1, initializer=_set_up_thread, initargs=(gpu,))
         self.pending = None
@@ -238,6 +240,7 @@ def delete_after(out_dir, iteration, processes):
 
 def _delete(path):
     if storage.is_url(path):
+        from kilogpt.remote_run import delete_remote
         delete_remote(path)
         return
     os.rename(path, path + '.tmp')  # first, so that a checkpoint with its final name is always complete

@@ -8,11 +8,8 @@ you trust. A `.json` file, such as the `config.json` that a run writes to its ou
 import ast
 import atexit
 import contextlib
-import dataclasses
 import difflib
 import functools
-import importlib
-import inspect
 import io
 import json
 import os
@@ -22,6 +19,7 @@ import tokenize
 import traceback
 import types
 import typing
+from typing import NamedTuple
 
 from data.storage import StorageError
 
@@ -103,12 +101,24 @@ def _flush_output():
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def configure(script, more=None, argv=None):
-    """Override the config globals of a script from the command line, in place, and return them as a dict.
+class Page(NamedTuple):
+    """A file or class with keys."""
+    name: str  # by which --help shows it alone: islands for islands.py, expert for the class ExpertOptions
+    title: str  # the first line of its docstring
+    path: str
+    body: list  # its statements
+    values: dict  # {key: default}
+    types: dict  # {key: the types that it takes}
+
+
+def configure(script, *places, argv=None):
+    """Override the config globals of a script from the command line, in place; returns all keys as a dict.
 
     script: the caller's globals(). Its keys are the public globals of plain type that are defined so far. The
         name of a helper variable above the call therefore starts with _.
-    more: a dataclass whose fields are keys too, with their defaults.
+    places: files with more keys, relative to the script: 'keys/islands.py' or a folder 'keys' for its globals,
+        'model.py:GPTConfig' for the fields of a class and of its bases. They are read, not imported: a key is
+        what a literal is assigned to. The script's own default of a key wins.
     argv: config files and `--key=value`, `--key value` or `--flag` arguments (default: sys.argv[1:]).
     A key takes values of the type of its default, or of the types in its annotation (`top_k: int | None =
     200`). An unknown key or a value of the wrong type ends the script with one sentence.
@@ -117,12 +127,15 @@ def configure(script, more=None, argv=None):
     argv = list(sys.argv[1:] if argv is None else argv)
     config = {key: value for key, value in script.items()
               if not key.startswith('_') and isinstance(value, _CONFIG_TYPES)}
-    fields = dataclasses.fields(more) if more else ()
-    config |= {field.name: field.default for field in fields}
     key_types = _types_of_keys(config, script.get('__annotations__', {}))
+    pages = read_pages(os.path.dirname(script['__file__']), places) if places else []
+    for page in pages:
+        config |= {key: value for key, value in page.values.items() if key not in config}
+        key_types |= {key: kinds for key, kinds in page.types.items() if key not in key_types}
     if '--help' in argv or '-h' in argv:
         with contextlib.suppress(OSError):  # the reader of a pipe may stop before the end
-            print(_help(script['__file__'], more, config, key_types))
+            own = {key: value for key, value in config.items() if key in script}
+            print(_help(script['__file__'], own, pages, key_types, argv))
         sys.exit(0)
     with exit_on_error():
         while argv:
@@ -134,8 +147,63 @@ def configure(script, more=None, argv=None):
             else:
                 for key, value in _read_file(argument, config).items():
                     config[key] = _check(key, value, config, key_types, argument)
-    script.update(config)
+    script.update({key: value for key, value in config.items() if key in script})
     return config
+
+
+def read_pages(folder, places):
+    """The pages of keys at some places, as `configure` takes them, in a folder. A class stands before its bases."""
+    pages = []
+    for place in places:
+        path, _, class_name = place.partition(':')
+        path = os.path.join(folder, path)
+        if os.path.isdir(path):
+            files = sorted(name for name in os.listdir(path) if name.endswith('.py'))
+            pages += [_read_module(os.path.join(path, name)) for name in files]
+        elif class_name:
+            pages += _read_class(folder, path, class_name)
+        else:
+            pages.append(_read_module(path))
+    return [page for page in pages if page.values]
+
+
+def _parse_file(path):
+    with tokenize.open(path) as file:
+        return ast.parse(file.read(), path)
+
+
+def _read_module(path):
+    module = _parse_file(path)
+    return _read_page(path, module, os.path.splitext(os.path.basename(path))[0])
+
+
+def _read_class(folder, path, class_name):
+    """The pages of a class and of its bases, whose modules lie in `folder`."""
+    module, place_of = _parse_file(path), {}  # {imported name: path}
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom):
+            imported = os.path.join(folder, *node.module.split('.')) + '.py'
+            place_of |= {alias.name: imported for alias in node.names}
+    node = next(node for node in module.body if isinstance(node, ast.ClassDef) and node.name == class_name)
+    pages = [_read_page(path, node, re.sub('(Config|Options)$', '', class_name).lower())]
+    for base in node.bases:
+        pages += _read_class(folder, place_of[base.id], base.id)
+    return pages
+
+
+def _read_page(path, node, name):
+    """The page of a module or class. node: what ast.parse made of it."""
+    values, types = {}, {}
+    for statement in node.body:
+        key = _assigned_name(statement)
+        if not key or key.startswith('_'):
+            continue
+        with contextlib.suppress(ValueError):  # not a literal, hence no key
+            value = ast.literal_eval(statement.value)
+            if isinstance(value, _CONFIG_TYPES) and not key.isupper():
+                values[key], types[key] = value, (type(value),)
+    title = (ast.get_docstring(node) or name).partition('\n')[0]
+    return Page(name, title, path, node.body, values, types)
 
 
 @contextlib.contextmanager
@@ -158,20 +226,13 @@ def config_of(path, argv):
     """The config that the script at `path` would have with these arguments. The script does not run.
 
     Of the script, only the assignments to public names above `config = configure(globals(), ...)` are
-    executed, and of its imports only that of the class in this call.
+    executed.
     """
     script = {'__file__': path}
-    with tokenize.open(path) as file:
-        module = ast.parse(file.read(), path)
-    module_of = {}  # {imported name: module}
-    for node in module.body:
-        if isinstance(node, ast.ImportFrom):
-            module_of |= {alias.name: node.module for alias in node.names}
+    for node in _parse_file(path).body:
         target = _assigned_name(node)
         if target == 'config':
-            more = [getattr(importlib.import_module(module_of[name.id]), name.id)
-                    for name in node.value.args[1:]]
-            return configure(script, *more, argv=argv)
+            return configure(script, *map(ast.literal_eval, node.value.args[1:]), argv=argv)
         if target and not target.startswith('_'):
             exec(compile(ast.Module([node], []), path, 'exec'), script)
 
@@ -302,20 +363,23 @@ def _table_as_text(table):
     return ', '.join(f'{name}:{value}' for name, value in table.items())
 
 
-def _help(path, more, config, key_types):
-    """The text of --help: every key with its default, type and comment, grouped as in the script."""
-    with tokenize.open(path) as file:
-        module = ast.parse(file.read())
-    lines = [ast.get_docstring(module) or '', '',
-             f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]',
-             *_help_on_keys(path, module.body, config, key_types)]
-    if more:
-        source = inspect.getsourcefile(more)
-        with tokenize.open(source) as file:
-            body = next(node.body for node in ast.parse(file.read()).body
-                        if isinstance(node, ast.ClassDef) and node.name == more.__name__)
-        lines += ['\n' + inspect.getdoc(more).splitlines()[0]]
-        lines += _help_on_keys(source, body, config, key_types)
+def _help(path, own, pages, key_types, argv):
+    """The text of --help: every key with its default, type and comment, grouped as in the script and its pages.
+
+    own: {key: default} of the script itself. argv: if it names a page, as `--help islands` does, the text has this page alone.
+    """
+    for page in pages:
+        if page.name in argv:
+            return '\n'.join([page.title, *_help_on_keys(page.path, page.body, page.values, key_types)])
+    module = _parse_file(path)
+    usage = f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]'
+    lines = [ast.get_docstring(module) or '', '', usage]
+    if pages:
+        lines.append(f'       --help NAME shows a part: {", ".join(page.name for page in pages)}')
+    lines += _help_on_keys(path, module.body, own, key_types)
+    for page in pages:
+        rest = {key: value for key, value in page.values.items() if key not in own}
+        lines += ['\n' + page.title, *_help_on_keys(page.path, page.body, rest, key_types)]
     return '\n'.join(lines)
 
 

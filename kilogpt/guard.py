@@ -9,7 +9,7 @@ from kilogpt import checkpoint
 from kilogpt.configurator import exit_on_error
 from kilogpt.metrics import HostCopy
 from kilogpt.parallel.apply import saved_parameters
-from kilogpt.run import Hook, restore_hooks
+from kilogpt.run import Hook
 
 NO_LIMIT = torch.finfo(torch.float32).max  # any finite norm is at most this; infinity and NaN are not
 MOST_SKIPPED = 9  # how many updates in a row on_nonfinite=skip skips before the run fails
@@ -30,18 +30,18 @@ class Guard:
     `step` skips an update if the gradient norm is NaN, infinite or above the limit. If the device makes this
     decision, the host does not wait for the norm: it learns the decision in `settle`, before the next update.
 
-    on_nonfinite: 'abort', or 'skip' (up to MOST_SKIPPED in a row). on_spike, spike_factor: as in Spikes.
+    config: the keys; on_nonfinite is 'abort', or 'skip' (up to MOST_SKIPPED in a row).
     dtype: with 'float16', a GradScaler scales the loss. Then an infinite loss is an error, but an infinite
     gradient is not.
     log, loader: the run's metrics.Metrics and TokenLoader, which write down the batch of a skipped update.
     """
 
-    def __init__(self, run, parallel, optimizer, dtype, log, loader, on_nonfinite, on_spike, spike_factor):
+    def __init__(self, run, parallel, optimizer, dtype, log, loader, config):
         self.run, self.parallel, self.optimizer = run, parallel, optimizer
         device = parallel.processes.device
         self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-        self.log, self.loader, self.on_nonfinite = log, loader, on_nonfinite
-        self.spikes = Spikes(on_spike, spike_factor)
+        self.log, self.loader, self.on_nonfinite = log, loader, config['on_nonfinite']
+        self.spikes = Spikes(config['on_spike'], config['spike_factor'])
         self.skipped = self.skipped_in_a_row = 0  # updates whose gradient or loss was not finite
         self.last_update = None  # the last Update, until `settle` knows whether it was made
         self.say = parallel.processes.say
@@ -247,7 +247,7 @@ class Rollback(Hook):
                           'to continue with the batches after the spikes')
             with exit_on_error():  # a checkpoint with NaN
                 checkpoint.load(path, saved_parameters(parallel), self.guard.optimizer)
-            restore_hooks(self.hooks, path, state, processes)
+            self.hooks.restore(path, state, processes)
             parallel.zero_grad()
             parallel.balance.forget()
             run.restore(state, tokens=run.tokens)

@@ -1,8 +1,10 @@
-"""Optimizers and learning-rate schedules."""
+"""Optimizers."""
 import inspect
 import math
 
 import torch
+
+from kilogpt.learning_rate import parse_lr_factors
 
 
 def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, split_plan, dtype,
@@ -22,24 +24,6 @@ def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, 
     muon_dtype = torch.bfloat16 if dtype == 'bfloat16' else torch.get_default_dtype()
     return Muon(named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=muon_dtype,
                 momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices, factor_of=factor_of)
-
-
-KINDS = 'embedding', 'head', 'matrix', 'vector'  # of parameters, as lr_factors names them
-
-
-def parse_lr_factors(text):
-    """{kind of parameter: factor of its learning rate} of a text such as 'embedding:3, vector:2'."""
-    factors = {}
-    for part in filter(None, map(str.strip, text.split(','))):
-        kind, _, factor = map(str.strip, part.partition(':'))
-        try:
-            factors[kind] = float(factor)
-        except ValueError:
-            factors[kind] = math.nan
-        if kind not in KINDS or not 0 <= factors[kind] < math.inf:
-            raise ValueError(f'lr_factors is {text!r}: give a kind of parameters and a number from 0 on, such as '
-                             f'embedding:3, with commas between; the kinds are {", ".join(KINDS)}')
-    return factors
 
 
 def kind_of_parameter(name, parameter, split_plan):
@@ -202,24 +186,3 @@ def set_lr(optimizer, lr):
     """Set the learning rate of the next update: in each group, times its lr_factor."""
     for group in optimizer.param_groups:
         group['lr'] = lr * group.get('lr_factor', 1.0)
-
-
-def scheduled_lr(iteration, schedule, peak, floor, warmup_iters, decay_iters, decay_ratio):
-    """The learning rate of the update that follows `iteration` finished ones.
-
-    The rate rises linearly to peak over warmup_iters, falls to floor at decay_iters, and stays there.
-    schedule: 'cosine' (nanoGPT's), 'linear', or 'wsd' (warm-up, stable, decay), which stays at peak and falls
-    linearly over the last part of decay_iters, decay_ratio of them (Hägele et al. 2024).
-    """
-    if iteration < warmup_iters:
-        return peak * (iteration + 1) / (warmup_iters + 1)
-    if iteration >= decay_iters:
-        return floor
-    if schedule == 'wsd':
-        start = max(warmup_iters, (1 - decay_ratio) * decay_iters)
-        remaining = min(1.0, (decay_iters - iteration) / (decay_iters - start))
-    else:
-        remaining = 1 - (iteration - warmup_iters) / (decay_iters - warmup_iters)
-        if schedule == 'cosine':
-            remaining = 0.5 * (1.0 - math.cos(math.pi * remaining))
-    return floor + remaining * (peak - floor)

@@ -1,7 +1,7 @@
 """The state of a run: its iteration, its place in the data, its best loss, its clock, and whether it ends.
 
-A hook acts between the iterations of a run. To add one, write a subclass of Hook and put it into the list
-`hooks` of train.py.
+A hook acts between the iterations of a run. To add one, write a subclass of Hook and append it to `hooks` in
+train.py.
 """
 import contextlib
 import inspect
@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 from filelock import FileLock, SoftFileLock, Timeout
 
-from data.json_tokenizer import copy_tokenizer, tokenizer_folder
+from data.tokenizer_base import copy_tokenizer, tokenizer_folder
 from data.storage import local_folder
-from kilogpt import checkpoint, remote_run
+from kilogpt import checkpoint
+from kilogpt.parallel.apply import saved_parameters
 
 
 class Ending(NamedTuple):
@@ -35,8 +36,7 @@ class Run:
     share_out(iteration, tokens): returns the data.shares.Shares of a run that continues at an iteration,
     before which `tokens` tokens of the data have been used. island: the island of this process among those
     that share the data.
-    saved: the state of the checkpoint from which the run continues, or {}.
-    always_saves: whether each evaluation is followed by a save. The other arguments are keys of train.py.
+    saved: the state of the checkpoint from which the run continues, or {}. config: the keys of train.py.
 
     iteration: the number of finished updates.
     best_val_loss: the lowest validation loss so far; None before the first evaluation.
@@ -44,11 +44,11 @@ class Run:
     ending: an Ending once the run is going to end, else None.
     """
 
-    def __init__(self, share_out, island, saved, *, max_iters, eval_interval, eval_only, always_saves,
-                 save_interval, save_minutes):
-        self.max_iters, self.eval_interval, self.eval_only = max_iters, eval_interval, eval_only
-        self.always_saves, self.save_interval = always_saves, save_interval
-        self.save_seconds = 60 * save_minutes
+    def __init__(self, share_out, island, saved, config):
+        self.max_iters, self.eval_interval, self.eval_only = (
+            config[key] for key in ('max_iters', 'eval_interval', 'eval_only'))
+        self.always_saves, self.save_interval = config['always_save_checkpoint'], config['save_interval']
+        self.save_seconds = 60 * config['save_minutes']
         self.share_out, self.island = share_out, island
         self.clock = Clock()
         self.ending = None
@@ -106,7 +106,7 @@ class Run:
     def is_due(self, signals, hooks):
         """Whether anything other than an update has to be done now."""
         return (self.ending or signals.stop or self.evaluates or self._save_is_due(signals)
-                or any(hook.is_due(self) for hook in hooks))
+                or hooks.are_due(self))
 
     @property
     def evaluates(self):
@@ -278,33 +278,75 @@ class Hook:
             checkpoint.load_tensors(path, tensors)
 
 
-def hook_states(hooks):
-    """{name of a hook: its state} for the state.json of a checkpoint."""
-    states = {hook.name: hook.state() for hook in hooks}
-    return {name: state for name, state in states.items() if state is not None}
+class Hooks(list):
+    """The hooks of a run, in the order in which they act."""
+
+    def are_due(self, run):
+        """Whether any hook acts before the next update."""
+        return any(hook.is_due(run) for hook in self)
+
+    def act(self, run):
+        """Let those that are due act; returns whether one has moved the run to another iteration."""
+        return any([hook.act(run) for hook in self if hook.is_due(run)])
+
+    def after_update(self):
+        for hook in self:
+            hook.after_update()
+
+    @contextlib.contextmanager
+    def weights_for_evaluation(self):
+        """A context in which the model has the weights that the hooks choose for evaluation."""
+        with contextlib.ExitStack() as contexts:
+            for hook in self:
+                contexts.enter_context(hook.weights_for_evaluation())
+            yield
+
+    def state(self):
+        """{name of a hook: its state} for the state.json of a checkpoint."""
+        states = {hook.name: hook.state() for hook in self}
+        return {name: state for name, state in states.items() if state is not None}
+
+    def tensors(self):
+        """[(key, tensor)] of all hooks for a checkpoint."""
+        return [pair for hook in self for pair in hook.tensors()]
+
+    def restore(self, path, state, processes):
+        """Let all hooks continue from a checkpoint. state: the content of its state.json."""
+        for hook in self:
+            hook.restore(path, state, processes)
+
+    def close(self):
+        for hook in self:
+            hook.close()
 
 
-def hook_tensors(hooks):
-    """[(key, tensor)] of all hooks for a checkpoint."""
-    named_tensors = []
-    for hook in hooks:
-        named_tensors += hook.tensors()
-    return named_tensors
+class NoIslands:
+    """What a run without islands has in the place of kilogpt.islands.islands.Islands."""
+    island = 0
 
+    def __init__(self, processes, config):
+        self.processes, self.out_dir, self.rank = processes, config['out_dir'], processes.rank
 
-def restore_hooks(hooks, path, state, processes):
-    """Let all hooks continue from a checkpoint. state: the content of its state.json."""
-    for hook in hooks:
-        hook.restore(path, state, processes)
+    def find_checkpoint(self):
+        return checkpoint.find_undamaged(self.out_dir, self.processes)
 
+    def attach(self, parallel, model):
+        self.parallel = parallel
 
-@contextlib.contextmanager
-def weights_for_evaluation(hooks):
-    """A context in which the model has the weights that the hooks choose for evaluation."""
-    with contextlib.ExitStack() as contexts:
-        for hook in hooks:
-            contexts.enter_context(hook.weights_for_evaluation())
-        yield
+    def parameters(self):
+        return saved_parameters(self.parallel)
+
+    def needed_checkpoint(self):
+        return None
+
+    def bytes_on(self, device):
+        return 0
+
+    def describe(self):
+        return []
+
+    def begin(self, *_):
+        pass
 
 
 # --- the folder ---------------------------------------------------------------------------------------------
@@ -340,6 +382,7 @@ class RunFolder:
         self.lock = self.lock or lock_folder(self.path)
         continues = resumed and resumed.startswith(os.path.join(self.out_dir, 'ckpt'))
         if self.path != self.out_dir:
+            from kilogpt import remote_run
             remote_run.begin(self.out_dir, continues)
             self.processes.say(f'the log of {self.out_dir} is in {self.path}, and there after each checkpoint')
         earlier = None if continues else set_aside(self.path)
@@ -350,6 +393,7 @@ class RunFolder:
             json.dump(config | dict(profile=False, accept_new_data=False), file, indent=1)
         copy_tokenizer(meta, tokenizer_folder(self.path))
         if self.path != self.out_dir:
+            from kilogpt import remote_run
             remote_run.copy_logs(self.out_dir)
 
 

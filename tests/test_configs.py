@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from helpers import ROOT
-from kilogpt.configurator import configure
-from kilogpt.layers.options import ModelOptions
+from kilogpt.configurator import config_of
 from kilogpt.parallel.layout import Layout
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
@@ -33,12 +32,7 @@ def commands_of(name):
 
 def settings(arguments):
     """Every key of train.py, as these arguments leave it."""
-    namespace = dict(__file__=os.path.join(ROOT, 'train.py'), __name__='train')
-    with open(namespace['__file__']) as file:
-        defaults = file.read().partition('config = configure(')[0]
-    exec(defaults, namespace)
-    arguments = arguments.replace('config/', f'{ROOT}/config/').split()
-    return configure(namespace, ModelOptions, arguments)
+    return config_of(os.path.join(ROOT, 'train.py'), arguments.replace('config/', f'{ROOT}/config/').split())
 
 
 def lay_out(monkeypatch, world_size, rank, arguments):
@@ -49,8 +43,7 @@ def lay_out(monkeypatch, world_size, rank, arguments):
     config = SimpleNamespace(**settings(arguments))
     for key, value in dict(RANK=rank, WORLD_SIZE=world_size, LOCAL_RANK=rank % 8).items():
         monkeypatch.setenv(key, str(value))
-    layout = Layout(world_size, config.zero_stage, config.dp_replicate, config.tp, config.cp, config.pp,
-                    config.pp_schedule, config.ep)
+    layout = Layout.of(world_size, vars(config))
     dist.init_process_group('fake', store=FakeStore(), rank=rank, world_size=world_size)
     try:
         processes = Processes('cpu')

@@ -12,8 +12,8 @@ import torch
 
 from helpers import ROOT
 from model import GPT, GPTConfig
-from kilogpt.optim import (Muon, build_adamw, build_optimizer, kind_of_parameter, orthogonalize, parse_lr_factors,
-                           scheduled_lr, set_lr)
+from kilogpt.learning_rate import parse_lr_factors, scheduled_lr
+from kilogpt.optim import Muon, build_adamw, build_optimizer, kind_of_parameter, orthogonalize, set_lr
 
 pytestmark = pytest.mark.quick
 

@@ -18,7 +18,7 @@ from data.prepare import write_dataset
 from data.tokenizer import CharTokenizer
 import kilogpt
 from helpers import assert_near, curve, first_iterations, run_forked
-from kilogpt.convert.start import REFERENCE_FILE
+from kilogpt.start import REFERENCE_FILE
 from kilogpt.evaluate.reference import reference_of
 from kilogpt.layers.preferences import PreferenceLoss, use_preferences
 from model import GPT, GPTConfig

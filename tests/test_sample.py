@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from data.tokenizer import get_tokenizer
-from helpers import run_forked, run_script, saved_iterations, start_script
+from helpers import run_forked, saved_iterations, start_script
 
 
 @pytest.fixture(scope='module')

@@ -247,6 +247,7 @@ def test_learning_rate_follows_its_schedule(variants):
 
 # --- compiling ------------------------------------------------------------------------------------------
 
+@pytest.mark.slow  # a minute with an empty cache
 def test_compiled_run_equals_an_eager_one(train, variants):
     compiled = train('--compile=True', '--dropout=0.1', '--max_iters=6', faults=[FAULTS / 'terminal.py'])
     eager = first_iterations(variants['dropout'], 6)  # its random numbers are the same

@@ -5,7 +5,7 @@ import os
 import torch
 
 from kilogpt.layers.attention import starts_of
-from model import draw_token
+from kilogpt.layers.sampling import draw_token
 
 SHORTEST_CACHE = 1024  # tokens; a longer text takes a cache of twice that length, and so on
 

@@ -4,7 +4,7 @@ import statistics
 
 from kilogpt.compare import candidates as values
 from kilogpt.compare.noise import paired, welch, z_test
-from kilogpt.plot.sources import Y, describe_datasets, describe_schedule
+from kilogpt.plot.sources import describe_datasets, describe_schedule
 
 # Keys of config.json that do not change what a run learns.
 IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'eval_tasks',

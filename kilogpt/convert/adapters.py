@@ -10,7 +10,8 @@ import math
 import torch
 
 from kilogpt.convert.tensors import Stored
-from kilogpt.layers.lora import KEYS, scale_of
+from kilogpt.layers.lora import scale_of
+from kilogpt.layers.options import ADAPTER_KEYS
 from model import GPTConfig
 
 DIGEST_VALUES = 2 ** 12  # values of each tensor of which the digest is made
@@ -32,7 +33,7 @@ def digest_of(weights):
 def plain_config(config):
     """The GPTConfig of a model whose adapters are merged into its linears."""
     defaults = {field.name: field.default for field in dataclasses.fields(GPTConfig)}
-    return dataclasses.replace(config, **{key: defaults[key] for key in KEYS})
+    return dataclasses.replace(config, **{key: defaults[key] for key in ADAPTER_KEYS})
 
 
 def merged(weights, config):

@@ -6,7 +6,7 @@ import torch
 from data import storage
 from kilogpt.checkpoint_files import safe_reader
 from kilogpt.convert.tensors import Stored, checked, have_same_values, narrowed
-from model import GPT, GPTConfig
+from model import GPT
 
 # Tables with a row for each token. Our model pads them to more rows than the vocabulary has.
 TOKEN_TABLES = ('transformer.wte.weight', 'lm_head.weight')

@@ -8,9 +8,9 @@ import json
 import os
 import re
 
-import numpy as np
 
-from data.bpe import BYTE_TO_UNICODE, PATTERNS
+from data.bpe import PATTERNS
+from data.tokenizer_base import BYTE_TO_UNICODE
 from data.chat_template import find_template
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type

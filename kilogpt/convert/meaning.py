@@ -2,7 +2,7 @@
 import dataclasses
 import math
 
-from kilogpt.layers.mixture import MixtureConfig
+from kilogpt.layers.options import ExpertOptions
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
@@ -59,7 +59,7 @@ def meaning(config):
     if not config.qk_norm:
         del values['qk_norm_over']
     if config.mlp != 'moe':
-        of_mixtures = [field.name for field in dataclasses.fields(MixtureConfig)]
+        of_mixtures = [field.name for field in dataclasses.fields(ExpertOptions)]
         for key in [*of_mixtures, 'router_norm', 'router_scale']:
             values.pop(key, None)
         return values

@@ -10,7 +10,7 @@ from kilogpt.convert.families import FAMILIES, rows_of
 from kilogpt.convert.folders import read_json
 from kilogpt.convert.safetensors_files import open_safetensors, write_tensors
 from kilogpt.convert.tensors import checked, in_memory
-from kilogpt.layers.lora import GROUPS
+from kilogpt.layers.options import GROUPS
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # of PEFT's names

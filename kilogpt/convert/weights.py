@@ -16,7 +16,8 @@ import torch
 
 from data import storage
 from data.datasets import find_meta
-from data.json_tokenizer import JsonTokenizer, copy_tokenizer, load_tokenizer, portable, tokenizer_folder
+from data.json_tokenizer import JsonTokenizer, load_tokenizer
+from data.tokenizer_base import copy_tokenizer, portable, tokenizer_folder
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.checkpoint_files import write_json

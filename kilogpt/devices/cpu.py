@@ -6,12 +6,10 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from kilogpt.devices import cpu_attention, cpu_kernels
-from kilogpt.devices.grouped_products import group_products
+from kilogpt.devices import cpu_attention
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_all, replace_parts
 from kilogpt.layers.attention import CappedAttention, build_mask
-from kilogpt.layers.lora import LoraLinear, quantize
-from kilogpt.layers.mixture import GATED
+from kilogpt.layers.options import GATED
 from kilogpt.layers.precision import at_least_float32
 
 # Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
@@ -40,10 +38,14 @@ def use_faster_parts(model, use_kernels=False):
     for owner, name in find_parts(model, 'loss'):
         getattr(owner, name).max_logits = MAX_LOGITS
     replace_all(model, nn.Dropout, lambda dropout: FastDropout(dropout.p))
-    for module in model.modules():
-        if isinstance(module, LoraLinear):
-            module.dropout = fast_dropout
-    group_products(model, [torch.float32, torch.bfloat16])
+    if model.config.lora_rank:
+        from kilogpt.layers.lora import LoraLinear
+        for module in model.modules():
+            if isinstance(module, LoraLinear):
+                module.dropout = fast_dropout
+    if model.config.mlp == 'moe':
+        from kilogpt.devices.grouped_products import group_products
+        group_products(model, [torch.float32, torch.bfloat16])
 
 
 def is_plain(attention, config):
@@ -102,6 +104,7 @@ def faster_activation(original, form):
 
     form: the form of the MLP, None if it does not have one.
     """
+    from kilogpt.devices import cpu_kernels
     if form not in cpu_kernels.ACTIVATIONS:
         return original
     h, gate = torch.randn(2, 64, generator=torch.Generator().manual_seed(0))
@@ -206,8 +209,10 @@ class PlainAttention(nn.Module):
             if has_dropout:
                 return self.fused(q, k, v, mask=build_mask(mask))
             return cpu_attention.attention(q, k, v, mask.expand(q.size(0), -1).contiguous(), self.use_kernels)
-        if self.use_kernels and mask is None and not has_dropout and cpu_kernels.takes(q, k):
-            return cpu_kernels.attention(q, k, v)
+        if self.use_kernels and mask is None and not has_dropout:
+            from kilogpt.devices import cpu_kernels
+            if cpu_kernels.takes(q, k):
+                return cpu_kernels.attention(q, k, v)
         is_plain_faster = q.dtype == torch.bfloat16 or has_dropout
         if mask is not None or T != k.size(2) or T > self.MAX_LENGTH or not is_plain_faster:
             return self.fused(q, k, v, mask=mask)
@@ -244,6 +249,7 @@ class Int8Linear(nn.Module):
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
+        from kilogpt.layers.lora import quantize
         self.quantized, scale = quantize(linear.weight.detach().float())
         self.scale = scale.bfloat16()
 

@@ -17,7 +17,6 @@ import typing
 import numpy as np
 import torch
 
-from kilogpt.devices import cpu_kernels
 
 QUERIES = 64  # of a block with a mask; larger blocks compute more scores that the mask then hides
 MIN_RUN = 48  # queries of a run that is a causal call of its own; shorter ones share a block with a mask
@@ -45,8 +44,10 @@ def attention(q, k, v, first, use_kernels=False):
     """
     if torch.is_autocast_enabled('cpu'):
         q, k, v = (x.to(torch.get_autocast_dtype('cpu')) for x in (q, k, v))
-    if use_kernels and cpu_kernels.takes(q, k):
-        return cpu_kernels.attention(q, k, v, first)
+    if use_kernels:
+        from kilogpt.devices import cpu_kernels
+        if cpu_kernels.takes(q, k):
+            return cpu_kernels.attention(q, k, v, first)
     return VisibleAttention.apply(q, k, v, first)
 
 

@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from kilogpt import metrics
-from kilogpt.layers.mixture import find_experts
+from kilogpt.devices.parts import find_experts
 
 
 def can_record(model, device, dtype):

@@ -52,3 +52,15 @@ def is_same_attention(attention, other, config, length, masks=(None,)):
         return False
     finally:
         attention.train(was_training)
+
+
+def find_experts(model):
+    """{name: module} of the model's RoutedExperts, which its split_plan names."""
+    plan, found = model.split_plan, {}
+    if 'experts' not in plan:
+        return found
+    for number, block in model.get_submodule(plan['blocks']).items():
+        modules = dict(block.named_modules())
+        if plan['experts'] in modules:
+            found[f'{plan["blocks"]}.{number}.{plan["experts"]}'] = modules[plan['experts']]
+    return found

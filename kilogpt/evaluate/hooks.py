@@ -4,7 +4,7 @@ from kilogpt.evaluate.generation import generate, seeded_draw
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, describe
 from kilogpt.loaded.load import separator_in
-from kilogpt.run import Hook, weights_for_evaluation
+from kilogpt.run import Hook
 
 SHOWN = 200  # characters of a sample on the console
 
@@ -20,7 +20,7 @@ class Evaluation(Hook):
         return run.eval_only or run.iteration % self.interval == 0 or run.iteration == run.max_iters
 
     def act(self, run):
-        with run.clock.paused(), weights_for_evaluation(self.hooks):
+        with run.clock.paused(), self.hooks.weights_for_evaluation():
             self.evaluate(run)
         return False
 

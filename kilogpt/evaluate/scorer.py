@@ -3,7 +3,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from kilogpt.evaluate.batches import Group, Request, find_groups, pack_groups
+from kilogpt.evaluate.batches import Group, find_groups, pack_groups
 from kilogpt.layers.attention import starts_of
 from kilogpt.parallel.scoring import Scoring
 

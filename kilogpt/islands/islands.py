@@ -30,9 +30,9 @@ from data.shares import ranges
 from kilogpt import checkpoint
 from kilogpt.islands.client import ExchangeResult
 from kilogpt.islands.outer_optimizer import OuterOptimizer
+from kilogpt.keys.islands import INTERVAL
 from kilogpt.parallel.apply import refresh, saved_parameters
 from kilogpt.run import Hook
-from kilogpt.settings import OUTER_INTERVAL
 
 # A run continues to the bit from a checkpoint with islands only if these keys are the same.
 FIXED_KEYS = ('islands', 'outer_interval', 'outer_fragments', 'outer_compress', 'batch_size',
@@ -107,8 +107,8 @@ class TorchrunLink:
 class Islands(Hook):
     """The hook that exchanges parameters with the other islands of a run.
 
-    A run with one island and without outer_interval has neither other islands nor an outer optimizer: `is_on`
-    is False, and the run leaves this hook out.
+    A run with one island and without outer_interval has neither other islands nor an outer optimizer, and has
+    kilogpt.run.NoIslands instead.
 
     settings: an IslandSettings. island: the number of this island, if not that of `processes`.
     out_dir: the folder of this island. main_dir: the folder of island 0.
@@ -118,8 +118,7 @@ class Islands(Hook):
     def __init__(self, processes, layout, settings, island=None):
         self.processes, self.layout, self.settings = processes, layout, settings
         self.islands = settings.islands
-        self.is_on = self.islands > 1 or settings.outer_interval > 0
-        self.interval, self.delay = settings.outer_interval or OUTER_INTERVAL, settings.outer_delay
+        self.interval, self.delay = settings.outer_interval or INTERVAL, settings.outer_delay
         self.island = processes.island if island is None else island
         self.out_dir = self.main_dir = settings.out_dir
         if self.island:
@@ -131,7 +130,6 @@ class Islands(Hook):
         self.started = self.merged = 0  # how many exchanges have started, and how many are merged
         self.resend_from = None  # the first exchange that some island must send again after a resume
         self.continues = False  # whether the run resumes from checkpoints of the same islands
-        self.optimizer = None
         self._fixed_settings = {key: getattr(settings, key) for key in FIXED_KEYS}
 
     # --- set-up ---------------------------------------------------------------------------------------------
@@ -144,18 +142,13 @@ class Islands(Hook):
         can continue together. The islands that had merged exchange M - 1 send again what they sent in it.
         Without such checkpoints, all islands start with the parameters of the newest checkpoint of island 0.
         """
-        found = None
-        if self.is_on:
-            found, self.resend_from = find_together(self.processes, self.out_dir, self._fixed_settings)
+        found, self.resend_from = find_together(self.processes, self.out_dir, self._fixed_settings)
         self.continues = bool(found and found[0])
         return found or checkpoint.find_undamaged(self.main_dir, self.processes)
 
     def attach(self, parallel, model):
         """Build the outer optimizer for a model that is laid out. model: the whole model."""
-        self.parallel = parallel
-        if not self.is_on:
-            return
-        settings = self.settings
+        self.parallel, settings = parallel, self.settings
         trained = parallel.optimizer_parameters()
         others = [(name, p) for name, p in saved_parameters(parallel) if not p.requires_grad]
         self.optimizer = OuterOptimizer(
@@ -207,8 +200,6 @@ class Islands(Hook):
         self.shares = run.shares
         state = saved.get(self.name, {}) if self.continues else {}
         self.shares.parts = state.get('shares') or self.shares.parts
-        if not self.is_on:
-            return
         self.base = state.get('base', run.iteration)
         self.started, self.merged = state.get('started', 0), state.get('merged', 0)
         if not self.continues:
@@ -226,6 +217,10 @@ class Islands(Hook):
             if number < self.merged:
                 self._receive()
 
+    def needed_checkpoint(self):
+        """The checkpoint that must be kept for the other islands, or None. To be called after each save."""
+        return needed_checkpoint(self.out_dir, self.processes.between)
+
     def state(self):
         """What state.json of a checkpoint keeps."""
         return dict(keys=self._fixed_settings, base=self.base, started=self.started, merged=self.merged,
@@ -235,12 +230,10 @@ class Islands(Hook):
 
     def bytes_on(self, device):
         """Bytes of a device's memory that the outer optimizer takes."""
-        return self.optimizer.bytes_on(device) if self.optimizer else 0
+        return self.optimizer.bytes_on(device)
 
     def describe(self):
-        """Lines that say how the islands work together; none for a run without an outer optimizer."""
-        if not self.is_on:
-            return []
+        """Lines that say how the islands work together."""
         megabytes = sum(outer.nbytes for outer in self.optimizer.of_fragment(0).values()) / 1e6
         return [f'islands     {self.islands} of {self.processes.world_size} process(es); {megabytes:,.1f} MB '
                 f'on a rank in the first of {self.settings.outer_fragments} fragment(s), each exchanged '

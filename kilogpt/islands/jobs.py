@@ -11,7 +11,7 @@ import uuid
 
 from kilogpt import checkpoint
 from kilogpt.islands.client import IslandClient, parse_address, read_secret
-from kilogpt.islands.islands import Islands
+from kilogpt.islands.islands import Islands, IslandSettings
 from kilogpt.parallel.apply import refresh
 
 # These must be the same on all islands, as must the keys in islands.FIXED_KEYS.
@@ -26,7 +26,6 @@ class IslandJob(Islands):
         parse_address(settings.outer_store)  # bad input must end the run before it loads a model
         read_secret()
         super().__init__(processes, layout, settings, settings.island)
-        self.is_on = True
         # No island starts from the folder of island 0, which may be training and deleting checkpoints there.
         self.main_dir = self.out_dir
         self.n_receivers = 1  # the server
@@ -156,3 +155,9 @@ class IslandJob(Islands):
         """
         if self._is_sender:
             self.link.wait_until_state_is_sent()
+
+
+def open_islands(processes, layout, config):
+    """The hook of a run with islands: those of one torchrun, or the one that this job is. config: the keys."""
+    kind = IslandJob if config['outer_store'] else Islands
+    return kind(processes, layout, IslandSettings.of(config))

@@ -10,15 +10,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kilogpt.layers.options import GROUPS, find_targets
 from kilogpt.layers.precision import cast_for_linears
-
-# What lora_targets may name besides single linears: groups of linears of a block.
-GROUPS = dict(attention=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.c_proj'),
-              mlp=('mlp.c_fc', 'mlp.c_gate', 'mlp.c_proj'))
-GROUPS['all'] = GROUPS['attention'] + GROUPS['mlp']
-KEYS = ('lora_rank', 'lora_alpha', 'lora_targets', 'lora_dropout', 'lora_rank_stabilised', 'lora_base_dtype')
-BASE_DTYPES = ('float32', 'bfloat16', 'int8')
-
 
 class FrozenLinear(nn.Linear):
     """A linear that is not trained, whose weight is kept in lora_base_dtype. It has a plain linear's names.
@@ -115,39 +108,6 @@ def add_adapters(model, blocks, config):
                          'such linears: set lora_targets to all')
 
 
-def describe_adapters(model):
-    """How many parameters are trained, in words; nothing if the model does not have adapters."""
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    return f', of which {trained:,} in adapters are trained' if model.config.lora_rank else ''
-
-
 def initial_std(name, shape):
     """The standard deviation of an adapter's first values: 0 for B, and for A that of PEFT's first values."""
     return 0.0 if name.endswith('lora_B') else 1 / math.sqrt(3 * shape[1])
-
-
-def find_targets(text):
-    """The set of paths in a block that lora_targets names: groups, linears such as c_q, or paths of them."""
-    paths = set()
-    for name in text.split(','):
-        found = GROUPS.get(name.strip()) or [
-            path for path in GROUPS['all'] if path == name.strip() or path.endswith(f'.{name.strip()}')]
-        if not found:
-            linears = sorted({path.rpartition('.')[2] for path in GROUPS['all']})
-            raise ValueError(f'lora_targets is {text!r}, but {name.strip()!r} is not a linear of a block: '
-                             f'join some of {", ".join([*GROUPS, *linears])} by commas')
-        paths |= set(found)
-    return paths
-
-
-def check_adapters(config):
-    """Raise ValueError, with the key to change, if the model cannot have adapters at these linears."""
-    paths = find_targets(config.lora_targets)
-    if config.lora_base_dtype not in BASE_DTYPES:
-        raise ValueError(f'lora_base_dtype is {config.lora_base_dtype!r}: choose one of {", ".join(BASE_DTYPES)}')
-    if config.lora_base_dtype != 'float32' and not config.lora_rank:
-        raise ValueError(f'lora_base_dtype is {config.lora_base_dtype}, but only frozen weights can be narrow: '
-                         'set lora_rank, or lora_base_dtype to float32')
-    if config.lora_rank and config.mlp == 'moe' and not paths <= set(GROUPS['attention']):
-        raise ValueError(f'lora_targets is {config.lora_targets!r}, but experts cannot have adapters: set '
-                         'lora_targets to attention, or to some of its linears')

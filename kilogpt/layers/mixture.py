@@ -1,78 +1,17 @@
 """A mixture of experts: the MLP of a block in which each token goes to some of many experts.
 
-Imports precision.py alone. `model.py` builds one in each block that `GPTConfig.has_experts` names, and
+`model.py` builds one in each block that `GPTConfig.has_experts` names, and
 `kilogpt/parallel/expert.py` spreads the experts over processes.
 
 Shapes in comments: B batch, T positions, C n_embd, N tokens (B * T), E experts, K experts that a token goes
 to, M = N * K.
 """
-from dataclasses import dataclass
-
 import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
+from kilogpt.layers.options import GATED
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
-
-GATED = ('swiglu', 'geglu')  # forms of MLPs in which a second product is a gate for the first
-
-
-@dataclass
-class MixtureConfig:
-    """The fields of model.py's GPTConfig that describe a mixture of experts, for mlp='moe'."""
-    n_experts: int = 8
-    n_active_experts: int = 2  # experts that a token goes to
-    n_shared_experts: int = 0  # further experts, to which every token goes
-    expert_hidden: int = 0     # the width of an expert; 0 = the width of a dense MLP
-    expert_mlp: str = 'swiglu'  # the form of an expert, and of the MLP in blocks without experts
-    moe_first_layer: int = 0   # the first block with experts
-    moe_every: int = 1         # from moe_first_layer on, one in moe_every blocks has experts
-    router: str = 'softmax'    # 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
-    router_balance: str = 'bias'  # how experts are kept equally busy: 'bias', 'loss' or 'none'
-    router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
-    router_z_loss: float = 0.0  # weight of the squared log of the router's softmax denominator
-
-    CHOICES = dict(expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'),
-                   router=('softmax', 'sigmoid'), router_balance=('bias', 'loss', 'none'))
-
-    def check_experts(self):
-        """Raise ValueError, with the key to change, if these experts cannot exist."""
-        for key in ('n_experts', 'n_active_experts', 'moe_every'):
-            if getattr(self, key) < 1:
-                raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
-        for key in ('n_shared_experts', 'expert_hidden', 'moe_first_layer', 'router_balance_rate',
-                    'router_z_loss'):
-            if getattr(self, key) < 0:
-                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
-        if self.n_active_experts > self.n_experts:
-            raise ValueError(f'n_active_experts={self.n_active_experts} is more than n_experts='
-                             f'{self.n_experts}: set n_active_experts to {self.n_experts} or less')
-        if self.moe_first_layer >= self.n_layer:
-            raise ValueError(f'moe_first_layer={self.moe_first_layer} is beyond the last block of '
-                             f'n_layer={self.n_layer}: set moe_first_layer to {self.n_layer - 1} or less')
-
-    @property
-    def mlp_form(self):
-        """The activation of dense MLPs and of experts: 'gelu', 'gelu_tanh', 'relu2', 'swiglu' or 'geglu'."""
-        return self.expert_mlp if self.mlp == 'moe' else self.mlp
-
-    def has_experts(self, layer):
-        """Whether block number `layer` has experts instead of a dense MLP."""
-        after_first = layer - self.moe_first_layer
-        return self.mlp == 'moe' and after_first >= 0 and after_first % self.moe_every == 0
-
-
-def find_experts(model):
-    """{name: module} of the model's RoutedExperts, which its split_plan names."""
-    plan, found = model.split_plan, {}
-    if 'experts' not in plan:
-        return found
-    for number, block in model.get_submodule(plan['blocks']).items():
-        modules = dict(block.named_modules())
-        if plan['experts'] in modules:
-            found[f'{plan["blocks"]}.{number}.{plan["experts"]}'] = modules[plan['experts']]
-    return found
-
 
 class MixtureOfExperts(nn.Module):
     """Each token goes to K of E experts (Shazeer et al. 2017), and to shared experts (Dai et al. 2024).

@@ -1,18 +1,24 @@
-"""The keys of the model for parts that families after GPT-2 have: norms, biases, rotary angles, scales.
+"""The keys of the model for parts that families after GPT-2 have, for experts, and for adapters.
 
-Imports rope.py and lora.py alone. `model.py` reads these fields of its config, and
-`kilogpt/convert/families.py` sets them for the weights of each family. Any of them may be combined.
+`GPTConfig` in model.py has all of these fields, and train.py has them as keys. `kilogpt/convert/families.py` sets
+them for the weights of each family. Any of them may be combined.
 """
 from dataclasses import dataclass
 
-from kilogpt.layers.lora import check_adapters
 from kilogpt.layers.rope import check_scaling
+
+GATED = ('swiglu', 'geglu')  # forms of MLPs in which a second product is a gate for the first
+# What lora_targets may name besides single linears: groups of linears of a block.
+GROUPS = dict(attention=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.c_proj'),
+              mlp=('mlp.c_fc', 'mlp.c_gate', 'mlp.c_proj'))
+GROUPS['all'] = GROUPS['attention'] + GROUPS['mlp']
+ADAPTER_KEYS = ('lora_rank', 'lora_alpha', 'lora_targets', 'lora_dropout', 'lora_rank_stabilised', 'lora_base_dtype')
+BASE_DTYPES = ('float32', 'bfloat16', 'int8')
 
 
 @dataclass
-class ModelOptions:
-    """Parts that fewer models have (kilogpt/layers/options.py)."""
-    # Fields of GPTConfig, and keys of train.py.
+class BlockOptions:
+    """Parts that fewer models have (docs/models.md)."""
     n_hidden: int = 0  # width of a dense MLP; 0 = 4 * n_embd (SwiGLU, GeGLU: 8/3 * n_embd, up to the next 64)
     norm_eps: float = 1e-5  # added to the mean square, or the variance, in each norm
     norm_place: str = 'before'  # 'before' attention and MLP, 'after' them (OLMo 2), or 'both' (Gemma 2)
@@ -35,14 +41,6 @@ class ModelOptions:
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     logit_scale: float = 1.0  # factor of the logits, before softcap
-    router_norm: bool = True  # divide the weights of a token's experts by their sum, if it has more than one
-    router_scale: float = 1.0  # factor of the weights of a token's experts
-    lora_rank: int = 0  # train adapters of this rank beside frozen weights (docs/lora.md); 0 = all weights
-    lora_alpha: float = 16.0  # the adapters' products are multiplied by lora_alpha / lora_rank
-    lora_targets: str = 'all'  # linears with adapters: attention, mlp, all, or names such as c_q,c_v
-    lora_dropout: float = 0.0  # dropout of the adapters' inputs
-    lora_rank_stabilised: bool = False  # multiply by lora_alpha / sqrt(lora_rank) instead
-    lora_base_dtype: str = 'float32'  # of the frozen linears in blocks: 'float32', 'bfloat16' or 'int8'
 
     def check_options(self):
         """Raise ValueError, with the key to change, if no model can have these options."""
@@ -51,17 +49,15 @@ class ModelOptions:
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
         for key in ('head_width', 'n_hidden', 'norm_eps', 'window', 'rope_theta_window', 'attention_scale',
-                    'attention_softcap', 'attention_conv', 'mlp_conv', 'softcap', 'lora_rank'):
+                    'attention_softcap', 'attention_conv', 'mlp_conv', 'softcap'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
         for key in ('attention_conv', 'mlp_conv'):
             if getattr(self, key) == 1:
                 raise ValueError(f'{key} is 1, which reads no other position: set it to 0, or to 2 or more')
-        for key in ('dropout', 'lora_dropout'):
-            if not 0 <= getattr(self, key) < 1:
-                raise ValueError(f'{key} is {getattr(self, key)}: it must be in [0, 1)')
-        for key in ('rope_theta', 'embedding_scale', 'residual_scale', 'logit_scale', 'router_scale',
-                    'lora_alpha'):
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f'dropout is {self.dropout}: it must be in [0, 1)')
+        for key in ('rope_theta', 'embedding_scale', 'residual_scale', 'logit_scale'):
             if not getattr(self, key) > 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be above 0')
         if self.bias_of and not set(self.bias_of.split('+')) <= {'qkv', 'proj', 'mlp'}:
@@ -80,7 +76,6 @@ class ModelOptions:
             raise ValueError(f'rope_share={self.rope_share} rotates {self.rotary_width} of the '
                              f'{self.head_width} features of a head: it must be a positive even number')
         check_scaling(self.rope_scaling)
-        check_adapters(self)
 
     @property
     def rotary_width(self):
@@ -121,3 +116,95 @@ class ModelOptions:
         if self.pos != 'rope' or self.rope_pattern[layer % len(self.rope_pattern)] == 'N':
             return 'none'
         return 'window' if self.rope_theta_window and self.window_of(layer) else 'whole'
+
+
+@dataclass
+class ExpertOptions:
+    """A mixture of experts, with mlp='moe' (docs/moe.md)."""
+    n_experts: int = 8  # experts in a block
+    n_active_experts: int = 2  # experts that a token goes to
+    n_shared_experts: int = 0  # experts that every token goes to as well
+    expert_hidden: int = 0  # width of an expert; 0 = that of a dense MLP
+    expert_mlp: str = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
+    moe_first_layer: int = 0  # first block with experts
+    moe_every: int = 1  # from there on, each of this many blocks has experts
+    router: str = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
+    router_balance: str = 'bias'  # what keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch) or 'none'
+    router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
+    router_z_loss: float = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
+    router_norm: bool = True  # divide the weights of a token's experts by their sum, if it has more than one
+    router_scale: float = 1.0  # factor of the weights of a token's experts
+
+    CHOICES = dict(expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'),
+                   router=('softmax', 'sigmoid'), router_balance=('bias', 'loss', 'none'))
+
+    def check_experts(self):
+        """Raise ValueError, with the key to change, if these experts cannot exist."""
+        for key in ('n_experts', 'n_active_experts', 'moe_every'):
+            if getattr(self, key) < 1:
+                raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
+        for key in ('n_shared_experts', 'expert_hidden', 'moe_first_layer', 'router_balance_rate',
+                    'router_z_loss'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        if not self.router_scale > 0:
+            raise ValueError(f'router_scale is {self.router_scale}: it must be above 0')
+        if self.n_active_experts > self.n_experts:
+            raise ValueError(f'n_active_experts={self.n_active_experts} is more than n_experts='
+                             f'{self.n_experts}: set n_active_experts to {self.n_experts} or less')
+        if self.moe_first_layer >= self.n_layer:
+            raise ValueError(f'moe_first_layer={self.moe_first_layer} is beyond the last block of '
+                             f'n_layer={self.n_layer}: set moe_first_layer to {self.n_layer - 1} or less')
+
+    @property
+    def mlp_form(self):
+        """The activation of dense MLPs and of experts: 'gelu', 'gelu_tanh', 'relu2', 'swiglu' or 'geglu'."""
+        return self.expert_mlp if self.mlp == 'moe' else self.mlp
+
+    def has_experts(self, layer):
+        """Whether block number `layer` has experts instead of a dense MLP."""
+        after_first = layer - self.moe_first_layer
+        return self.mlp == 'moe' and after_first >= 0 and after_first % self.moe_every == 0
+
+
+@dataclass
+class AdapterOptions:
+    """Adapters of low rank beside frozen weights (docs/lora.md)."""
+    lora_rank: int = 0  # train adapters of this rank alone; 0 = all weights
+    lora_alpha: float = 16.0  # the adapters' products are multiplied by lora_alpha / lora_rank
+    lora_targets: str = 'all'  # linears with adapters: attention, mlp, all, or names such as c_q,c_v
+    lora_dropout: float = 0.0  # dropout of the adapters' inputs
+    lora_rank_stabilised: bool = False  # multiply by lora_alpha / sqrt(lora_rank) instead
+    lora_base_dtype: str = 'float32'  # of the frozen linears in blocks: 'float32', 'bfloat16' or 'int8'
+
+    def check_adapters(self):
+        """Raise ValueError, with the key to change, if the model cannot have adapters at these linears."""
+        if self.lora_rank < 0:
+            raise ValueError(f'lora_rank is {self.lora_rank}: it cannot be negative')
+        if not 0 <= self.lora_dropout < 1:
+            raise ValueError(f'lora_dropout is {self.lora_dropout}: it must be in [0, 1)')
+        if not self.lora_alpha > 0:
+            raise ValueError(f'lora_alpha is {self.lora_alpha}: it must be above 0')
+        paths = find_targets(self.lora_targets)
+        if self.lora_base_dtype not in BASE_DTYPES:
+            raise ValueError(f'lora_base_dtype is {self.lora_base_dtype!r}: choose one of {", ".join(BASE_DTYPES)}')
+        if self.lora_base_dtype != 'float32' and not self.lora_rank:
+            raise ValueError(f'lora_base_dtype is {self.lora_base_dtype}, but only frozen weights can be narrow: '
+                             'set lora_rank, or lora_base_dtype to float32')
+        if self.lora_rank and self.mlp == 'moe' and not paths <= set(GROUPS['attention']):
+            raise ValueError(f'lora_targets is {self.lora_targets!r}, but experts cannot have adapters: set '
+                             'lora_targets to attention, or to some of its linears')
+
+
+def find_targets(text):
+    """The set of paths in a block that lora_targets names: groups, linears such as c_q, or paths of them."""
+    paths = set()
+    for name in text.split(','):
+        found = GROUPS.get(name.strip()) or [
+            path for path in GROUPS['all'] if path == name.strip() or path.endswith(f'.{name.strip()}')]
+        if not found:
+            linears = sorted({path.rpartition('.')[2] for path in GROUPS['all']})
+            raise ValueError(f'lora_targets is {text!r}, but {name.strip()!r} is not a linear of a block: '
+                             f'join some of {", ".join([*GROUPS, *linears])} by commas')
+        paths |= set(found)
+    return paths

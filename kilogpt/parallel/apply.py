@@ -1,6 +1,6 @@
 """How a model is laid out on the processes, and how it then runs.
 
-`Parallel.lay_out` applies a layout in one order, with parts that PyTorch has:
+`Parallel.lay_out` and stages.py apply a layout in one order, with parts that PyTorch has:
 
   pipeline (pp)  pipeline.py: each rank has one or two runs of blocks (GPipe, Huang et al. 2019)
   expert (ep)    expert.py: each rank has some of the experts of a mixture (GShard, Lepikhin et al. 2020)
@@ -20,33 +20,25 @@ import math
 import warnings
 
 import torch
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from data.batches import Batches
 from kilogpt.configurator import announced
-from kilogpt.devices import cpu, cpu_kernels, cuda, flex
-from kilogpt.devices.cuda_graph import GraphedPasses, can_record
-from kilogpt.devices.float8 import use_float8
-from kilogpt.devices.frozen_products import keep_no_copies
-from kilogpt.devices.parts import find_parts, replace_parts
-from kilogpt.layers.mixture import find_experts
-from kilogpt.layers.preferences import use_preferences
+from kilogpt.devices.parts import find_experts, replace_parts
 from kilogpt.optim import local_part
-from kilogpt.parallel.compiler import agree_on_fallbacks, set_up_async_tp, set_up_compiler
-from kilogpt.parallel.context import exchange_heads
-from kilogpt.parallel.ddp import note_gradients, replicate
-from kilogpt.parallel.dtensor import (LossOfWholeLogits, bytes_held, check_integers, name_parameters,
-                                      split_tensors, tensor_context, total_norm)
-from kilogpt.parallel.expert import ExpertBalance, remember_choice, shard_experts, split_experts
+from kilogpt.parallel.dtensor import LossOfWholeLogits, bytes_held, name_parameters, tensor_context, total_norm
 from kilogpt.parallel.layout import SPLIT_BACKWARD, check_layout
-from kilogpt.parallel.pipeline import Pipeline, cut_stage
 from kilogpt.parallel.processes import autocast
-from kilogpt.parallel.whole_matrices import apply_to_whole_matrices, matrix_dimensions
+from kilogpt.parallel.stages import lay_out_stage
 
 # Under autocast RMSNorm has bfloat16 inputs and float32 weights, which is correct, but not fused.
 warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')
 # The norm of all gradients is summed over one mesh dimension after the other, which DTensor warns about.
 logging.getLogger('torch.distributed.tensor._redistribute').setLevel(logging.ERROR)
+
+
+# The keys of train.py that `lay_out` takes.
+LAID_OUT_BY = ('batch_size', 'block_size', 'compile', 'cpu_offload', 'fp8', 'async_tp', 'activation_checkpoint',
+               'grad_compress', 'documents', 'cuda_graph', 'loss', 'dpo_beta')
 
 
 class Parallel:
@@ -78,7 +70,7 @@ class Parallel:
         check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
                      activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
                      async_tp=async_tp)
-        layout, plan, processes = self.layout, model.split_plan, self.processes
+        layout, processes = self.layout, self.processes
         # A pipeline takes all micro-batches of an iteration in one step.
         self._rows_per_step = self.micro_batch * (self.micro_steps if layout.pp > 1 else 1)
         self._autocast = contextlib.nullcontext() if layout.uses_fsdp else autocast(dtype, self.device)
@@ -87,46 +79,31 @@ class Parallel:
             self.notes.append(f'pp_schedule={layout.pp_schedule} does not split the backward pass: '
                               f'activation_checkpoint={activation_checkpoint} would recompute a block for '
                               'each of its weights')
-        self.compiles = compile = compile and set_up_compiler(processes, layout, self.notes)
+        if compile:
+            from kilogpt.parallel.compiler import set_up_compiler
+            compile = set_up_compiler(processes, layout, self.notes)
+        self.compiles = compile
         if async_tp:
+            from kilogpt.parallel.compiler import set_up_async_tp
             set_up_async_tp(processes, compile, self.mesh.get_group('tp'), self.notes)
         self._contexts.enter_context(tensor_context() if layout.tp > 1 else contextlib.nullcontext())
-        use_kernels = compile and cpu_kernels.is_usable(processes, self.notes)
+        use_kernels = False
+        if compile and self.device.type == 'cpu':
+            from kilogpt.devices import cpu_kernels
+            use_kernels = cpu_kernels.is_usable(processes, self.notes)
         if loss == 'dpo':
+            from kilogpt.layers.preferences import use_preferences
             use_preferences(model, dpo_beta)
         self.stages = {0: model}
         if layout.pp > 1:
+            from kilogpt.parallel.pipeline import Pipeline, cut_stage
             mine = layout.stages_of(self.mesh.get_local_rank('pp'))
             self.stages = {index: cut_stage(model, index, layout.n_stages, block_size) for index in mine}
         for stage in self.stages.values():
-            blocks = list(stage.get_submodule(plan['blocks']).values())
-            for owner, name in find_parts(stage, 'attention'):
-                getattr(owner, name).first_head = layout.first_head(processes.rank, model.config.n_head)
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
                 replace_parts(stage, 'loss', LossOfWholeLogits)
-            use_parts_of_device(stage, self.device, use_kernels, documents, self.notes)
-            if fp8:
-                use_float8(stage.get_submodule(plan['blocks']), self.device, self.notes)
-            if layout.tp * layout.ep > 1:
-                split_experts(stage, processes.expert_mesh, layout.ep, layout.tp)
-            if layout.tp > 1:
-                split_tensors(stage, self.mesh['tp'])
-            if layout.cp > 1:
-                stage.first_position = layout.positions(processes.rank, block_size).start
-                stage.n_sequence_parts = layout.cp
-                exchange_heads(stage, processes.cp_mesh)
-            if self.device.type == 'cuda':  # after cp, which may repeat key/value heads itself
-                cuda.use_fused_attention(stage, self.device, dtype)
-                cuda.use_grouped_products(stage, self.device)
-            for block in blocks:
-                apply_to_block(block, plan, activation_checkpoint, compile)
-            if compile and layout.tp == 1:
-                fuse = functools.partial(cuda.fuse_loss, config=stage.config)
-                replace_parts(stage, 'loss_of_hidden', fuse if self.device.type == 'cuda' else torch.compile)
-            if layout.uses_fsdp:
-                shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload)
-            stage.to_empty(device='cpu' if cpu_offload else self.device)
-            stage.tie()
+            lay_out_stage(stage, self, dtype=dtype, compile=compile, use_kernels=use_kernels, documents=documents,
+                          fp8=fp8, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload)
             if model.tied and layout.pp == 1:
                 came_apart = model.tied.keys() & dict(stage.named_parameters()).keys()
                 assert not came_apart, 'the tied weights came apart'
@@ -135,6 +112,7 @@ class Parallel:
         self._is_ddp = layout.world_size > 1 and not layout.uses_fsdp
         self._accumulates = self.micro_steps > 1
         if self._is_ddp:
+            from kilogpt.parallel.ddp import note_gradients, replicate
             zero_mesh = self.mesh['dp_shard_cp'] if layout.zero_stage == 1 else None
             network, self._zero1, self._powersgd = replicate(model, self.device, zero_mesh, grad_compress)
             last = next(p for p in model.parameters() if p.requires_grad)  # whose gradient comes last
@@ -148,10 +126,16 @@ class Parallel:
         self._named_parameters = [pair for stage in self.stages.values()
                                   for pair in name_parameters(stage, model.tied, processes)]
         self._passes = functools.partial(run_passes, self.network, self._autocast)
-        is_alone = layout.world_size == 1 and not layout.uses_fsdp and activation_checkpoint == 'none'
-        if cuda_graph and compile and is_alone and can_record(model, self.device, dtype):
-            self._passes = GraphedPasses(self._passes, model, self.notes)
-        self.balance = ExpertBalance(model, self.stages, processes, layout.tp)
+        self._records = False
+        if cuda_graph and compile and layout.world_size == 1 and activation_checkpoint == 'none':
+            from kilogpt.devices.cuda_graph import GraphedPasses, can_record
+            self._records = not layout.uses_fsdp and can_record(model, self.device, dtype)
+            if self._records:
+                self._passes = GraphedPasses(self._passes, model, self.notes)
+        self.balance = NoExperts()
+        if find_experts(model):
+            from kilogpt.parallel.expert import ExpertBalance
+            self.balance = ExpertBalance(model, self.stages, processes, layout.tp)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -178,9 +162,10 @@ class Parallel:
         if self._zero1:
             self._zero1.is_first_pass = False
         if self.compiles:
+            from kilogpt.parallel.compiler import agree_on_fallbacks
             agree_on_fallbacks(self.processes, self.notes)
         # DDP's gradients become views of the buckets in their new order; a graph records its second batch.
-        if self._is_ddp and self._accumulates or isinstance(self._passes, GraphedPasses):
+        if self._is_ddp and self._accumulates or self._records:
             self.forward_backward(batch)
             self.zero_grad()
             self.balance.forget()
@@ -296,9 +281,30 @@ class Parallel:
         parts (n, rows, columns): this process's parts of n matrices that are laid out as `parameter` is.
         The processes divide the n matrices: DDP's replicas, or the ranks of each mesh dimension in turn.
         """
+        from kilogpt.parallel.whole_matrices import apply_to_whole_matrices, matrix_dimensions
         dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.
         return apply_to_whole_matrices(function, parameter.shape[-2:], parts.to(self.device), dimensions)
+
+
+class NoExperts:
+    """What a model without experts has in the place of kilogpt.parallel.expert.ExpertBalance."""
+    names = ()
+
+    def load_max(self):
+        return {}
+
+    def loads(self):
+        return {}
+
+    def set_loss_scale(self, loss_scale):
+        pass
+
+    def forget(self):
+        pass
+
+    def update(self, is_applied):
+        pass
 
 
 def take_means(parallel, key, count):
@@ -367,70 +373,3 @@ def run_passes(network, context, batch, loss_scale, scale):
         loss = network(*batch)
     scale(loss * loss_scale).backward()
     return loss.detach()
-
-
-# The outputs that selective activation checkpointing keeps: those of matrix products and of attention.
-SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attention_for_cpu',
-                 '_scaled_dot_product_flash_attention', '_scaled_dot_product_efficient_attention',
-                 '_scaled_dot_product_cudnn_attention', '_grouped_mm')
-
-
-def use_parts_of_device(stage, device, use_kernels, documents, notes):
-    """Put the forms that a device has in the place of the model's parts, before any hook is on them.
-
-    use_kernels, documents: as in `cpu.use_faster_parts` and `lay_out`. notes: gets what the device lacks.
-    """
-    if device.type == 'cpu':
-        cpu.use_faster_parts(stage, use_kernels)
-    limits_attention = documents != 'stream' or stage.config.window or stage.config.attention_softcap
-    if device.type == 'cuda' and limits_attention:
-        note = flex.use_flex_attention(stage, device)
-        if note and note not in notes:
-            notes.append(note)
-
-
-def apply_to_block(block, plan, activation_checkpoint, compile):
-    """Checkpoint a block's activations and compile it.
-
-    'selective' is within what is compiled, so that the compiler sees it. 'full' is around what is compiled,
-    since the compiler fails on tensor-parallel blocks with 'full' inside.
-    """
-    modules = dict(block.named_modules())
-    routed, parts = modules.get(plan['experts']), [block]
-    if routed:  # selective checkpointing does not go around modules that FSDP2 shards on their own
-        parts = [modules[name] for name in plan['checkpointed'] if name in modules]
-        routed.forward = torch.compiler.disable(routed.forward)  # the numbers of rows depend on the tokens
-    if activation_checkpoint == 'selective':  # recompute all in the backward pass but SAVED_OUTPUTS
-        saved = [getattr(torch.ops.aten, name).default for name in SAVED_OUTPUTS]
-        saved += [torch.ops.kilogpt.attention.default, torch.ops.kilogpt.visible_attention.default,
-                  torch.ops.higher_order.flex_attention]
-        contexts = functools.partial(create_selective_checkpoint_contexts, saved)
-        for part in parts:
-            part.forward = functools.partial(checkpoint, part.forward, use_reentrant=False,
-                                             context_fn=contexts)
-    if compile:
-        keep_no_copies(block)
-        block.forward = torch.compile(block.forward)
-    if activation_checkpoint == 'full':  # recompute the whole block (Chen et al. 2016)
-        options = dict(context_fn=remember_choice(routed.router)) if routed else {}
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **options)
-
-
-def shard_parameters(stage, blocks, layout, processes, dtype, cpu_offload):
-    """Apply FSDP2. It reduces gradients in each micro-batch, with a pipeline once an iteration."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-    check_integers(stage)
-    mesh = processes.mesh
-    mesh_dims = ('dp_replicate', 'dp_shard_cp') if layout.dp_replicate > 1 else 'dp_shard_cp'
-    options = dict(mesh=mesh[mesh_dims])
-    if dtype == 'bfloat16':  # parameters alone are cast: the rotary tables are inputs that stay in float32
-        options['mp_policy'] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    if cpu_offload:
-        options['offload_policy'] = CPUOffloadPolicy(pin_memory=mesh.device_type == 'cuda')
-    reshard = layout.zero_stage == 3
-    for routed in find_experts(stage).values():
-        shard_experts(routed, layout, processes.expert_mesh, reshard, options)
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=reshard, **options)
-    # The embeddings and the head form one group, since they may be tied.
-    fully_shard(stage, reshard_after_forward=False, **options)

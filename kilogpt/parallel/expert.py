@@ -12,8 +12,7 @@ import contextlib
 import torch
 import torch.distributed as dist
 
-from kilogpt.devices.parts import replace_parts
-from kilogpt.layers.mixture import find_experts
+from kilogpt.devices.parts import find_experts, replace_parts
 
 
 def split_experts(model, mesh, ep, tp):

@@ -21,6 +21,7 @@ SCHEDULES = {
 V_SHAPED = ('zbv', 'dualpipev')  # pipeline rank r holds stages r and 2 pp - 1 - r; otherwise r and pp + r
 # These compute the gradients of weights apart from those of inputs (see Layout.splits_backward).
 SPLIT_BACKWARD = ('interleavedzb', 'zbv', 'dualpipev')
+LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')  # the fields of a Layout
 
 
 @dataclass
@@ -39,6 +40,11 @@ class Layout:
     pp: int = 1
     pp_schedule: str = '1f1b'
     ep: int = 1
+
+    @classmethod
+    def of(cls, world_size, config):
+        """The layout that the keys of train.py ask for."""
+        return cls(world_size, *(config[key] for key in LAYOUT_KEYS))
 
     def __post_init__(self):
         for key in ('tp', 'cp', 'pp', 'ep', 'dp_replicate'):

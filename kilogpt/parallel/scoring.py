@@ -10,9 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from kilogpt.layers.cache import Cache
 from kilogpt.layers.precision import at_least_float32
-from kilogpt.parallel.pipeline import Pipeline
 
 MAX_LOGITS = 2 ** 24  # elements of logits at a time: 64 MB in float32
 
@@ -154,11 +152,13 @@ class Scoring:
 
     def new_cache(self, rows, length):
         """An empty Cache of rows of up to `length` tokens, where the model is_whole."""
+        from kilogpt.layers.cache import Cache
         dtype = torch.get_default_dtype() if self.dtype == 'float32' else getattr(torch, self.dtype)
         like = torch.empty(0, dtype=dtype, device=self.parallel.device)
         return Cache(self.config, rows, length, like)
 
     def _build_pipeline(self, rows, length):
+        from kilogpt.parallel.pipeline import Pipeline
         parallel, layout = self.parallel, self.parallel.layout
         return Pipeline(parallel.stages, layout, parallel.mesh, parallel.device,
                         micro_batch=rows // self.n_micro_batches, micro_steps=self.n_micro_batches,

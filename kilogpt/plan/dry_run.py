@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
 from kilogpt.devices import cpu
-from kilogpt.parallel import apply
+from kilogpt.parallel import apply, ddp
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
 from kilogpt.devices.grouped_products import group_products
@@ -37,7 +37,7 @@ from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.plan.byte_counter import PARTS, ByteCounter
-from kilogpt.plan.shape import model_config
+from kilogpt.plan.models import model_config
 from kilogpt.settings import check_settings
 from model import GPT, DotProductAttention
 
@@ -102,8 +102,7 @@ def run_rank(config):
     began = time.perf_counter()
     check_settings(config)
     processes = FakeProcesses('cpu')
-    layout = Layout(processes.world_size, *(config[key] for key in (
-        'zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')))
+    layout = Layout.of(processes.world_size, config)
     processes.join(layout)
     on_gpu, block_size = config['device'] != 'cpu', config['block_size']
     dtype = 'bfloat16' if on_gpu and config['dtype'] == 'auto' else config['dtype']
@@ -257,7 +256,7 @@ def substitutes_for_communication(memory):
         # DDP begins with one bucket, and exchanges the indices of the final buckets after its first pass.
         return reducer_buckets(parameters, [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * 2 ** 20], *options)
 
-    replicate = apply.replicate
+    replicate = ddp.replicate
 
     def replicate_in_fake_memory(model, device, zero_mesh, grad_compress):
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -289,7 +288,7 @@ def substitutes_for_communication(memory):
         mock.patch.object(dist.Reducer, '_rebuild_buckets', lambda reducer: False),
         mock.patch.object(dist, 'all_reduce', all_reduce_at_once),
         mock.patch.object(schedules, '_batch_p2p', send_and_receive_at_once),
-        mock.patch.object(apply, 'replicate', replicate_in_fake_memory)]
+        mock.patch.object(ddp, 'replicate', replicate_in_fake_memory)]
     if hasattr(_sharding_prop, 'detect_fake_mode'):
         # DTensor computes shapes on whole tensors. Without an active fake mode it creates its own.
         contexts.append(mock.patch.object(_sharding_prop, 'detect_fake_mode', lambda *inputs: None))

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kilogpt.devices import cpu
-from kilogpt.layers.lora import find_targets
-from kilogpt.layers.mixture import GATED
+from kilogpt.layers.options import GATED, find_targets
 from kilogpt.plan.shape import Stage, gathered_in_blocks
 
 FLOAT32, INT64 = 4, 8  # bytes

@@ -11,12 +11,12 @@ from tqdm import tqdm
 from data.datasets import dataset_folder, find_shards, find_sources, read_meta
 from data.mixtures import parse_mixture
 from data.splits import open_training_split
-from kilogpt.parallel.layout import SPLIT_BACKWARD, Layout, check_layout
+from kilogpt.parallel.layout import LAYOUT_KEYS, SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
-from kilogpt.plan.shape import Shape, model_config
+from kilogpt.plan.models import model_config
+from kilogpt.plan.shape import Shape
 from model import GPT
 
-LAYOUT_KEYS = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')
 SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint',
                  'cpu_offload')
 DEFAULTS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, ep=1, pp_schedule='1f1b',
@@ -57,7 +57,7 @@ class Planner:
     def layout(self, keys):
         """The Layout of keys, checked as by train.py. ValueError with train.py's message if it is refused."""
         config = self.config | keys
-        layout = Layout(self.gpus, *(config[key] for key in LAYOUT_KEYS))
+        layout = Layout.of(self.gpus, config)
         options = ('dtype', 'activation_checkpoint', 'cpu_offload', 'grad_compress', 'fp8', 'async_tp')
         check_layout(self.model, layout, block_size=config['block_size'],
                      **{key: config[key] for key in options})

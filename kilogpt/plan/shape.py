@@ -3,44 +3,12 @@
 `memory_model.py` turns these counts into bytes, `time_model.py` into seconds. Stages and shards are cut as
 `kilogpt/parallel/` cuts them. Source of sharded state: Rajbhandari et al. 2020 (ZeRO).
 """
-import dataclasses
 import functools
 import itertools
 import math
-import os
 from typing import NamedTuple
 
-from data.datasets import dataset_folder, read_meta
-from data.mixtures import parse_mixture
-from kilogpt import checkpoint
-from kilogpt.convert.weights import read_weights
-from kilogpt.layers.lora import KEYS, FrozenLinear
 from kilogpt.parallel.layout import Layout, stage_lengths
-from model import GPTConfig
-
-
-NEW_MODELS = 'scratch', 'resume', 'auto'  # values of init_from with which the keys say what the model is
-
-
-def arguments_of_weights(init_from):
-    """The GPTConfig arguments of the weights that a run starts from, or None: a new model, or weights elsewhere."""
-    if init_from in NEW_MODELS:
-        return None
-    if path := checkpoint.choose(init_from):
-        return checkpoint.read_state(path)['model']
-    return read_weights(init_from)[0] if os.path.exists(init_from) else None
-
-
-def model_config(config):
-    """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary of a new model is GPT-2's."""
-    keys = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
-    arguments = arguments_of_weights(config['init_from'])
-    if arguments is None:
-        first, *_ = parse_mixture(config['dataset'])
-        return GPTConfig(vocab_size=read_meta(dataset_folder(first))['vocab_size'], **keys)
-    if not arguments.get('lora_rank'):
-        arguments = arguments | {key: keys[key] for key in KEYS}
-    return GPTConfig(**arguments | dict(dropout=keys['dropout']))
 
 
 class Stage(NamedTuple):
@@ -94,7 +62,10 @@ class Shape:
     def __init__(self, model, counts=None):
         if not counts:
             self.trained = Shape(model, lambda parameter: parameter.requires_grad)
-            frozen = {id(module.weight) for module in model.modules() if isinstance(module, FrozenLinear)}
+            frozen = set()
+            if model.config.lora_rank:
+                from kilogpt.layers.lora import FrozenLinear
+                frozen = {id(module.weight) for module in model.modules() if isinstance(module, FrozenLinear)}
             self.frozen = Shape(model, lambda parameter: id(parameter) in frozen)
         plan = model.split_plan
         blocks = model.get_submodule(plan['blocks'])

@@ -201,8 +201,8 @@ def why_impossible(model, config, processes, arguments):
                if key in ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')}
     try:
         check_layout(model, Layout(processes, **degrees), block_size=config['block_size'], dtype='float32',
-                     activation_checkpoint=keys.get('activation_checkpoint', 'none'), cpu_offload=False,
-                     fp8=False, grad_compress='none')
+                     activation_checkpoint=keys.get('activation_checkpoint', 'none'), fp8=False,
+                     cpu_offload=keys.get('cpu_offload') == 'True', grad_compress=keys.get('grad_compress', 'none'))
     except ValueError as error:
         return str(error)
     return ''

@@ -7,7 +7,7 @@ import numpy as np
 from data.datasets import REFERENCE, Source, fingerprint
 from data.flags import BEGIN, CONTEXT, REJECTED
 from data.prepare import write_random_tokens
-from kilogpt.convert.start import REFERENCE_FILE, describe_weights
+from kilogpt.start import REFERENCE_FILE, describe_weights
 
 VOCABULARY = 61  # three of the embedding's 64 rows are padding
 N_TOKENS = 2 ** 14

@@ -4,9 +4,9 @@ import collections
 import concurrent.futures
 import functools
 import importlib
-import json
 import multiprocessing
 import os
+import pkgutil
 import statistics
 import sys
 import tempfile
@@ -14,6 +14,8 @@ import time
 
 from tqdm import tqdm
 
+import kilogpt.layers
+import kilogpt.parallel
 from kilogpt.configurator import config_of
 from kilogpt.prove import forked, trial
 from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, shrink, without
@@ -21,6 +23,8 @@ from kilogpt.prove.space import DEGREES, DRAWN, LAYOUT, count_processes, plain
 from kilogpt.script_runs import ROOT
 
 WORKERS = 2  # draws at a time
+MORE_MODULES = ('data.documents', 'data.mixture_loader', 'data.pair_loader', 'kilogpt.convert.weights',
+                'kilogpt.devices.cpu', 'kilogpt.devices.grouped_products')  # that draws import with some keys
 
 
 class Draws:
@@ -144,11 +148,13 @@ class Draws:
 
 
 def import_modules_of_train():
-    """Import what train.py imports, so that forked processes need not."""
+    """Import what train.py imports, always or with some keys, so that forked processes need not."""
     with open(os.path.join(ROOT, 'train.py'), encoding='utf-8') as file:
-        for node in ast.parse(file.read()).body:
-            if isinstance(node, ast.ImportFrom):
-                importlib.import_module(node.module)
+        modules = [node.module for node in ast.walk(ast.parse(file.read())) if isinstance(node, ast.ImportFrom)]
+    for room in (kilogpt.layers, kilogpt.parallel):
+        modules += [f'{room.__name__}.{module.name}' for module in pkgutil.iter_modules(room.__path__)]
+    for module in (*modules, *MORE_MODULES):
+        importlib.import_module(module)
 
 
 def command_of(draw):

@@ -12,7 +12,7 @@ from data.tokenizer import get_tokenizer
 from kilogpt import checkpoint
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.processes import find_device, resolve_dtype
-from kilogpt.settings import decay_iters
+from kilogpt.learning_rate import decay_iters
 
 # Keys of train.py that do not change what an iteration computes.
 FREE_KEYS = {

@@ -9,7 +9,6 @@ have the same number of tokens per parameter, the law has a term of FLOPs. Inter
 runs. docs/compare.md says which runs make a good fit, and what the numbers do not say.
 """
 import argparse
-import os
 import sys
 
 import numpy as np

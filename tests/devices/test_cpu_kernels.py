@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from helpers import graph, run_script
 from kilogpt.devices import cpu_kernels
 from kilogpt.devices.cpu import use_faster_parts
-from kilogpt.layers.mixture import GATED
+from kilogpt.layers.options import GATED
 from model import GPT, GPTConfig, activate
 
 pytestmark = pytest.mark.quick

@@ -88,8 +88,8 @@ def test_samples_are_those_that_the_model_draws_without_a_cache(of_one_process):
 def test_hook_that_chooses_weights_chooses_those_of_tasks_and_samples(train, questions, tmp_path):
     fault = tmp_path / 'zero_weights.py'
     fault.write_text("""import contextlib
-import kilogpt.evaluate.hooks as hooks
-original = hooks.weights_for_evaluation
+from kilogpt.run import Hooks
+original = Hooks.weights_for_evaluation
 def other_weights(chosen):
     @contextlib.contextmanager
     def context():
@@ -97,10 +97,10 @@ def other_weights(chosen):
             print('weights are chosen')
             yield
     return context()
-hooks.weights_for_evaluation = other_weights
+Hooks.weights_for_evaluation = other_weights
 """)
     run = train('--max_iters=2', '--eval_interval=2', f'--eval_tasks={questions}', faults=[fault])
-    assert run.stdout.count('weights are chosen') == 2
+    assert run.stdout.count('weights are chosen') == 4  # for losses and for tasks, before training and after
 
 
 def test_tensorboard_and_an_earlier_run_have_their_samples(train, questions, tmp_path):

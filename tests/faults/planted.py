@@ -14,10 +14,10 @@ from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.layers import mixture
 from kilogpt.layers.convolution import Convolution
-from kilogpt.layers.mixture import find_experts
+from kilogpt.devices.parts import find_experts
 from kilogpt.layers.preferences import PreferenceLoss
 from kilogpt.optim import local_part
-from kilogpt.parallel import apply, expert, pipeline
+from kilogpt.parallel import apply, context, expert, pipeline, stages
 from kilogpt.parallel.apply import Parallel
 from kilogpt.parallel.ddp import Zero1
 from kilogpt.parallel.expert import ExpertBalance
@@ -135,7 +135,7 @@ def attention_gradients_of_own_part():
         for owner, name in find_parts(stage, 'attention'):
             getattr(owner, name).register_forward_pre_hook(hook)
 
-    plant_after(apply, 'exchange_heads', keep_own_part)
+    plant_after(context, 'exchange_heads', keep_own_part)
 
 
 def loss_not_scaled_by_cp():
@@ -184,7 +184,7 @@ def bias_of_every_tp_rank():
                 module.register_forward_hook(lambda module, inputs, output: output + (mesh.size() - 1) * (
                     module.bias.to_local(grad_placements=[Partial()]).to(output)))
 
-    plant_after(apply, 'split_tensors', add_more)
+    plant_after(stages, 'split_tensors', add_more)
 
 
 def loads_of_tp_ranks():
@@ -231,7 +231,7 @@ def experts_tokens_without_sum():
             routed._forward_pre_hooks.clear()
             routed.register_forward_pre_hook(lambda module, inputs: (inputs[0].to_local(), inputs[1]))
 
-    plant_after(apply, 'split_experts', drop_sum)
+    plant_after(expert, 'split_experts', drop_sum)
 
 
 def detached_router():
@@ -241,7 +241,7 @@ def detached_router():
             routed.router.register_forward_hook(
                 lambda module, inputs, outputs: (outputs[0], outputs[1].detach() + 0 * outputs[1]))
 
-    plant_after(apply, 'split_experts', detach)
+    plant_after(expert, 'split_experts', detach)
 
 
 def mask_of_first_batch():
@@ -376,7 +376,7 @@ def fragment_not_sent_on():
 
 def convolution_without_gradient_before():
     """With cp, a convolution's gradient does not reach the part before."""
-    plant_after(apply, 'exchange_heads', lambda stage, mesh, _: replace_parts(
+    plant_after(context, 'exchange_heads', lambda stage, mesh, _: replace_parts(
         stage, 'positions_before', lambda before: lambda x, n: before(x, n).detach()))
 
 

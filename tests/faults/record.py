@@ -7,11 +7,11 @@ import json
 import os
 import sys
 
-from kilogpt import optim
+from kilogpt import learning_rate
 from kilogpt.plan.byte_counter import ByteCounter
 
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
-scheduled_lr = optim.scheduled_lr
+scheduled_lr = learning_rate.scheduled_lr
 counter = ByteCounter()
 iterations, peaks = 0, []
 
@@ -28,5 +28,5 @@ def recording_scheduled_lr(*args):  # train.py calls it once an iteration
     return scheduled_lr(*args)
 
 
-optim.scheduled_lr = recording_scheduled_lr
+learning_rate.scheduled_lr = recording_scheduled_lr
 counter.__enter__()

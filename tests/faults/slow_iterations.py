@@ -1,9 +1,9 @@
 """Each iteration takes 50 ms longer, so that tests can interrupt a run."""
 import time
 
-from kilogpt import optim
+from kilogpt import learning_rate
 
-scheduled_lr = optim.scheduled_lr
+scheduled_lr = learning_rate.scheduled_lr
 
 
 def slow_scheduled_lr(*args):  # train.py calls it once an iteration
@@ -11,4 +11,4 @@ def slow_scheduled_lr(*args):  # train.py calls it once an iteration
     return scheduled_lr(*args)
 
 
-optim.scheduled_lr = slow_scheduled_lr
+learning_rate.scheduled_lr = slow_scheduled_lr

@@ -9,8 +9,8 @@ import os
 
 import torch
 
-from kilogpt.layers.mixture import find_experts
-from kilogpt.parallel import apply, expert
+from kilogpt.devices.parts import find_experts
+from kilogpt.parallel import expert
 
 fault = os.environ['FAULT']
 
@@ -24,7 +24,7 @@ def split_experts(model, mesh, ep, tp):
             lambda module, inputs, outputs: (outputs[0].chunk(tp, dim=1)[rank], outputs[1]))
 
 
-split, apply.split_experts = apply.split_experts, split_experts
+split, expert.split_experts = expert.split_experts, split_experts
 if fault == 'router':
     expert.router_matrix_of_rank = lambda matrix: lambda: matrix().to_local()
 if fault == 'factor':
@@ -48,4 +48,4 @@ def choose_again(router):
 
 
 if fault == 'choice':
-    apply.remember_choice = choose_again
+    expert.remember_choice = choose_again

@@ -7,8 +7,8 @@ import os
 import torch
 
 from kilogpt import checkpoint, optim
-from kilogpt.layers.mixture import find_experts
-from kilogpt.parallel import apply, ddp, expert, layout, pipeline
+from kilogpt.devices.parts import find_experts
+from kilogpt.parallel import apply, context, ddp, expert, layout, pipeline
 from kilogpt.parallel.apply import Parallel
 
 fault = os.environ['FAULT']
@@ -88,7 +88,7 @@ if fault in ('padding counts', 'same batch everywhere'):
 if fault == 'tied pair':
     pipeline.Pipeline._sum_tied_gradients = lambda self: None
 if fault == 'heads of a part':
-    apply.exchange_heads = lambda model, mesh: None
+    context.exchange_heads = lambda model, mesh: None
 if fault == 'rows not gathered':
     ddp.Zero1.gather_parameters = lambda self, *_: None
 if fault == 'matrices in parts':
@@ -104,7 +104,7 @@ if fault == 'moments forgotten':
     load = checkpoint.load
     checkpoint.load = lambda path, parameters, optimizer=None: load(path, parameters)
 if fault in ('torchtitan 1805', 'torchtitan 2416', 'torchtitan 4054'):
-    split_experts, apply.split_experts = apply.split_experts, split_experts_wrong
+    split_experts, expert.split_experts = expert.split_experts, split_experts_wrong
 if fault == 'torchtitan 1733':
     run_pipeline, pipeline.Pipeline.forward_backward = pipeline.Pipeline.forward_backward, run_pipeline_wrong
 if fault == 'pytorch 160285':

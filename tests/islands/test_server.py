@@ -24,15 +24,14 @@ def secret(monkeypatch):
 class Server:
     """A process of python -m kilogpt.islands, which may be killed and started again."""
 
-    def __init__(self, folder, module='kilogpt.islands'):
-        self.module = module
+    def __init__(self, folder):
         self.port, self.log = free_port(), folder / 'server.log'
         self.address = f'127.0.0.1:{self.port}'
         self.start()
 
     def start(self):
         with open(self.log, 'a') as file:
-            self.process = subprocess.Popen([sys.executable, '-m', self.module, f'--port={self.port}'],
+            self.process = subprocess.Popen([sys.executable, '-m', 'kilogpt.islands', f'--port={self.port}'],
                                             cwd=ROOT, stdout=file, stderr=file)
         self.wait_for_connection()
 
@@ -322,14 +321,6 @@ def test_second_job_of_an_island_replaces_the_first(server):
     while not printed:
         time.sleep(0.01)
     assert 'another job has come as island 0' in printed[0] and not first.arrived_mark()
-
-
-def test_former_name_of_the_command_starts_the_server(tmp_path):
-    server = Server(tmp_path, module='kilogpt.meet')
-    try:
-        assert register(server, 0, islands=1).continues
-    finally:
-        server.kill()
 
 
 # --- bad input ------------------------------------------------------------------------------------------

