@@ -9,6 +9,7 @@ On two nodes, the first of which is 10.0.0.1, the same command on each:
     torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=10.0.0.1:1234 \
         train.py config/train_gpt2.py
 """
+import gc
 import os
 import time
 from functools import partial
@@ -81,7 +82,8 @@ with exit_on_error():
     check_settings(config)
     check_exists(dataset)
 
-# PyTorch takes seconds to import, so a mistyped key is told before.
+# PyTorch takes a second or more to import, so a mistyped key is told before.
+gc.disable()  # until the loop: imports and set-up leave little garbage
 import torch
 from torch.profiler import record_function
 
@@ -241,6 +243,7 @@ with exit_on_error():
         hooks.restore(source, saved, processes)
     all_islands.begin(run, signals, saver, log, saved, bool(source), train_loader.n_tokens)
 
+gc.enable()
 run.clock.start_lap(run.iteration)
 
 # --- the loop -----------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def prepare():
 
     sys.dont_write_bytecode = False  # otherwise each run would compile this repository's modules again
     torch.set_num_threads(1)  # a pool of threads would not survive the fork
-    gc.disable()  # a tiny run leaves too little garbage to collect
+    gc.set_threshold(0)  # never: a tiny run leaves too little garbage to collect
 
 
 def run_forked(nproc, ends_together=False, **request):
