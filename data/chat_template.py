@@ -1,7 +1,8 @@
 """The chat template that comes with a tokenizer: a conversation as text, as tokens, and which of these count.
 
-A conversation is a list of messages {'role': ..., 'content': ...}. A template is a program in Jinja, which
-runs in Jinja's sandbox, with the variables, filters and extensions of Hugging Face's apply_chat_template.
+A conversation is a list of messages {'role': ..., 'content': ...}, with `tool_calls` and other entries that a
+template may read. A template is a program in Jinja, which runs in Jinja's sandbox, with the variables, filters and
+extensions of Hugging Face's apply_chat_template.
 """
 import datetime
 import functools
@@ -14,6 +15,8 @@ from data.json_tokenizer import named_tokens, read_json
 MAX_STEPS = 2 ** 20  # rounds of loops and calls in one rendering; a template with more is taken not to end
 ROLES = 'system', 'user', 'assistant', 'tool', 'developer', 'function'  # of OpenAI's protocol
 MAX_LENGTH = 2 ** 26  # characters of a rendered conversation
+# Entries by which trainers say whether a message is learnt: OpenAI, axolotl (two), LLaMA-Factory and ms-swift.
+LEARNT = 'weight', 'train', 'training', 'loss'
 # Characters that Unicode reserves for the inside of programs. The first two enclose what looks like a special
 # token within a message, the others what {% generation %} marks.
 TEXT, END_TEXT, ANSWER, END_ANSWER = MARKS = '\ufdd0\ufdd1\ufdd2\ufdd3'
@@ -59,59 +62,78 @@ class ChatTemplate:
         self.to_mark = re.compile(f'({special})|[{MARKS}]')
         self.marked = re.compile(f'{TEXT}({special}){END_TEXT}')
 
-    def render(self, messages, add_generation_prompt=False):
-        """The text of a conversation. add_generation_prompt: end with what begins an answer."""
-        text = self._render(messages, add_generation_prompt)
+    def render(self, messages, add_generation_prompt=False, more=None):
+        """The text of a conversation. add_generation_prompt: end with what begins an answer.
+
+        more: variables of the template beside the messages, such as a list of `tools`.
+        """
+        text = self._render(messages, add_generation_prompt, more)
         return re.sub(f'[{MARKS}]', '', text)
 
-    def encode(self, messages, add_generation_prompt=False):
-        """The ids of a conversation. What looks like a special token within a message is ordinary text."""
-        return self._encode(self._render(messages, add_generation_prompt))[0]
+    def encode(self, messages, add_generation_prompt=False, more=None):
+        """The ids of a conversation. What looks like a special token within a message is ordinary text.
 
-    def documents(self, messages, roles=('assistant',)):
+        In an answer, which is the model's own or training data, these are those that end answers alone: a thought
+        between special tokens keeps them.
+        """
+        return self._encode(self._render(messages, add_generation_prompt, more))[0]
+
+    def documents(self, messages, roles=('assistant',), more=None):
         """[(ids, counted)] as in `tokens_and_counted`: the conversation, or one for each of its answers.
 
         If a template writes an answer differently once others follow (Qwen3's leaves its thoughts out), each
         answer is the end of a document of its own, whose text is what the model would read and write there.
         """
         try:
-            return [self.tokens_and_counted(messages, roles)]
+            return [self.tokens_and_counted(messages, roles, more=more)]
         except WrittenAgain:
-            return [self.tokens_and_counted(messages[:i + 1], roles, first=i)
-                    for i, message in enumerate(messages) if message['role'] in roles]
+            return [self.tokens_and_counted(messages[:i + 1], roles, first=i, more=more)
+                    for i, message in enumerate(messages) if message['role'] in roles and is_learnt(message)]
 
-    def tokens_and_counted(self, messages, roles=('assistant',), first=0):
+    def tokens_and_counted(self, messages, roles=('assistant',), first=0, more=None):
         """(ids, counted): counted says of each token whether it is of an answer, or is the one that ends it.
 
         If the template marks answers by {% generation %}, those tokens are counted. Otherwise an answer is
         what the text has beyond that of the messages before it with the generation prompt, up to the first
         of stop_ids.
-        roles: those whose messages are counted, from number `first` on. Other messages than answers are
-        counted with their header. Raises WrittenAgain if the end of an answer cannot be found.
+        roles: those whose messages are counted, from number `first` on, unless they say otherwise (LEARNT). Other
+        messages than answers are counted with their header. more: as in `render`. Raises WrittenAgain if the end of
+        an answer cannot be found.
         """
         roles = tuple(roles)
         for i, message in enumerate(check_messages(messages)):
             if not self._knows(message['role'], roles):
                 raise ValueError(f'message {i} has the role {message["role"]!r}, which {self.where} does not name: '
                                  'correct it, or set roles to have it among those that are counted')
-            if message['role'] in roles and not message['content'].strip():
+            if message['role'] in roles and not ((message.get('content') or '').strip() or message.get('tool_calls')):
                 raise ValueError(f'message {i}, of the role {message["role"]}, is empty: leave it out')
-        text = self._render(messages)
+        text = self._render(messages, more=more)
         ids, places, marked = self._encode(text)
         if self.has_marks and roles == ('assistant',):
+            answers = [message for message in messages if message['role'] == 'assistant']
+            if len(marked) == len(answers):
+                marked = [span for span, message in zip(marked, answers) if is_learnt(message)]
+            elif not all(map(is_learnt, answers)):
+                raise ValueError(f'{self.where} marks {len(marked)} answers of {len(answers)}, so that single ones '
+                                 f'cannot be left out: leave {", ".join(LEARNT)} out')
             return ids, [_overlaps(place, marked) for place in places]
         counted = [False] * len(ids)
         text = re.sub(f'[{MARKS}]', '', text)
         for i, message in enumerate(messages):
-            if message['role'] not in roles or i < first:
+            if message['role'] not in roles or i < first or not is_learnt(message):
                 continue
-            span, is_whole = self._span_of(messages, i, text)
+            span, is_whole = self._span_of(messages, i, text, more)
             inside = [j for j, place in enumerate(places) if _overlaps(place, [span])]
             end = next((j for j in inside if ids[j] in self.stop_ids), None)
             if end is None and not is_whole:
                 raise WrittenAgain(f'{self.where} writes message {i} differently when others follow')
             for j in inside:
                 counted[j] = end is None or j <= end
+            after = inside[-1] + 1 if end is None and inside else len(ids) + 1
+            if after < len(ids):  # the mark of the next message, if it ends an answer, as in GLM-4.5's template
+                counted[after] = ids[after] in self.stop_ids
+            elif after == len(ids) and self.next_mark is not None:
+                ids, counted, places = [*ids, self.next_mark], [*counted, True], [*places, (len(text), len(text))]
         return ids, counted
 
     def _knows(self, role, roles):
@@ -140,7 +162,21 @@ class ChatTemplate:
             found.add(ids[-1])
         return frozenset(found)
 
-    def _span_of(self, messages, i, text):
+    @functools.cached_property
+    def next_mark(self):
+        """The id that begins the message after an answer, if it ends answers and nothing in them does; else None."""
+        probe = [dict(role='user', content='question'), dict(role='assistant', content='answer')]
+        try:
+            before, text = self.render(probe), self.render([*probe, dict(role='user', content='more')])
+            ids, places, _ = self._encode(text)
+        except ValueError:
+            return None
+        if not text.startswith(before) or not before.endswith('answer'):
+            return None
+        following = next((i for i, (start, _) in zip(ids, places) if start >= len(before)), None)
+        return following if following in self.stop_ids else None
+
+    def _span_of(self, messages, i, text, more):
         """(start, end) of message i in the text, and whether it ends there without later messages too.
 
         Otherwise the end is where the text without later messages becomes another one.
@@ -148,8 +184,8 @@ class ChatTemplate:
         is_answer = messages[i]['role'] == 'assistant'
         if is_answer and i == 0:
             raise ValueError('message 0 is an answer, but no message comes before it: leave it out')
-        before = self.render(messages[:i], add_generation_prompt=is_answer) if i else ''
-        until = self.render(messages[:i + 1])
+        before = self.render(messages[:i], is_answer, more) if i else ''
+        until = self.render(messages[:i + 1], more=more)
         if not (text.startswith(before) and until.startswith(before)):
             raise ValueError(f'{self.where} writes what comes before message {i} differently without it: '
                              'mark its answers by {% generation %} and {% endgeneration %}, or leave out the '
@@ -157,16 +193,18 @@ class ChatTemplate:
         end = len(until) if text.startswith(until) else len(os.path.commonprefix([text, until]))
         return (len(before), end), end == len(until)
 
-    def _render(self, messages, add_generation_prompt=False):
+    def _render(self, messages, add_generation_prompt=False, more=None):
         """The text of a conversation with MARKS in it."""
         import jinja2
         marked = []
         for message in check_messages(messages):
-            marked.append({key: self._mark(value) for key, value in message.items() if value is not None})
+            mark = self._mark_answer if message['role'] == 'assistant' else self._mark
+            marked.append({key: mark(value) for key, value in message.items() if value is not None})
+        variables = dict(tools=None, documents=None) | self.variables | (more or {})
         self.environment.steps, length, pieces = 0, 0, []
         try:
-            for piece in self.template.generate(messages=marked, add_generation_prompt=add_generation_prompt,
-                                                tools=None, documents=None, **self.variables):
+            for piece in self.template.generate(
+                    **variables | dict(messages=marked, add_generation_prompt=add_generation_prompt)):
                 pieces.append(piece)
                 length += len(piece)
                 if length > MAX_LENGTH:
@@ -182,6 +220,14 @@ class ChatTemplate:
         if not isinstance(value, str):
             return value
         return self.to_mark.sub(lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] else '', value)
+
+    def _mark_answer(self, value):
+        """The same for an entry of an answer: of special tokens, those that end answers."""
+        if not isinstance(value, str) or not self.to_mark.search(value):
+            return value  # the probes of stop_ids are such answers
+        endings = {_text_of(self.tokenizer, i) for i in self.stop_ids}
+        return self.to_mark.sub(
+            lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] in endings else match[1] or '', value)
 
     def _encode(self, text):
         """(ids, [(start, end)] of the ids in the text, [(start, end)] of the answers) of a text with MARKS.
@@ -220,18 +266,36 @@ class ChatTemplate:
 def find_template(files):
     """The chat template of a tokenizer's files: chat_template.jinja, or an entry of tokenizer_config.json."""
     template = read_json(files, 'tokenizer_config.json').get('chat_template')
-    if isinstance(template, list):  # several templates with names
-        template = {entry['name']: entry['template'] for entry in template}.get('default')
-    return files.get('chat_template.jinja') or template
+    if isinstance(template, list) and template and 'chat_template.jinja' not in files:  # several with names
+        named = {entry['name']: entry['template'] for entry in template}
+        if 'default' not in named:
+            raise ValueError(f'tokenizer_config.json has the chat templates {", ".join(named)}, of which none is called '
+                             'default: rename the one that is meant, or save it as chat_template.jinja')
+        template = named['default']
+    return files.get('chat_template.jinja') or template or None
+
+
+def is_learnt(message):
+    """Whether the entries LEARNT of a message allow to learn it. ValueError if they are neither 0 nor 1."""
+    for key in LEARNT:
+        if message.get(key) not in (None, 0, 1):
+            raise ValueError(f'a message of the role {message["role"]} has the {key} {message[key]!r}: it must be 1 or '
+                             '0, true or false')
+    return all(message.get(key) in (None, 1) for key in LEARNT)
 
 
 def check_messages(messages):
-    """Return the messages. ValueError if they are not a list of dicts with the texts `role` and `content`."""
+    """Return the messages. ValueError if they are not a list of dicts with the texts `role` and `content`.
+
+    A message with `tool_calls` may be without content.
+    """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f'messages is {_shorten(messages)}: it must be a list of at least one '
                          '{"role": ..., "content": ...}')
     for i, message in enumerate(messages):
         entries = [message.get(key) for key in ('role', 'content')] if isinstance(message, dict) else [None]
+        if entries[-1] is None and entries[0] and message.get('tool_calls'):
+            entries[-1] = ''
         if not all(isinstance(entry, str) for entry in entries):
             raise ValueError(f'message {i} is {_shorten(message)}: it must be '
                              '{"role": ..., "content": ...} with two texts')

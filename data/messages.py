@@ -6,23 +6,66 @@ The forms of a line, of which the first that fits counts:
     {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}    ShareGPT's
     {"prompt": ..., "completion": ...}    texts, or lists of messages
     {"instruction": ..., "input": ..., "output": ...}    Alpaca's; `input` may be empty or missing
+
+Each may have `tools` (a list, or its JSON), `system` (a text), `history` (pairs of texts) and `chat_template_kwargs`.
 """
+import functools
 import hashlib
 import itertools
 import json
+import sys
 
 import numpy as np
 
-from data.tokenizer_base import Tokenizer
 from data.chat_template import ChatTemplate
 from data.flags import flag_document
 from data.readers import read_rows
+from data.tokenizer_base import Tokenizer
 
-SHAREGPT_ROLES = dict(human='user', gpt='assistant', system='system', user='user', assistant='assistant')
+SHAREGPT_ROLES = dict(human='user', gpt='assistant', system='system', user='user', assistant='assistant',
+                      tool='tool', observation='tool')
+# Fields of a row that are used, and those that describe a row without changing what is trained.
+USED = {'messages', 'conversations', 'prompt', 'completion', 'instruction', 'input', 'output', 'chosen', 'rejected',
+        'tools', 'system', 'history', 'chat_template_kwargs'}
+DESCRIBE = {'id', 'idx', 'index', 'uuid', 'conversation_id', 'prompt_id', 'source', 'dataset', 'split', 'origin',
+            'category', 'domain', 'topic', 'task', 'type', 'tags', 'difficulty', 'language', 'lang', 'model', 'score',
+            'score_chosen', 'score_rejected', 'rating', 'quality', 'license', 'url', 'title', 'timestamp', 'created',
+            'date', 'hash', 'metadata', 'meta', 'text', 'num_tokens', 'num_turns'}
 
 
 def to_messages(row):
-    """The messages of a row in one of the forms; ValueError if it has none of them."""
+    """The messages of a row in one of the forms, its `system` and `history` included; ValueError if it has none."""
+    messages = _turns_of(row)
+    history = [dict(role=role, content=text) for turns in row.get('history') or ()
+               for role, text in zip(('user', 'assistant'), turns)]
+    if row.get('system') and isinstance(messages, list) and messages[:1] and messages[0].get('role') != 'system':
+        history.insert(0, dict(role='system', content=row['system']))
+    return history + messages if history else messages
+
+
+def more_of(row):
+    """{variable of the template: value} of a row beside its messages: `tools`, and what chat_template_kwargs has."""
+    found = {}
+    for field, kind in (('chat_template_kwargs', dict), ('tools', list)):
+        value = row.get(field)
+        if isinstance(value, str):  # as some datasets have it, since tools have no common schema
+            try:
+                value = json.loads(value) if value.strip() else None
+            except ValueError:
+                raise ValueError(f'{field} that are no JSON: {value[:40]!r}') from None
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(f'{field} that are {value!r:.60}: they must be a {kind.__name__}')
+        found |= (dict(tools=value) if field == 'tools' else value) if value else {}
+    return found
+
+
+@functools.cache
+def say_unused(path, field):
+    """Print once that the rows of a file have a field of unknown meaning."""
+    print(f'{path}: the field {field!r} of its rows is not used', file=sys.stderr, flush=True)
+
+
+def _turns_of(row):
     if 'messages' in row:
         return row['messages']
     if 'conversations' in row:
@@ -31,7 +74,8 @@ def to_messages(row):
                 isinstance(turn, dict) and turn.get('from') in SHAREGPT_ROLES for turn in turns):
             raise ValueError(f'conversations must be a list of {{"from": ..., "value": ...}}, from one of '
                              f'{", ".join(SHAREGPT_ROLES)}')
-        return [dict(role=SHAREGPT_ROLES[turn['from']], content=turn.get('value')) for turn in turns]
+        return [dict(role=SHAREGPT_ROLES[turn['from']], content=turn.get('value'))
+                | {key: value for key, value in turn.items() if key not in ('from', 'value')} for turn in turns]
     if 'prompt' in row and 'completion' in row:
         prompt, completion = row['prompt'], row['completion']
         if isinstance(prompt, list) and isinstance(completion, list):
@@ -69,10 +113,12 @@ def read_conversations(path):
     for number, row in enumerate(read_rows(path), 1):
         place = f'{path}, conversation {number}'
         try:
-            messages = to_messages(row)
+            messages, more = to_messages(row), more_of(row)
         except ValueError as error:
             raise ValueError(f'{place} has {error}') from None
-        yield dict(place=place, messages=messages)
+        for field in row.keys() - USED - DESCRIBE:
+            say_unused(path, field)
+        yield dict(place=place, messages=messages, more=more)
 
 
 class ConversationEncoder(Tokenizer):
@@ -101,12 +147,12 @@ class ConversationEncoder(Tokenizer):
     def encode_to_numpy(self, text):
         conversation = json.loads(text)
         try:
-            documents = self.template.documents(conversation['messages'], self.roles)
+            documents = self.template.documents(conversation['messages'], self.roles, conversation.get('more'))
         except ValueError as error:
             raise ValueError(f'{conversation["place"]}: {error}') from None
         if not any(any(counted) for _, counted in documents):
-            raise ValueError(f'{conversation["place"]} has no message of {", ".join(self.roles)}: leave it out, or '
-                             'set roles')
+            raise ValueError(f'{conversation["place"]} has no message of {", ".join(self.roles)} that is learnt: leave '
+                             'it out, or set roles')
         return np.concatenate([flag_document(ids, counted) for ids, counted in documents])
 
     def __getstate__(self):  # a template is not for other processes

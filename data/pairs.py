@@ -15,11 +15,12 @@ import numpy as np
 
 from data.chat_template import check_messages
 from data.flags import REJECTED, flag_document
-from data.messages import ConversationEncoder
+from data.messages import DESCRIBE, USED, ConversationEncoder, more_of, say_unused
 from data.readers import read_rows
 
 HH_TURN = re.compile(r'\n\n(Human|Assistant):')
 HH_ROLES = dict(Human='user', Assistant='assistant')
+TEXTS = 'role', 'content', 'tool_calls', 'name', 'tool_call_id', 'reasoning_content', 'thinking'  # of a message
 
 
 def to_pair(row):
@@ -40,7 +41,10 @@ def to_pair(row):
         raise ValueError(f'chosen begins with {chosen[0]} and rejected with {rejected[0]}: give both the same prompt')
     if len(shared) in (len(chosen), len(rejected)):
         raise ValueError('one of the conversations continues the other: give each an answer of its own')
-    return shared, chosen[len(shared):], rejected[len(shared):]
+    answers = chosen[len(shared):], rejected[len(shared):]
+    if row.get('system') and shared[0]['role'] != 'system':
+        shared = [dict(role='system', content=row['system']), *shared]
+    return shared, *answers
 
 
 def _conversation(answer, prompt, key):
@@ -60,9 +64,9 @@ def _conversation(answer, prompt, key):
 
 
 def _plain(messages):
-    """Messages without further entries, such as ids, which may differ where the texts do not."""
+    """Messages without entries that a text does not have, such as ids, which may differ where the texts do not."""
     messages = check_messages(messages) if messages else []
-    return [dict(role=message['role'], content=message['content']) for message in messages]
+    return [{key: message[key] for key in TEXTS if message.get(key) is not None} for message in messages]
 
 
 def read_pairs(path):
@@ -70,10 +74,12 @@ def read_pairs(path):
     for number, row in enumerate(read_rows(path), 1):
         place = f'{path}, pair {number}'
         try:
-            shared, chosen, rejected = to_pair(row)
+            (shared, chosen, rejected), more = to_pair(row), more_of(row)
         except ValueError as error:
             raise ValueError(f'{place}: {error}') from None
-        yield dict(place=place, messages=shared, chosen=chosen, rejected=rejected)
+        for field in row.keys() - USED - DESCRIBE:
+            say_unused(path, field)
+        yield dict(place=place, messages=shared, chosen=chosen, rejected=rejected, more=more)
 
 
 class PairEncoder(ConversationEncoder):
@@ -88,7 +94,7 @@ class PairEncoder(ConversationEncoder):
         for key in ('chosen', 'rejected'):
             try:
                 ids, counted = self.template.tokens_and_counted(
-                    pair['messages'] + pair[key], self.roles, first=len(pair['messages']))
+                    pair['messages'] + pair[key], self.roles, first=len(pair['messages']), more=pair.get('more'))
             except ValueError as error:
                 raise ValueError(f'{pair["place"]}, {key}: {error}') from None
             documents.append((ids, counted))

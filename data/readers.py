@@ -164,6 +164,16 @@ def _read_json(path):
             yield from rows if isinstance(rows, list) else [rows]
 
 
+def _without_nulls(value):
+    """A value of a column without the entries that are null.
+
+    Arrow gives each struct all entries of its column, so that an entry that a row did not have is null.
+    """
+    if isinstance(value, dict):
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list) else value
+
+
 def _read_parquet(path, field=None):
     """Yield rows, of which only the column `field` is read; without such a column, one row of all columns.
 
@@ -177,6 +187,7 @@ def _read_parquet(path, field=None):
                 yield dict.fromkeys(names)
                 return
             for batch in file.iter_batches(1024, columns=field and [field]):
-                yield from batch.to_pylist()
+                for row in batch.to_pylist():
+                    yield {name: _without_nulls(value) for name, value in row.items()}
     except pyarrow.ArrowException as error:
         raise OSError(error) from None

@@ -286,3 +286,74 @@ def test_loops_have_their_variables_although_their_rounds_are_counted(tmp_path):
     messages = CONVERSATIONS[1]
     assert ChatTemplate(JsonTokenizer(folder)).render(messages) == theirs.apply_chat_template(messages, tokenize=False)
     assert chat_template.MAX_STEPS > 1000 * len(messages)
+
+
+# --- tools, flags of messages, and templates of few families ---------------------------------------------
+
+TOOLS = [dict(type='function', function=dict(name='rate', parameters={}))]
+CALL = [dict(type='function', function=dict(name='rate', arguments=dict(of='EUR')))]
+
+
+@pytest.fixture(scope='module')
+def of_tools(tmp_path_factory):
+    """(ChatTemplate, tokenizer of transformers) of a template that writes tools and their calls."""
+    template = ('{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|{{ m.role }}|>{{ m.content or "" }}'
+                '{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|end|>{% endfor %}'
+                '{% if add_generation_prompt %}<|assistant|>{% endif %}')
+    special = ['<|end|>', '<|user|>', '<|assistant|>', '<|tool|>', '<think>', '</think>']
+    folder = write_folder(tmp_path_factory.mktemp('tools'), template, special, None, '<|end|>')
+    return ChatTemplate(JsonTokenizer(folder)), PreTrainedTokenizerFast.from_pretrained(folder)
+
+
+def counted_text(template, theirs, *arguments, **options):
+    """The text of the counted tokens."""
+    ids, counted = template.tokens_and_counted(*arguments, **options)
+    return theirs.decode([i for i, is_counted in zip(ids, counted) if is_counted])
+
+
+def test_tools_and_their_calls_are_what_transformers_makes_of_them(of_tools):
+    ours, theirs = of_tools
+    messages = [*turns('rate?'), dict(role='assistant', tool_calls=CALL), dict(role='tool', content='1.2'),
+                dict(role='assistant', content='It is 1.2')]
+    assert ours.encode(messages, more=dict(tools=TOOLS)) == theirs.apply_chat_template(messages, tools=TOOLS)['input_ids']
+    text = counted_text(ours, theirs, messages, more=dict(tools=TOOLS))
+    assert text == '{"name": "rate", "arguments": {"of": "EUR"}}<|end|>It is 1.2<|end|>'
+
+
+def test_special_tokens_of_an_answer_are_its_own_but_those_that_end_it(of_tools):
+    ours, theirs = of_tools
+    messages = turns('<think>no</think>', '<think>why</think> so<|end|>')
+    ids = ours.encode(messages)
+    think, end = (theirs.convert_tokens_to_ids(token) for token in ('<think>', '<|end|>'))
+    assert ids.count(think) == 1 and ids.count(end) == 2
+    messages[1]['content'] = '<think>why</think> so'
+    assert ours.encode(messages)[-8:] == theirs.apply_chat_template(messages)['input_ids'][-8:]
+
+
+@pytest.mark.parametrize('key, value', [('weight', 0), ('weight', 0.0), ('train', False), ('training', False), ('loss', False)])
+def test_message_that_is_not_to_be_learnt_is_context(of_tools, key, value):
+    ours, theirs = of_tools
+    messages = turns('2+2?', '5', 'No!', '4')
+    messages[1][key] = value
+    assert counted_text(ours, theirs, messages) == '4<|end|>'
+    messages[1][key] = type(value)(1)
+    assert counted_text(ours, theirs, messages) == '5<|end|>4<|end|>'
+    messages[1][key] = 0.5
+    with pytest.raises(ValueError, match=f'has the {key} 0.5: it must be 1 or 0'):
+        ours.tokens_and_counted(messages)
+
+
+def test_mark_of_the_next_message_that_ends_an_answer_is_learnt(tmp_path):
+    """GLM-4.5's template ends answers by the mark of who speaks next, which generation_config.json names."""
+    template = ('{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}'
+                '{% if add_generation_prompt %}<|assistant|>{% endif %}')
+    folder = write_folder(tmp_path, template, ['<|user|>', '<|assistant|>', '<|end|>'], None, '<|end|>')
+    (folder / 'generation_config.json').write_text(json.dumps(dict(eos_token_id=[2, 0])))
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), ChatTemplate(JsonTokenizer(folder))
+    assert counted_text(ours, theirs, turns('2+2', '4', '3+3', '6')) == '4<|user|>6<|user|>'
+
+
+def test_named_templates_without_a_default_are_refused(tmp_path):
+    folder = write_folder(tmp_path, [dict(name='rag', template='a'), dict(name='tool_use', template='b')], ['<s>'])
+    with pytest.raises(ValueError, match='has the chat templates rag, tool_use, of which none is called default'):
+        ChatTemplate(JsonTokenizer(folder))

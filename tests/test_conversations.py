@@ -2,6 +2,7 @@
 import json
 
 import numpy as np
+import pyarrow.parquet
 import pytest
 import torch
 
@@ -10,7 +11,7 @@ from data.datasets import find_sources
 from data.documents import DocumentLoader, PackedLoader
 from data.flags import BEGIN, CONTEXT, begins_of, ids_of, targets_of
 from data.loader import TokenLoader
-from data.messages import ConversationEncoder, conversation_splits, to_messages
+from data.messages import ConversationEncoder, conversation_splits, more_of, read_conversations, to_messages
 from data.prepare import write_dataset
 from data.tokenizer import CharTokenizer
 from helpers import curve, run_forked
@@ -35,6 +36,35 @@ def conversation(*turns):
     (dict(instruction='a', input='more', output='b'), ('a\n\nmore', 'b'))])
 def test_forms_of_a_line(row, turns):
     assert to_messages(row) == conversation(*turns)
+
+
+def test_system_history_tools_and_entries_of_turns_are_kept():
+    row = dict(instruction='a', output='b', system='Be brief.', history=[['c', 'd']])
+    assert to_messages(row) == [dict(role='system', content='Be brief.'), *conversation('c', 'd', 'a', 'b')]
+    turns = [{'from': 'human', 'value': 'a'}, {'from': 'gpt', 'value': 'b', 'weight': 0}]
+    assert to_messages(dict(conversations=turns))[1] == dict(role='assistant', content='b', weight=0)
+    tools = [dict(type='function')]
+    assert more_of(dict(tools=tools)) == more_of(dict(tools=json.dumps(tools))) == dict(tools=tools)
+    assert more_of(dict(chat_template_kwargs=dict(enable_thinking=False), tools='')) == dict(enable_thinking=False)
+    with pytest.raises(ValueError, match='tools that are 5: they must be a list'):
+        more_of(dict(tools=5))
+
+
+def test_field_of_unknown_meaning_is_named_once(tmp_path, capsys):
+    path = tmp_path / 'rows.jsonl'
+    path.write_text('\n'.join(json.dumps(dict(messages=conversation('a', 'b'), persona='pirate', id=i)) for i in range(3)))
+    assert len(list(read_conversations(str(path)))) == 3
+    assert capsys.readouterr().err == f"{path}: the field 'persona' of its rows is not used\n"
+
+
+def test_nulls_that_parquet_adds_are_not_in_the_text(tmp_path):
+    rows = [dict(messages=[dict(role='user', content='x', name=None), dict(
+        role='assistant', content=None, tool_calls=[dict(function=dict(name=name, arguments={key: 'v'}))])])
+        for name, key in (('rate', 'of'), ('weather', 'city'))]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / 'rows.parquet')
+    read = [each['messages'] for each in read_conversations(str(tmp_path / 'rows.parquet'))]
+    assert [messages[1]['tool_calls'] for messages in read] == [row['messages'][1]['tool_calls'] for row in rows]
+    assert read[0][0] == dict(role='user', content='x')
 
 
 def write_chats(path, conversations):

@@ -14,9 +14,15 @@ from kilogpt.layers.options import GROUPS
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # of PEFT's names
-# Entries of adapter_config.json, and the values that they have for adapters such as ours.
-PLAIN = dict(peft_type=('LORA',), bias=('none',), modules_to_save=(None, []), use_dora=(False,),
-             rank_pattern=({},), alpha_pattern=({},), layers_to_transform=(None,), lora_bias=(False,))
+# Entries of adapter_config.json that are read, or say what the names of the tensors say too, or nothing of the result.
+READ = {'r', 'lora_alpha', 'lora_dropout', 'use_rslora', 'target_modules', 'exclude_modules', 'layers_pattern',
+        'fan_in_fan_out', 'base_model_name_or_path', 'revision', 'task_type', 'inference_mode', 'auto_mapping',
+        'peft_version', 'eva_config', 'runtime_config'}
+# Values of the others for adapters such as ours, W + scale B A; of entries that are not here, what is empty or False.
+# Initial weights such as PiSSA's and OLoRA's are taken off the base, which the adapter alone does not say.
+PLAIN = dict(peft_type=('LORA',), bias=('none',), init_lora_weights=(True, False, 'gaussian', 'eva', 'orthogonal'),
+             megatron_core=('megatron.core',), qalora_group_size=(16,))
+EMPTY = None, False, [], {}, ''
 
 
 def is_adapter(folder):
@@ -93,9 +99,9 @@ def joined_pieces(pieces):
 def read_entries(folder):
     """The content of adapter_config.json. ValueError if the adapter is none that our model can have."""
     entries = read_json(os.path.join(folder, CONFIG))
-    for key, allowed in PLAIN.items():
-        value = entries.get(key, allowed[0])
-        if value not in allowed:
+    for key in entries.keys() - READ | {'peft_type'}:
+        value = entries.get(key)
+        if value not in (PLAIN[key] if key in PLAIN else EMPTY):
             raise ValueError(f'{folder} has {key}={value!r} in its {CONFIG}, which our adapters cannot have: '
                              'merge it into its base with merge_and_unload of peft')
     return entries

@@ -6,6 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import newest_state, run_forked
+from kilogpt.convert.peft import READ, read_entries
 from kilogpt.loaded.load import load_model
 
 TOKENS = torch.arange(24).view(2, 12) % 65
@@ -81,8 +82,11 @@ def test_adapters_that_ours_cannot_be_are_refused_in_one_sentence(tuned, tmp_pat
         assert done.returncode == 1 and 'Traceback' not in done.stderr
         return done.stderr
 
-    (adapter / 'adapter_config.json').write_text(json.dumps(entries | dict(use_dora=True)))
-    assert 'has use_dora=True in its adapter_config.json' in error_of('import', adapter, tmp_path / 'out')
+    for change in (dict(use_dora=True), dict(init_lora_weights='pissa'), dict(alora_invocation_tokens=[5]),
+                   dict(an_entry_of_next_year=2), dict(peft_type='LOHA')):
+        (adapter / 'adapter_config.json').write_text(json.dumps(entries | change))
+        key, value = next(iter(change.items()))
+        assert f'has {key}={value!r} in its adapter_config.json' in error_of('import', adapter, tmp_path / 'out')
     (adapter / 'adapter_config.json').write_text(json.dumps(entries))
     first = sorted(tensors)[0]
     save_file({name: tensor for name, tensor in tensors.items() if name != first},
@@ -92,6 +96,21 @@ def test_adapters_that_ours_cannot_be_are_refused_in_one_sentence(tuned, tmp_pat
     assert 'with shape (3, 8), but the base' in error_of('import', adapter, tmp_path / 'out')
     assert 'has lora_rank=3' in error_of('export', run, tmp_path / 'a.gguf', '--adapter')
     assert 'nanoGPT does not have' in error_of('export', run, tmp_path / 'ckpt.pt')
+
+
+@pytest.mark.slow
+def test_what_peft_writes_by_default_is_read_and_every_other_entry_is_known_or_refused(tmp_path):
+    peft = pytest.importorskip('peft')
+    defaults = peft.LoraConfig(task_type='CAUSAL_LM').to_dict()
+
+    def read(**changes):
+        (tmp_path / 'adapter_config.json').write_text(json.dumps(defaults | changes, default=list))
+        return read_entries(str(tmp_path))
+
+    read()
+    for key in defaults.keys() - READ:
+        with pytest.raises(ValueError, match=f'has {key}='):
+            read(**{key: 'something else'})
 
 
 @pytest.mark.slow
