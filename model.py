@@ -435,13 +435,13 @@ class GPT(nn.Module):
         return of_matrices + int(12 * seen * self.config.n_head * self.config.head_width)
 
     @torch.no_grad()
-    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_token=None,
+    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_tokens=(),
                         generator=None, cache=None, separator=None):
         """Continue idx (B, T): yield the next token of each row (B,), up to max_new_tokens times.
 
         temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
-        probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn stop_token repeats it, and
-        the text ends once all rows have. Past block_size, each token takes a new reading of the window.
+        probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn one of stop_tokens repeats one,
+        and the text ends once all rows have. Past block_size, each token takes a new reading of the window.
         cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
         separator: the token at which a document begins, for a model that was trained on documents one by one.
         """
@@ -450,6 +450,7 @@ class GPT(nn.Module):
         cache = cache or self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
         rows = cache.layers[0][0].size(0)
         stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
+        stops = torch.tensor(sorted(stop_tokens), device=idx.device)
         window, token, filled = idx[:, -block_size:], None, 0
         for _ in range(max_new_tokens):
             starts = starts_of(window, separator)
@@ -462,11 +463,11 @@ class GPT(nn.Module):
                 filled += 1
             logits = at_least_float32(logits[:, -1]).expand(rows, -1)
             token = draw_token(logits, temperature, top_k, top_p, generator)
-            if stop_token is not None:
-                token = token.masked_fill(stopped, stop_token)
-                stopped |= token == stop_token
+            if len(stops):
+                token = torch.where(stopped, stops[0], token)
+                stopped |= torch.isin(token, stops)
             yield token
-            if stop_token is not None and stopped.all():
+            if len(stops) and stopped.all():
                 return
             window = torch.cat((window.expand(rows, -1), token[:, None]), dim=1)[:, -block_size:]
 

@@ -73,7 +73,7 @@ def read_prompt():
         raise ValueError(f'start is {start!r}, but that file cannot be read: {error.strerror}') from None
     except UnicodeDecodeError as error:
         raise ValueError(f'start is {start!r}, but that text is not UTF-8 ({error}): convert it') from None
-    return text, tokenizer.encode(text)
+    return text, tokenizer.begin_ids + tokenizer.encode(text)  # special tokens in a file are ordinary text
 
 
 with exit_on_error():
@@ -137,10 +137,10 @@ def show(prompt, tokens):
     print(prompt, end='', flush=True)
     for drawn in model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
-            tokenizer.eot if stop else None, generator,
+            tokenizer.end_ids if stop else (), generator,
             cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator):
         for i, token in enumerate(drawn.tolist()):
-            has_ended[i] |= stop and token == tokenizer.eot
+            has_ended[i] |= stop and token in tokenizer.end_ids
             piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
             texts[i] += piece
             if i == 0:

@@ -146,9 +146,7 @@ class ChatTemplate:
     @functools.cached_property
     def stop_ids(self):
         """The ids that end an answer: those of generation_config.json, end-of-text, and the end of a turn."""
-        config = read_json(self.tokenizer.files, 'generation_config.json')
-        named = config.get('eos_token_id')
-        found = {self.tokenizer.eot, *(named if isinstance(named, list) else [named])}
+        found = set(self.tokenizer.end_ids)
         probe = [dict(role='user', content='question'), dict(role='assistant', content='answer')]
         try:
             text = self.render(probe)

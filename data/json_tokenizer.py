@@ -54,6 +54,17 @@ class JsonTokenizer(Tokenizer):
         self.eot = vocabulary.get(self._name_of('eos_token', vocabulary) or usual_end)
         self.bos = vocabulary.get(self._name_of('bos_token', vocabulary), self.eot)
 
+    @functools.cached_property
+    def end_ids(self):
+        named = read_json(self.files, 'generation_config.json').get('eos_token_id')
+        return super().end_ids | {i for i in (named if isinstance(named, list) else [named]) if i is not None}
+
+    @functools.cached_property
+    def begin_ids(self):
+        prompt, text = self.encode_prompt('a'), self.encode('a')
+        starts = [i for i in range(len(prompt)) if prompt[i:i + len(text)] == text]
+        return prompt[:starts[0]] if starts else []
+
     def _name_of(self, role, vocabulary):
         """The token that the files name for a role, such as eos_token; None if they do not."""
         return next((token for key, token in named_tokens(self.files) if key == role and token in vocabulary), None)

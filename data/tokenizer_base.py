@@ -12,7 +12,7 @@ FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', '
 
 class Tokenizer:
     """Base class. A tokenizer has a name, a vocab_size, eot (the end-of-text id, or None), bos (the id that
-    comes before a text, or None), special_ids (ids that stand for no text), and these methods:
+    comes before a text, or None), special_ids (ids that stand for no text), end_ids, and these methods:
 
     encode(text): a list of ids. Text that looks like a special token is ordinary text.
     encode_prompt(text): the same, except that text that looks like a special token becomes that token.
@@ -26,6 +26,16 @@ class Tokenizer:
     files = {}  # {name: text} of the files that a dataset must have to use this tokenizer
     can_cut = True  # whether the parts of a text, as data.prepare cuts it, have the ids of the text
     gains_from_processes = True  # False = encoding takes no longer than sending the text to another process
+
+    @property
+    def end_ids(self):
+        """The ids at which generation ends: eot, and others that come with the weights."""
+        return frozenset() if self.eot is None else frozenset([self.eot])
+
+    @property
+    def begin_ids(self):
+        """The ids that `encode_prompt` puts before each text, such as Llama's <s>."""
+        return []
 
     def encode_prompt(self, text):
         return self.encode(text)
@@ -103,6 +113,11 @@ class Tokenizer:
         for name, text in self.hugging_face(block_size).items():
             with open(os.path.join(folder, name), 'w', encoding='utf-8') as file:
                 file.write(text)
+
+
+def until_end(ids, tokenizer):
+    """The ids before the first that ends a text."""
+    return ids[:next((i for i, token in enumerate(ids) if token in tokenizer.end_ids), None)]
 
 
 # GPT-2's vocab.json writes a byte as a character: its own if that is printable, otherwise one from 256 on.

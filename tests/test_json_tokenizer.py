@@ -11,6 +11,7 @@ import kilogpt
 from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer
 from data.tokenizer import describe_tokenizer, get_tokenizer
+from data.tokenizer_base import until_end
 from kilogpt.convert.weights import export_weights, import_weights
 
 WORDS = "the quick brown fox's 12345 words.\nIt was a dark and stormy night\nÄÖ are not in it\n" * 20
@@ -139,3 +140,18 @@ def test_prepare_train_sample_export_and_import_keep_the_tokenizer(train, folder
                     out_dir=out_dir)
     assert list(resumed.lines) == [1, 2, 3, 4]
     assert kilogpt.load(str(out_dir), device=device).tokenizer.digest == tokenizer.digest
+
+
+def test_every_token_that_ends_a_text_ends_it(tmp_path):
+    """generation_config.json may name several, at which transformers stops too."""
+    byte_level().save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'generation_config.json').write_text(json.dumps(dict(eos_token_id=[7, 9])))
+    tokenizer = JsonTokenizer(tmp_path)
+    assert tokenizer.end_ids == {7, 9} | ({tokenizer.eot} - {None})
+    assert until_end([1, 2, 9, 3, 7], tokenizer) == [1, 2] and until_end([1, 2], tokenizer) == [1, 2]
+
+
+def test_tokens_before_each_text_are_those_of_the_post_processor(folder):
+    tokenizer = JsonTokenizer(folder)
+    assert tokenizer.encode_prompt('a fox') == tokenizer.begin_ids + tokenizer.encode('a fox')
+    assert len(tokenizer.begin_ids) == ('<s>' in tokenizer.files['tokenizer.json'])

@@ -583,7 +583,7 @@ def test_sampling_draws_from_the_stated_distribution(temperature, top_k, top_p, 
 
 
 def test_a_row_that_stopped_repeats_the_token_and_all_stopped_ends_early():
-    new = FixedLogits().draw(5, 500, top_k=3, stop_token=1).tolist()
+    new = FixedLogits().draw(5, 500, top_k=3, stop_tokens=[1]).tolist()
     first = [row.index(1) for row in new]
     assert len(set(first)) > 1 and len(new[0]) == max(first) + 1
     assert all(set(row[at:]) == {1} for row, at in zip(new, first))

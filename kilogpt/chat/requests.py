@@ -10,6 +10,8 @@ from data.chat_template import check_messages
 UNSUPPORTED = ('tools', 'tool_choice', 'functions', 'function_call', 'response_format', 'logprobs',
                'top_logprobs', 'logit_bias', 'presence_penalty', 'frequency_penalty', 'best_of', 'echo',
                'suffix', 'audio')
+# Values of these entries, besides what is empty or False, that say what this server does anyway.
+AS_IS = dict(response_format={'type': 'text'}, tool_choice='none', function_call='none', best_of=1)
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 COMPLETION_TOKENS = 16  # of /v1/completions, without max_tokens, as in OpenAI's
 
@@ -81,11 +83,10 @@ def parse(body, is_chat, model, defaults):
     if not isinstance(content, dict):
         raise RequestError(400, 'the body is not a JSON object')
     content = {key: value for key, value in content.items() if value is not None}
-    if content.get('model', model) != model:
-        raise RequestError(404, f'the model {content["model"]!r} is not here: the only model is {model!r}',
-                           'model_not_found')
+    check_model(content.get('model', model), model)
     for key in UNSUPPORTED:
-        if content.get(key):
+        wants_figures = key == 'logprobs' and not is_chat and content.get(key) == 0  # of the drawn tokens alone
+        if content.get(key) and content[key] != AS_IS.get(key) or wants_figures:
             raise RequestError(400, f'{key} is not supported: leave it out')
     options = content.get('stream_options', {})
     max_tokens = content.get('max_completion_tokens', content.get('max_tokens'))
@@ -98,7 +99,7 @@ def parse(body, is_chat, model, defaults):
         top_p=content.get('top_p', defaults['top_p']), seed=content.get('seed'),
         stop=read_stops(content.get('stop', [])), is_streamed=content.get('stream', False),
         wants_usage=isinstance(options, dict) and options.get('include_usage') is True)
-    check('n', content.get('n', 1) == 1, content, '1: one text for each request')
+    check('n', content.get('n', 1) == 1, content.get('n'), '1: one text for each request')
     check('max_tokens', is_int(max_tokens) and max_tokens >= 1, max_tokens, 'an integer of at least 1')
     check('temperature', is_number(request.temperature) and 0 <= request.temperature <= 2,
           request.temperature, 'a number from 0 to 2')
@@ -108,6 +109,12 @@ def parse(body, is_chat, model, defaults):
           'an integer of 64 bits')
     check('stream', isinstance(request.is_streamed, bool), request.is_streamed, 'true or false')
     return request
+
+
+def check_model(wanted, model):
+    """RequestError unless a client wants the only model."""
+    if wanted != model:
+        raise RequestError(404, f'the model {wanted!r} is not here: the only model is {model!r}', 'model_not_found')
 
 
 def read_messages(content):

@@ -16,7 +16,7 @@ import traceback
 
 import torch
 
-from kilogpt.chat.requests import RequestError, cut_at, parse
+from kilogpt.chat.requests import RequestError, check_model, cut_at, parse
 
 MAX_BODY = 2 ** 22  # bytes
 MAX_REQUESTS = 64  # that wait or are answered; more get status 429
@@ -100,7 +100,7 @@ def answer(conversation, job, top_k, generator):
         if request.messages is not None:
             ids = conversation.template.encode(request.messages, add_generation_prompt=True)
         else:
-            ids, stop_ids = request.prompt, {tokenizer.eot}
+            ids, stop_ids = request.prompt, tokenizer.end_ids
             if isinstance(ids, str):
                 ids = tokenizer.encode_prompt(ids)
             ids = ids or [tokenizer.eot or 0]  # the model needs at least one token
@@ -124,12 +124,13 @@ def answer(conversation, job, top_k, generator):
             usage['total_tokens'] += 1
             yield token
 
-    begun, reason = request.messages is None, None
+    # After the colon of the default template a space begins each answer; of other templates it is the model's.
+    begun, reason = request.messages is None or bool(conversation.template.source), None
     for piece in cut_at(request.stop, conversation.decode(tokens())):
         if piece is None:
             reason = 'stop'
             break
-        piece = piece if begun else piece.lstrip()  # the space after the template's colon, for example
+        piece = piece if begun else piece.lstrip()
         begun = begun or bool(piece)
         if job.is_over or time.monotonic() > deadline:
             break
@@ -170,10 +171,16 @@ def build_app(jobs, name, api_key, defaults, host):
     async def page(request):
         return HTMLResponse(PAGE.read_text(encoding='utf-8'))
 
+    model = dict(id=name, object='model', created=created, owned_by='kilogpt')
+
     async def models(request):
         check_key(request)
-        return JSONResponse(dict(object='list', data=[dict(id=name, object='model', created=created,
-                                                           owned_by='kilogpt')]))
+        return JSONResponse(dict(object='list', data=[model]))
+
+    async def one_model(request):
+        check_key(request)
+        check_model(request.path_params['name'], name)
+        return JSONResponse(model)
 
     async def generate(request):
         check_key(request)
@@ -214,7 +221,7 @@ def build_app(jobs, name, api_key, defaults, host):
         return JSONResponse(job.request.full(''.join(text[:-1]), str(reason), usage))
 
     return Starlette(
-        routes=[Route('/', page), Route('/v1/models', models),
+        routes=[Route('/', page), Route('/v1/models', models), Route('/v1/models/{name:path}', one_model),
                 Route('/v1/chat/completions', generate, methods=['POST']),
                 Route('/v1/completions', generate, methods=['POST'])],
         # Otherwise a page of another site could reach the server under a name of its own (DNS rebinding).

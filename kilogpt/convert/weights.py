@@ -16,6 +16,7 @@ import torch
 
 from data import storage
 from data.datasets import find_meta
+from data.chat_template import DEFAULT_TEMPLATE, find_template
 from data.json_tokenizer import JsonTokenizer, load_tokenizer
 from data.tokenizer_base import copy_tokenizer, portable, tokenizer_folder
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
@@ -306,8 +307,19 @@ def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):
         if tokenizer is None or isinstance(tokenizer, CharTokenizer):  # llama.cpp does not know alphabets
             write_gguf(target, entries, tensors, None, dtype)
         else:
-            tokenizer.save(folder, config.block_size)
+            save_tokenizer(tokenizer, folder, config, state)
             write_gguf(target, entries, tensors, folder, dtype)
+
+
+def save_tokenizer(tokenizer, folder, config, state):
+    """Write the files of a run's tokenizer, with the template by which its conversations were written.
+
+    Without a template of its own that is the default one, which other programs do not know.
+    """
+    tokenizer.save(folder, config.block_size)
+    if state['tokenizer'].get('flags') and not find_template(tokenizer.files):
+        with open(os.path.join(folder, 'chat_template.jinja'), 'w', encoding='utf-8') as file:
+            file.write(DEFAULT_TEMPLATE)
 
 
 def write_hugging_face(target, config, state, entries, tensors, tokenizer, dtype):
@@ -320,7 +332,7 @@ def write_hugging_face(target, config, state, entries, tensors, tokenizer, dtype
     os.makedirs(target)
     try:
         if tokenizer:
-            tokenizer.save(target, config.block_size)
+            save_tokenizer(tokenizer, target, config, state)
         if not os.path.exists(os.path.join(target, 'generation_config.json')):
             ends = {key: entries[key] for key in ('bos_token_id', 'eos_token_id')}
             write_json(os.path.join(target, 'generation_config.json'), ends)

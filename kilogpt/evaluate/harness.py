@@ -9,6 +9,7 @@ import io
 import logging
 from collections import ChainMap
 
+from data.tokenizer_base import until_end
 from kilogpt.evaluate.generation import generate, has_whole_model, seeded_draw
 from kilogpt.evaluate.suite import Score
 from kilogpt.evaluate.tasks import Encoder, task_names
@@ -130,13 +131,13 @@ class HarnessModel(TemplateLM):
         def is_over(ids):
             # A stop string may be a special token, which the answer leaves out.
             text = tokenizer.decode(ids)
-            return any(stop in text for stop in until)
+            return ids[-1] in tokenizer.end_ids or any(stop in text for stop in until)
 
         drawn = generate(self.scorer, [prompts[number] for number in numbers], settings['max_gen_toks'],
                          lambda logits, row, step: draw(logits, numbers[row], step), is_over, alone)
         texts = {}
         for number, ids in zip(numbers, drawn):
-            text = tokenizer.decode([i for i in ids if i not in tokenizer.special_ids])
+            text = tokenizer.decode([i for i in until_end(ids, tokenizer) if i not in tokenizer.special_ids])
             texts[number] = postprocess_generated_text(text, until, None)
         return texts
 

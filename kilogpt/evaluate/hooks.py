@@ -1,5 +1,6 @@
 """Hooks that evaluate a run while it trains: scores on tasks, and samples of text."""
 from data.tokenizer import get_tokenizer
+from data.tokenizer_base import until_end
 from kilogpt.evaluate.generation import generate, seeded_draw
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, describe
@@ -54,8 +55,7 @@ class Samples(Evaluation):
             return
         samples = []
         for prompt, ids in zip(self.prompts, drawn):
-            ids = ids[:ids.index(self.tokenizer.eot)] if self.tokenizer.eot in ids else ids
-            samples.append(dict(prompt=prompt, text=self.tokenizer.decode(ids)))
+            samples.append(dict(prompt=prompt, text=self.tokenizer.decode(until_end(ids, self.tokenizer))))
         self.log.samples(run.iteration, samples, SHOWN)
 
 

@@ -8,6 +8,7 @@ import torch
 from data import storage
 from data.documents import separator_of
 from data.tokenizer import get_tokenizer
+from data.tokenizer_base import until_end
 from kilogpt import checkpoint
 from kilogpt.convert import weights
 from kilogpt.convert.tensors import pad_rows
@@ -47,17 +48,15 @@ class LoadedRun:
         """
         check_sampling(dict(num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature,
                             top_k=top_k, top_p=top_p, seed=seed))
-        eot = self.tokenizer.eot
-        tokens = self.tokenizer.encode_prompt(prompt) or [eot or 0]  # the model needs at least one token
+        tokens = self.tokenizer.encode_prompt(prompt) or [self.tokenizer.eot or 0]  # the model needs at least one token
         device = next(self.model.parameters()).device
         drawn = self.model.generate_tokens(
             torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
-            eot if stop else None, torch.Generator(device).manual_seed(seed),
+            self.tokenizer.end_ids if stop else (), torch.Generator(device).manual_seed(seed),
             self.model.new_cache(num_samples or 1, len(tokens) + max_new_tokens), self.separator)
         texts = []
         for ids in torch.stack(list(drawn), dim=1).tolist():
-            end = ids.index(eot) if stop and eot in ids else None
-            texts.append(prompt + self.tokenizer.decode(ids[:end]))
+            texts.append(prompt + self.tokenizer.decode(until_end(ids, self.tokenizer) if stop else ids))
         return texts[0] if num_samples is None else texts
 
     @torch.inference_mode()

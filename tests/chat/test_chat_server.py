@@ -42,6 +42,8 @@ def test_entries_of_a_body_are_read_and_those_that_are_missing_have_defaults():
     assert request(max_completion_tokens=3, max_tokens=9, stop='x', seed=-1).max_tokens == 3
     parts = [dict(type='text', text='H'), dict(type='text', text='I')]
     assert request(messages=[dict(role='user', content=parts)]).messages == HI
+    request(response_format=dict(type='text'), tool_choice='none', tools=[], logprobs=False, presence_penalty=0)
+    request(False, best_of=1, echo=False)
 
 
 @pytest.mark.quick
@@ -49,7 +51,7 @@ def test_entries_of_a_body_are_read_and_those_that_are_missing_have_defaults():
     (dict(model='gpt-5'), 404, "the model 'gpt-5' is not here: the only model is 'tiny'"),
     (dict(messages='HI'), 400, "messages is 'HI': it must be a list"),
     (dict(messages=[dict(role='user', content=[dict(type='image_url')])]), 400, 'a part that is not a text'),
-    (dict(n=2), 400, 'it must be 1: one text for each request'),
+    (dict(n=2), 400, 'n is 2: it must be 1: one text for each request'),
     (dict(max_tokens=0), 400, 'max_tokens is 0: it must be an integer of at least 1'),
     (dict(max_tokens=True), 400, 'max_tokens is True'),
     (dict(temperature=3), 400, 'temperature is 3: it must be a number from 0 to 2'),
@@ -60,6 +62,9 @@ def test_entries_of_a_body_are_read_and_those_that_are_missing_have_defaults():
     (dict(stop=dict(a=1)), 400, 'it must be up to 16 texts'),
     (dict(stream='yes'), 400, "stream is 'yes': it must be true or false"),
     (dict(tools=[dict(type='function')]), 400, 'tools is not supported: leave it out'),
+    (dict(response_format=dict(type='json_object')), 400, 'response_format is not supported'),
+    (dict(tool_choice='required'), 400, 'tool_choice is not supported'),
+    (dict(is_chat=False, logprobs=0), 400, 'logprobs is not supported'),
     (dict(is_chat=False, prompt=['a', 'b']), 400, 'it must be one text, or one list of token ids'),
 ])
 def test_bad_entry_is_named_with_its_value(entries, status, words):
@@ -266,7 +271,7 @@ def test_eight_clients_lose_nothing_and_memory_stays_flat(server):
 def test_openai_library_gets_models_texts_and_usage(server):
     openai = pytest.importorskip('openai')
     client = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='none', max_retries=0)
-    assert [model.id for model in client.models.list()] == [server.name]
+    assert [model.id for model in client.models.list()] == [server.name] == [client.models.retrieve(server.name).id]
     answer = client.chat.completions.create(model=server.name, messages=HI)
     assert answer.choices[0].finish_reason == 'stop' and answer.choices[0].message.role == 'assistant'
     usage = answer.usage
