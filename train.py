@@ -91,10 +91,10 @@ from data.shares import Shares
 from data.splits import add_figures, evaluations, open_splits
 from kilogpt import checkpoint, metrics
 from kilogpt.devices import host
-from kilogpt.parallel.bits_per_byte import BitsPerByte
 from kilogpt.guard import Guard, Rollback
 from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import LAID_OUT_BY, Parallel, describe_layout, take_means
+from kilogpt.parallel.bits_per_byte import BitsPerByte
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.network import describe_nodes
