@@ -110,6 +110,7 @@ class LayoutRuns:
         shutil.copytree(os.path.join(source.out_dir, path), os.path.join(folder, path))
         run = self.train(processes, arguments, out_dir=folder, init_from='resume', eval_iters=0,
                          keep_checkpoints=0, max_iters=self.iterations + 2)
+        self.continued = run
         if run.error:
             return [f'cannot resume from the checkpoint of {source.layout}: {run.error}']
         later = {i: line for i, line in self.reference.lines.items() if i > self.iterations}

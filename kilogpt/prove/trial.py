@@ -166,6 +166,8 @@ class Trial:
             problems[0] = f'iteration {differences[0].iteration}: {problems[0]}'
         elif draw['then']:
             problems = runs.continue_from(run, *parse_layout(draw['then'], 0))
+            if runs.continued.refusal:  # the second layout cannot be
+                self._check(runs.continued)
         return Outcome('wrong' if problems else 'same', '; '.join(problems), errors=errors)
 
     def _reference_arguments(self):

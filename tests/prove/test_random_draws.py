@@ -97,6 +97,7 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
     pytest.param('islands=2; dp=2; outer_interval=1; data=mixture', 'same', marks=pytest.mark.slow),
     pytest.param('dp=2; precision=bfloat16; zero_stage=3', 'same', marks=pytest.mark.slow),
     ('tp=2; n_kv_head=1', 'refused: n_kv_head=1 cannot be split'),
+    pytest.param('n_kv_head=1; then=tp2 dp2 zero2', 'refused: n_kv_head=1 cannot be split', marks=pytest.mark.slow),
 ])
 def test_one_draw(text, outcome):
     done = run_script('kilogpt.prove', f'--draw={text}')
