@@ -161,6 +161,11 @@ class ChatTemplate:
         return frozenset(found)
 
     @functools.cached_property
+    def endings(self):
+        """The texts of stop_ids."""
+        return {_text_of(self.tokenizer, i) for i in self.stop_ids}
+
+    @functools.cached_property
     def next_mark(self):
         """The id that begins the message after an answer, if it ends answers and nothing in them does; else None."""
         probe = [dict(role='user', content='question'), dict(role='assistant', content='answer')]
@@ -223,9 +228,8 @@ class ChatTemplate:
         """The same for an entry of an answer: of special tokens, those that end answers."""
         if not isinstance(value, str) or not self.to_mark.search(value):
             return value  # the probes of stop_ids are such answers
-        endings = {_text_of(self.tokenizer, i) for i in self.stop_ids}
         return self.to_mark.sub(
-            lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] in endings else match[1] or '', value)
+            lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] in self.endings else match[1] or '', value)
 
     def _encode(self, text):
         """(ids, [(start, end)] of the ids in the text, [(start, end)] of the answers) of a text with MARKS.

@@ -38,9 +38,14 @@ def to_messages(row):
     messages = _turns_of(row)
     history = [dict(role=role, content=text) for turns in row.get('history') or ()
                for role, text in zip(('user', 'assistant'), turns)]
+    return with_system(row, history + messages if history else messages)
+
+
+def with_system(row, messages):
+    """The messages of a row after its `system` text, if it has one and they do not begin with another."""
     if row.get('system') and isinstance(messages, list) and messages[:1] and messages[0].get('role') != 'system':
-        history.insert(0, dict(role='system', content=row['system']))
-    return history + messages if history else messages
+        return [dict(role='system', content=row['system']), *messages]
+    return messages
 
 
 def more_of(row):
@@ -59,9 +64,14 @@ def more_of(row):
     return found
 
 
+def name_unused_fields(path, row):
+    """Print once for a file which fields of unknown meaning its rows have."""
+    for field in row.keys() - USED - DESCRIBE:
+        _say_unused(path, field)
+
+
 @functools.cache
-def say_unused(path, field):
-    """Print once that the rows of a file have a field of unknown meaning."""
+def _say_unused(path, field):
     print(f'{path}: the field {field!r} of its rows is not used', file=sys.stderr, flush=True)
 
 
@@ -116,8 +126,7 @@ def read_conversations(path):
             messages, more = to_messages(row), more_of(row)
         except ValueError as error:
             raise ValueError(f'{place} has {error}') from None
-        for field in row.keys() - USED - DESCRIBE:
-            say_unused(path, field)
+        name_unused_fields(path, row)
         yield dict(place=place, messages=messages, more=more)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.chat_template import check_messages
 from data.flags import REJECTED, flag_document
-from data.messages import DESCRIBE, USED, ConversationEncoder, more_of, say_unused
+from data.messages import ConversationEncoder, more_of, name_unused_fields, with_system
 from data.readers import read_rows
 
 HH_TURN = re.compile(r'\n\n(Human|Assistant):')
@@ -41,10 +41,7 @@ def to_pair(row):
         raise ValueError(f'chosen begins with {chosen[0]} and rejected with {rejected[0]}: give both the same prompt')
     if len(shared) in (len(chosen), len(rejected)):
         raise ValueError('one of the conversations continues the other: give each an answer of its own')
-    answers = chosen[len(shared):], rejected[len(shared):]
-    if row.get('system') and shared[0]['role'] != 'system':
-        shared = [dict(role='system', content=row['system']), *shared]
-    return shared, *answers
+    return with_system(row, shared), chosen[len(shared):], rejected[len(shared):]
 
 
 def _conversation(answer, prompt, key):
@@ -77,8 +74,7 @@ def read_pairs(path):
             (shared, chosen, rejected), more = to_pair(row), more_of(row)
         except ValueError as error:
             raise ValueError(f'{place}: {error}') from None
-        for field in row.keys() - USED - DESCRIBE:
-            say_unused(path, field)
+        name_unused_fields(path, row)
         yield dict(place=place, messages=shared, chosen=chosen, rejected=rejected, more=more)
 
 

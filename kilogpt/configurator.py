@@ -366,7 +366,8 @@ def _table_as_text(table):
 def _help(path, own, pages, key_types, argv):
     """The text of --help: every key with its default, type and comment, grouped as in the script and its pages.
 
-    own: {key: default} of the script itself. argv: if it names a page, as `--help islands` does, the text has this page alone.
+    own: {key: default} of the script itself. argv: if it names a page, as `--help islands` does, the text has
+    this page alone.
     """
     for page in pages:
         if page.name in argv:

@@ -8,10 +8,9 @@ import json
 import os
 import re
 
-
 from data.bpe import PATTERNS
-from data.tokenizer_base import BYTE_TO_UNICODE
 from data.chat_template import find_template
+from data.tokenizer_base import BYTE_TO_UNICODE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

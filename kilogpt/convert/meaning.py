@@ -59,9 +59,8 @@ def meaning(config):
     if not config.qk_norm:
         del values['qk_norm_over']
     if config.mlp != 'moe':
-        of_mixtures = [field.name for field in dataclasses.fields(ExpertOptions)]
-        for key in [*of_mixtures, 'router_norm', 'router_scale']:
-            values.pop(key, None)
+        for field in dataclasses.fields(ExpertOptions):
+            values.pop(field.name, None)
         return values
     values |= dict(moe_every=[config.has_experts(layer) for layer in layers],
                    router_balance=config.router == 'softmax' and config.router_balance == 'bias',

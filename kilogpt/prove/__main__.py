@@ -198,7 +198,7 @@ def why_impossible(model, config, processes, arguments):
     """Why a layout cannot divide a model, or ''."""
     keys = keys_of(arguments)
     degrees = {key: type(LAYOUT_KEYS[key])(text) for key, text in keys.items()
-               if key in ('zero_stage', 'dp_replicate', 'tp', 'cp', 'pp', 'pp_schedule', 'ep')}
+               if key in Layout.__dataclass_fields__}
     try:
         check_layout(model, Layout(processes, **degrees), block_size=config['block_size'], dtype='float32',
                      activation_checkpoint=keys.get('activation_checkpoint', 'none'), fp8=False,
