@@ -107,6 +107,21 @@ def compare_tensors(iteration, what, found, expected, tolerance, floor):
     return differences, worst
 
 
+def clear_elements(gradients):
+    """{name: mask of a parameter's elements whose gradient is more than rounding in every iteration}.
+
+    AdamW makes a full step for the other elements as well, but in an arbitrary direction.
+    gradients: [(name, gradient)] of each iteration.
+    """
+    masks = {}
+    for of_iteration in map(dict, gradients):
+        floor = NEGLIGIBLE * norm_of_all(of_iteration.values())
+        for name, gradient in of_iteration.items():
+            size = max(gradient.norm().item(), floor) / gradient.numel() ** 0.5
+            masks[name] = masks.get(name, True) & (gradient.abs() > 0.05 * size)
+    return masks
+
+
 def compare_drift(found_by_rank, of_one, exact):
     """(problem or '', largest drift) of gradients in bfloat16, in units of the drift of one process.
 

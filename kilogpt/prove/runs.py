@@ -92,6 +92,8 @@ class LayoutRuns:
             # [island][iteration - 1]
             self.observations = list(zip(*(observer.read(self.reference.folder, i + 1, range(self.islands))
                                            for i in range(self.iterations))))
+            self.clear = [compare.clear_elements([each.gradients for each in of_island])
+                          for of_island in self.observations]
             self.saved = [saved_tensors(island.out_dir, self.iterations) for island in self.reference.islands]
         return self.reference
 
@@ -190,7 +192,7 @@ class LayoutRuns:
         start = dict(self.observations[island][0].weights).get(name)
         if start is None or start.shape != state.shape:
             return state
-        return state[self._has_clear_gradient(island, name, state.shape)]
+        return state[self.clear[island][name]] if name in self.clear[island] else state
 
     def _compare_tensors(self, iteration, what, expected, found_by_rank, errors):
         expected = dict(expected)
@@ -217,7 +219,7 @@ class LayoutRuns:
             if name not in expected or weight.shape != expected[name].shape:
                 differences.append(compare.Difference(iteration, 'update', name, weight.norm().item(), None))
                 continue
-            is_clear = self._has_clear_gradient(island, name, weight.shape)
+            is_clear = self.clear[island].get(name, slice(None))
             update, right_update = weight - start[name], expected[name] - start[name]
             floor = 1e-5 * start[name].norm().item() + 1e-30
             of_name, error = compare.compare_tensors(
@@ -226,20 +228,6 @@ class LayoutRuns:
             differences += of_name
             errors['update'] = max(errors.get('update', 0.0), error)
         return differences
-
-    def _has_clear_gradient(self, island, name, shape):
-        """A mask of a parameter's elements whose gradient is more than rounding in every iteration.
-
-        AdamW makes a full step for the other elements as well, but in an arbitrary direction.
-        """
-        is_clear = torch.ones(shape, dtype=torch.bool)
-        for observation in self.observations[island]:
-            gradients = dict(observation.gradients)
-            if name in gradients:
-                floor = compare.NEGLIGIBLE * compare.norm_of_all(gradients.values())
-                size = max(gradients[name].norm().item(), floor) / gradients[name].numel() ** 0.5
-                is_clear &= gradients[name].abs() > 0.05 * size
-        return is_clear
 
 
 def first_wrong_value(activations, expected):

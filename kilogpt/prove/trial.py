@@ -23,14 +23,13 @@ from kilogpt.script_runs import as_arguments, parse_layout
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 
-ITERATIONS = 3
 LIMIT, LIMIT_COMPILED = 150, 400  # seconds for a run, after which it counts as hung
 FIRST_PORT, PORTS_OF_DRAW, N_PORTS = 10_000, 10, 10_000
 # What train.py's config has in every draw, besides the draw's own keys
 FIXED = dict(
     device='cpu', backend='auto', dtype='float32', compile=False, dropout=0.0, init_from='scratch',
-    min_lr=1e-3, lr_decay_iters=10, max_iters=ITERATIONS, eval_interval=ITERATIONS, eval_iters=1, log_interval=1,
-    save_interval=0, save_minutes=0.0, keep_checkpoints=2, comm_timeout=60)
+    min_lr=1e-3, lr_decay_iters=10, eval_iters=1, log_interval=1, save_interval=0, save_minutes=0.0,
+    keep_checkpoints=2, comm_timeout=60)
 # {value of `data`: (the dataset's folder, documents, loss)}
 DATA = {'stream': ('text', 'stream', 'cross_entropy'), 'mask': ('text', 'mask', 'cross_entropy'),
         'pack': ('text', 'pack', 'cross_entropy'), 'answers': ('answers', 'stream', 'cross_entropy'),
@@ -58,12 +57,21 @@ def write_data(folder):
     data.write_pairs(os.path.join(folder, 'pairs'))
 
 
+def iterations_of(draw):
+    """How many iterations are compared: the second shows the first update, of weights and of moments.
+
+    What islands exchange after two iterations, and add with a delay, shows in the third.
+    """
+    return max(2, draw['outer_interval'] + 1)
+
+
 def config_of(draw, datasets, base):
     """train.py's config of a draw on one process, or for each of its islands.
 
     datasets: the folder of write_data. base: the values of all other keys.
     """
     config = base | FIXED | {key: draw[key] for key in (*MODEL, *TRAINING, 'islands')}
+    config['max_iters'] = config['eval_interval'] = iterations_of(draw)
     folder, config['documents'], config['loss'] = DATA[draw['data']]
     config['dataset'] = os.path.join(datasets, folder)
     if 'mixture' in draw['data']:
@@ -192,7 +200,8 @@ class Trial:
         folder = os.path.join(self.folder, name)
         os.mkdir(folder)
         in_float64 = in_float64 or self.draw['precision'] == 'float64'
-        return LayoutRuns(folder, config, ITERATIONS, in_float64, self.limit, self.ports, is_brief=True)
+        iterations = iterations_of(self.draw)
+        return LayoutRuns(folder, config, iterations, in_float64, self.limit, self.ports, is_brief=True)
 
     def _check(self, run):
         """Stop unless a run succeeded."""
