@@ -10,7 +10,7 @@ import json
 import os
 import re
 
-from data.json_tokenizer import named_tokens, read_json
+from data.special_tokens import read_json, roles_of
 
 MAX_STEPS = 2 ** 20  # rounds of loops and calls in one rendering; a template with more is taken not to end
 ROLES = 'system', 'user', 'assistant', 'tool', 'developer', 'function'  # of OpenAI's protocol
@@ -51,7 +51,7 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self.source = source = find_template(tokenizer.files)
         self.where = f'the chat template in {tokenizer.folder}' if source else 'the default chat template'
-        self.variables = dict(reversed([*named_tokens(tokenizer.files)]))  # of two, the first counts
+        self.variables = roles_of(tokenizer.files)
         if not source and tokenizer.eot is not None:
             self.variables['eos_token'] = _text_of(tokenizer, tokenizer.eot)
         self.environment, self.template = _compile(source or DEFAULT_TEMPLATE, self.where)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 
+from data.special_tokens import add_tokens, read_json, roles_of
 from data.tokenizer_base import BYTE_TO_UNICODE, FILES, Tokenizer
 
 # The entries of tokenizer.json that decide which ids a text has, and so are in the digest.
@@ -41,18 +42,40 @@ class JsonTokenizer(Tokenizer):
             raise ValueError(f'{path} is not a tokenizer.json ({error})') from None
         self.backend.no_truncation()
         self.backend.no_padding()
-        decisive = json.dumps([content.get(entry) for entry in DECISIVE], sort_keys=True)
+        own = self._describe_added()
+        try:
+            add_tokens(self.backend, self.files)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f'{self.folder} describes its special tokens in a way that is not known ({error})') from None
+        decisive = [content.get(entry) for entry in DECISIVE]
+        if self._describe_added() != own:
+            decisive.append(self._describe_added())
+        decisive = json.dumps(decisive, sort_keys=True)
         self.digest = hashlib.sha256(decisive.encode()).hexdigest()
+        self._check_ids(path)
         vocabulary = self.backend.get_vocab()  # with the special tokens
         self.vocab_size = max(vocabulary.values()) + 1
         added = self.backend.get_added_tokens_decoder()
         self.special = {token.content for token in added.values()}
         self.special_ids = {i for i, token in added.items() if token.special}
+        self.splits_special = bool(read_json(self.files, 'tokenizer_config.json').get('split_special_tokens'))
         steps = json.dumps(content.get('decoder'))
         self.is_byte_level, self.has_byte_tokens = '"ByteLevel"' in steps, '"ByteFallback"' in steps
         usual_end = next((name for name in END_TOKENS if name in vocabulary), None)
-        self.eot = vocabulary.get(self._name_of('eos_token', vocabulary) or usual_end)
-        self.bos = vocabulary.get(self._name_of('bos_token', vocabulary), self.eot)
+        roles = roles_of(self.files)
+        self.eot = vocabulary.get(roles.get('eos_token', usual_end))
+        self.bos = vocabulary.get(roles.get('bos_token'), self.eot)
+
+    def _check_ids(self, path):
+        """ValueError for two tokens with one id, which `tokenizers` gives to new ones if ids are left out."""
+        for i, token in self.backend.get_added_tokens_decoder().items():
+            other = self.backend.model.id_to_token(i)
+            if other not in (None, token.content):
+                raise ValueError(f'{path} gives the id {i} to {token.content!r} and to {other!r}: give each token an id '
+                                 'of its own, from 0 on without a gap')
+
+    def _describe_added(self):
+        return [[i, str(token)] for i, token in self.backend.get_added_tokens_decoder().items()]
 
     @functools.cached_property
     def end_ids(self):
@@ -64,10 +87,6 @@ class JsonTokenizer(Tokenizer):
         prompt, text = self.encode_prompt('a'), self.encode('a')
         starts = [i for i in range(len(prompt)) if prompt[i:i + len(text)] == text]
         return prompt[:starts[0]] if starts else []
-
-    def _name_of(self, role, vocabulary):
-        """The token that the files name for a role, such as eos_token; None if they do not."""
-        return next((token for key, token in named_tokens(self.files) if key == role and token in vocabulary), None)
 
     @property
     def can_cut(self):
@@ -84,7 +103,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode_prompt(self, text):
         """Like `encode`, but with special tokens: those in the text, and those around it, as Llama's <s>."""
-        self.backend.encode_special_tokens = False
+        self.backend.encode_special_tokens = self.splits_special
         return self._encode(text, add_special_tokens=True)
 
     def _encode(self, text, add_special_tokens):
@@ -94,7 +113,7 @@ class JsonTokenizer(Tokenizer):
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def encode_places(self, text, is_text=False):
-        self.backend.encode_special_tokens = is_text
+        self.backend.encode_special_tokens = is_text or self.splits_special
         encoding = self.backend.encode(text, add_special_tokens=False)
         return encoding.ids, encoding.offsets
 
@@ -130,21 +149,6 @@ def _read(path):
             return file.read()
     except UnicodeDecodeError as error:
         raise ValueError(f'{path} is not UTF-8 ({error})') from None
-
-
-def read_json(files, name):
-    """The JSON object of a tokenizer's file; {} without it. files: {name: text}."""
-    content = json.loads(files.get(name, '{}'))
-    return content if isinstance(content, dict) else {}
-
-
-def named_tokens(files):
-    """Yield ('bos_token', '<s>') for each role that a tokenizer's files give a token, the decisive one first."""
-    for name in ('tokenizer_config.json', 'special_tokens_map.json'):
-        for key, token in read_json(files, name).items():
-            token = token.get('content') if isinstance(token, dict) else token
-            if key.endswith('_token') and isinstance(token, str):
-                yield key, token
 
 
 def load_tokenizer(path):

@@ -6,7 +6,7 @@ import shutil
 
 # What describes a tokenizer in a folder of weights. Only the first file is required. The others name the
 # special tokens, and say how a conversation becomes text, and at which tokens and how text is generated.
-FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'chat_template.jinja',
+FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_map.json', 'added_tokens.json', 'chat_template.jinja',
          'generation_config.json')
 
 

@@ -10,6 +10,7 @@ import re
 
 from data.bpe import PATTERNS
 from data.chat_template import find_template
+from data.special_tokens import roles_of
 from data.tokenizer_base import BYTE_TO_UNICODE
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
@@ -71,6 +72,7 @@ PROBE = ("It's HE'S 1234567 hello  World\n\n \n x_y=z;\r\n/a //b\tÄÖü naïve�
 # Ends of a turn in a conversation, at which llama.cpp stops besides the end-of-text token.
 TURN_ENDS = '<|im_end|>', '<|eot_id|>', '<|end|>', '<end_of_turn>', '<|eot|>'
 SPECIAL = dict(bos='bos', eos='eos', unk='unknown', pad='padding')  # {in tokenizer_config.json: in GGUF}
+PLACES = dict(bos='before', eos='after')
 UNUSED_NAME = re.compile(r'\[PAD\d+\]')
 NEVER = BYTE_TO_UNICODE[255]  # a byte that no UTF-8 has
 
@@ -239,7 +241,7 @@ def tokenizer_to_gguf(folder, vocab_size):
     else:
         found = byte_level_to_gguf(path, backend, content, merges)
     found |= {'tokens': tokens, 'token_type': types}
-    found |= special_to_gguf(backend, tokenizer.files, tokens)
+    found |= special_to_gguf(tokenizer, tokens)
     found = {f'tokenizer.ggml.{key}': value for key, value in found.items()}
     if template := find_template(tokenizer.files):
         found['tokenizer.chat_template'] = template
@@ -285,22 +287,28 @@ def sentence_piece_to_gguf(backend, content, tokens, types, merges):
     return dict(model='llama', pre='default', scores=scores, add_space_prefix=first.startswith('▁'))
 
 
-def special_to_gguf(backend, files, tokens):
-    """The ids of special tokens by the names in tokenizer_config.json, and whether a text begins with <s>."""
-    config = json.loads(files.get('tokenizer_config.json', '{}'))
-    config = json.loads(files.get('special_tokens_map.json', '{}')) | config
+def special_to_gguf(tokenizer, tokens):
+    """The ids of special tokens by their roles, and whether a text begins with <s> and ends with </s>."""
+    backend = tokenizer.backend
+    roles = roles_of(tokenizer.files)
     found = {}
     for name, key in SPECIAL.items():
-        token = config.get(f'{name}_token')
-        token = token.get('content') if isinstance(token, dict) else token
-        i = backend.token_to_id(token) if token else None
+        i = backend.token_to_id(roles.get(f'{name}_token', ''))
         if i is not None:
             found[f'{key}_token_id'] = i
-    ids = backend.encode('a').ids
-    for name, place in dict(bos=0, eos=-1).items():
+    ids, text = backend.encode('a').ids, backend.encode('a', add_special_tokens=False).ids
+    n_before = len(tokenizer.begin_ids)
+    for name, added in dict(bos=ids[:n_before], eos=ids[n_before + len(text):]).items():
+        if added:
+            found.setdefault(f'{name}_token_id', added[0])
         if f'{name}_token_id' in found:
-            is_added = len(ids) > 1 and ids[place] == found[f'{name}_token_id']
-            found[f'add_{name}_token'] = is_added
+            found[f'add_{name}_token'] = added == [found[f'{name}_token_id']]
+        if added and not found[f'add_{name}_token']:
+            print(f'warning: the tokenizer puts {" ".join(tokens[i] for i in added)} {PLACES[name]} each text, but '
+                  f'llama.cpp can only put the {name}_token there')
+    strips = [token.content for token in backend.get_added_tokens_decoder().values() if token.lstrip or token.rstrip]
+    if strips:
+        print(f'warning: {", ".join(strips)} swallow the white space beside them, which a GGUF file cannot say')
     turn_end = next((tokens.index(token) for token in TURN_ENDS if token in tokens), None)
     if turn_end is not None:
         found['eot_token_id'] = turn_end

@@ -35,7 +35,6 @@ class HarnessModel(TemplateLM):
         self.scorer, self.tokenizer = scorer, tokenizer
         self.max_length = scorer.config.block_size
         self.encoder = Encoder(tokenizer, self.max_length)
-        self.n_special = len(tokenizer.encode_prompt(''))  # tokens before each text, such as Llama's <s>
         self.end = None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot])
 
     @property
@@ -48,10 +47,10 @@ class HarnessModel(TemplateLM):
 
     def tok_encode(self, string, add_special_tokens=None):
         """The ids of a text, which does not get a second prefix token if it begins with one."""
-        tokens = self.tokenizer.encode_prompt(string)
         has_prefix = self.prefix_token_id is not None and string.startswith(
             self.tokenizer.decode([self.prefix_token_id]))
-        return tokens[self.n_special:] if add_special_tokens is False or has_prefix else tokens
+        begins = add_special_tokens is not False and not has_prefix
+        return self.tokenizer.encode_prompt(string) if begins else self.tokenizer.encode_places(string)[0]
 
     def loglikelihood(self, requests, disable_tqdm=True):
         return super().loglikelihood(requests, disable_tqdm)
