@@ -25,7 +25,7 @@ import numpy as np
 from data.datasets import places_of
 from data.storage import write_atomically
 from data.tokenizer_base import portable
-from data.readers import DOCUMENTS, form_of, read_pieces
+from data.readers import DOCUMENTS, file_versions, form_of, read_pieces
 from data.tokenizer import TOKEN_BYTES
 
 LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
@@ -116,12 +116,13 @@ def load_rows(files, repository, **options):
         if len(forms) > 1 or forms[0] not in builders:
             raise ValueError(f'--input has files that end in {" and ".join(forms)}, but must be of one kind '
                              f'of {", ".join(builders)}: data/text/prepare.py takes several kinds at once')
+        repository = builders[forms[0]]
+        if repository != 'text':
+            return _rows_of_files(files, options.get('streaming', False))
         if any(path.endswith('.zst') for path in files) and not importlib.util.find_spec('zstandard'):
             raise ImportError('.zst files need zstandard: pip install zstandard, or use data/text/prepare.py')
-        repository = builders[forms[0]]
         options = {'data_files': files, 'streaming': options.get('streaming', False)}
-        if repository == 'text':
-            options['sample_by'] = 'document'
+        options['sample_by'] = 'document'
     try:
         rows = datasets.load_dataset(repository, split='train', **options)
         first = next(iter(rows), {})
@@ -132,6 +133,29 @@ def load_rows(files, repository, **options):
         raise ValueError(f"{source} has no 'text' field, only {fields}; data/text/prepare.py has a key for "
                          'this, --text_field')
     return rows
+
+
+def _rows_of_files(files, streaming):
+    """The rows of load_rows of files with documents. The library would make dates of texts that look like dates."""
+    import datasets
+    options = dict(features=datasets.Features(text=datasets.Value('string')),
+                   gen_kwargs=dict(versions=file_versions(files)))  # with other versions they are read again
+    if streaming:
+        return datasets.IterableDataset.from_generator(_read_documents, **options)
+    try:
+        return datasets.Dataset.from_generator(_read_documents, **options)
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise error.__cause__ from None
+
+
+def _read_documents(versions):
+    try:
+        for path, *_ in versions:
+            for text, _ in read_pieces(path):
+                yield dict(text=text)
+    except ValueError as error:
+        advice = 'use data/text/prepare.py, and set --text_field'
+        raise ValueError(str(error).replace('set --text_field', advice)) from None
 
 
 def row_split(rows):

@@ -154,14 +154,23 @@ def _import_pyarrow(path):
 
 
 def _read_json(path):
-    """Yield the rows of JSON lines. A line may also be a list of rows."""
+    """Yield the rows of JSON lines, of which one may also be a list of rows; or of one value over several lines."""
     with _open_text(path) as file:
         for number, line in enumerate(file, 1):
             try:
                 rows = [] if line.isspace() else json.loads(line)
             except ValueError as error:
-                raise ValueError(f'{path} has no JSON in line {number}: {error}') from None
+                if number > 1 or line.strip() not in ('[', '{', '[{'):
+                    raise ValueError(f'{path} has no JSON in line {number}: {error}') from None
+                rows = _parse_whole(path, line + file.read())
             yield from rows if isinstance(rows, list) else [rows]
+
+
+def _parse_whole(path, text):
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'{path} has no JSON: {error}') from None
 
 
 def _without_nulls(value):

@@ -196,6 +196,13 @@ def test_files_that_cannot_be_read_are_named_and_left_out(tmp_path, monkeypatch,
     assert capsys.readouterr().out.splitlines() == [*lines[:2], 'left out: 8 more files']
 
 
+@pytest.mark.parametrize('content', ['[\n  {"text": "a"},\n  {"text": "b"}\n]\n', '[{\n"text": "a"}, {"text": "b"}]',
+                                     '[{"text": "a"}, {"text": "b"}]', '{"text": "a"}\n{"text": "b"}\n'])
+def test_json_may_be_written_over_several_lines(tmp_path, content):
+    (tmp_path / 'a.json').write_text(content)
+    assert [text for text, _ in readers.read_pieces(f'{tmp_path}/a.json')] == ['a', 'b']
+
+
 def test_memory_does_not_grow_with_the_file(tmp_path):
     path = f'{tmp_path}/a.txt.gz'
     write_file(path, b'some words in a line\n' * 2_000_000)  # 42 MB
@@ -421,6 +428,25 @@ def test_fineweb_from_files(run_prepare, tmp_path, gpt2):
         assert meta['tokens']['train_000000.bin'] == 100
         assert val == sum(ids[:3], []) and train == sum(ids[3:], [])
         shutil.rmtree(tmp_path / 'out')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name, arguments', [('openwebtext', []), ('fineweb', ['--val_documents=1']),
+                                             ('fineweb', ['--val_documents=1', '--streaming=false'])])
+def test_nulls_are_left_out_and_texts_that_look_like_dates_are_texts(run_prepare, tmp_path, gpt2, name, arguments):
+    """datasets 5.2 makes dates of them, so that data/text/prepare.py alone was right."""
+    texts = [f'2024-01-{day:02}' for day in range(1, 29)]
+    (tmp_path / 'a.jsonl').write_bytes(json_lines([dict(text=text) for text in [*texts, None]]))
+    run_prepare(name, '--input=a.jsonl', '--num_proc=1', '--shard_tokens=0', *arguments)
+    _, train, val = load(tmp_path / 'out')
+    assert sorted(gpt2.decode(train + val).split('<|endoftext|>')) == ['', *texts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['openwebtext', 'fineweb'])
+def test_number_in_place_of_a_text_is_one_sentence(run_failing_prepare, tmp_path, name):
+    (tmp_path / 'a.jsonl').write_bytes(json_lines([dict(text='a'), dict(text=3)]))
+    assert "has 3 as its 'text' field, which must be a string" in run_failing_prepare(name, '--input=a.jsonl')
 
 
 # --- errors: one sentence, no files -----------------------------------------------------------------------

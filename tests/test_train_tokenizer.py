@@ -48,6 +48,17 @@ def test_command_writes_a_tokenizer_and_compares_it_on_held_out_text(tmp_path):
     assert f"error: out is '{tmp_path}/mine', which already exists: choose another folder\n" == again.stderr
 
 
+def test_pattern_that_leaves_out_text_is_refused_and_leaves_no_folder(tmp_path):
+    """tiktoken drops what the pattern does not match, and tokenizers keeps it."""
+    (tmp_path / 'a.txt').write_text(TEXT * 20)
+    command = ['data/text/train_tokenizer.py', f'--input={tmp_path}/a.txt', '--vocab_size=300', f'--out={tmp_path}/mine']
+    refused = run_script(*command, r'--pattern=\w+', check=False)
+    assert r"error: pattern is '\\w+', which does not match every part of" in refused.stderr
+    assert not (tmp_path / 'mine').exists()
+    run_script(*command, r'--pattern=\w+|\s+|\S')
+    assert JsonTokenizer(tmp_path / 'mine').decode(JsonTokenizer(tmp_path / 'mine').encode(TEXT)) == TEXT
+
+
 @pytest.mark.parametrize('arguments, message', [
     ([], 'no text files or no folder given: set --input'),
     (['--input=a', '--out=b', '--vocab_size=256'], 'vocab_size is 256, but the bytes and special'),

@@ -4,7 +4,9 @@
     python data/text/prepare.py --input='books/*.txt' --tokenizer=mytokenizer --out=mybooks
 """
 import os
+import shutil
 import sys
+import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import announced, configure, exit_on_error
@@ -41,9 +43,12 @@ def check_keys():
 
 
 def check_written(tokenizer, folder, texts):
-    """ValueError if the file that was written gives texts other ids than the tokenizer does."""
+    """ValueError if the tokenizer loses a part of a text, or the file that was written gives it other ids."""
     written = JsonTokenizer(folder)
     for text in texts:
+        if tokenizer.decode(tokenizer.encode(text)) != text:
+            raise ValueError(f'pattern is {pattern!r}, which does not match every part of {text[:40]!r}...: what it '
+                             r"does not match is lost, so let it end in |\s+|\S")
         if written.encode(text) != tokenizer.encode(text):
             raise ValueError(f'{folder} splits {text[:40]!r}... differently than the training did: the '
                              'libraries read the pattern differently, so choose another pattern')
@@ -77,9 +82,10 @@ if __name__ == '__main__':
         if tokenizer.vocab_size < vocab_size:
             print(f'warning: the text has words for only {tokenizer.vocab_size} tokens: use more text, or '
                   'set vocab_size lower')
-        os.makedirs(out)
-        tokenizer.save(out, block_size=int(1e30))  # no limit, as transformers writes it
         unseen = [text for text, _ in splits['val'](0)]
-        check_written(tokenizer, out, unseen)
+        with tempfile.TemporaryDirectory() as folder:  # what is refused leaves nothing behind
+            tokenizer.save(folder, block_size=int(1e30))  # no limit, as transformers writes it
+            check_written(tokenizer, folder, unseen)
+            shutil.copytree(folder, out)
         print(f'wrote {os.path.join(out, JsonTokenizer.name)} with {tokenizer.vocab_size} tokens')
         print_comparison(tokenizer, unseen)

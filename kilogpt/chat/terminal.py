@@ -48,7 +48,7 @@ def talk(conversation, system, max_new_tokens, *sampling):
                       'sees, so the model no longer sees the oldest turns', file=sys.stderr)
             forgotten = len(messages) - len(seen)
             answer = show(conversation, ids, max_new_tokens, *sampling)
-            if answer:
+            if answer.strip():
                 messages.append(dict(role='assistant', content=answer))
             else:
                 messages.pop()  # templates do not have an empty answer
@@ -60,11 +60,10 @@ def show(conversation, ids, max_new_tokens, *sampling):
     tokens = conversation.generate(ids, max_new_tokens, *sampling, conversation.template.stop_ids)
     with contextlib.suppress(KeyboardInterrupt):
         for piece in conversation.decode(tokens):
-            piece = piece if answer else piece.lstrip()
             answer += piece
             print(piece, end='', flush=True)
     print(flush=True)
-    return answer.strip()
+    return answer
 
 
 def save(messages, path):

@@ -14,6 +14,7 @@ from kilogpt.convert.tensors import Stored, checked, in_memory
 # The number of blocks, as the families name it in config.json.
 LAYER_KEYS = 'num_hidden_layers', 'n_layer', 'n_layers', 'num_layers'
 # The weights of a folder with quantized weights need one of these files, or an entry in config.json.
+QUANTIZATION_ENTRIES = 'quantization_config', 'quantization'  # the second is that of MLX
 QUANTIZATION_FILES = 'quantize_config.json', 'quant_config.json', 'hf_quant_config.json'
 
 
@@ -62,7 +63,8 @@ def refuse_adapter(folder):
 
 def refuse_quantized(folder, theirs):
     """ValueError if the weights are quantized. theirs: the content of config.json."""
-    found, source = theirs.get('quantization_config'), 'config.json has an entry quantization_config'
+    entry = next((name for name in QUANTIZATION_ENTRIES if theirs.get(name)), None)
+    found, source = theirs.get(entry), f'config.json has an entry {entry}'
     for name in QUANTIZATION_FILES:
         if not found and os.path.exists(os.path.join(folder, name)):
             found, source = read_json(os.path.join(folder, name)), f'it has a file {name}'

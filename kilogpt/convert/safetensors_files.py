@@ -35,7 +35,8 @@ def open_safetensors(path):
     try:
         entries = json.loads(header)
         entries.pop('__metadata__', None)
-        tensors = {name: _open_tensor(path, start, **entry) for name, entry in entries.items()}
+        others = {entry['dtype']: name for name, entry in entries.items() if entry['dtype'] not in DTYPES}
+        tensors = {name: _open_tensor(path, start, **entry) for name, entry in entries.items() if not others}
         end = 0
         for first, stop in sorted(entry['data_offsets'] for entry in entries.values()):
             if first != end:
@@ -45,6 +46,9 @@ def open_safetensors(path):
         reason = f'{type(error).__name__}: {error}'.splitlines()[0]
         raise ValueError(f'{path} is damaged (its header is not of safetensors: {reason}): '
                          f'{ADVICE}') from None
+    for dtype, name in others.items():
+        raise ValueError(f'{path} has {name} in {dtype}, as quantized weights have, but only {", ".join(DTYPES)} are '
+                         'read: use the weights in one of these')
     if start + end != size:
         raise ValueError(f'{path} is damaged (its tensors end at byte {start + end:,}, but the file has '
                          f'{size:,} bytes): {ADVICE}')

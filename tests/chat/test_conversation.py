@@ -173,7 +173,7 @@ def test_answer_is_printed_as_it_grows(capsys):
     talk.generate = watched
     answer = terminal.show(talk, [1, 2, 3], 6, *GREEDY)
     assert len(printed) == 6 and all(len(piece) == 1 for piece in printed[1:])
-    assert ''.join(printed).strip() == answer
+    assert ''.join(printed) == answer
 
 
 def test_character_outside_the_alphabet_does_not_end_the_conversation(trained):

@@ -173,6 +173,24 @@ def test_quantized_folder_of_another_file_or_dtype_is_refused(folder):
     assert_refused(folder, 'transformer.h.0.mlp.c_fc.weight in torch.float8_e4m3fn, and may be quantized')
 
 
+@pytest.mark.parametrize('dtype', ['U32', 'C64', 'F8_E8M0'])
+def test_dtype_that_is_not_read_is_named(folder, dtype):
+    """Such a file is not damaged."""
+    path = shards_of(folder)[0]
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], 'little')
+    header = json.loads(content[8:8 + length])
+    next(entry for entry in header.values() if 'dtype' in entry)['dtype'] = dtype
+    header = json.dumps(header).encode()
+    path.write_bytes(len(header).to_bytes(8, 'little') + header + content[8 + length:])
+    assert_refused(folder, f'in {dtype}, as quantized weights have, but only F64, F32')
+
+
+def test_folder_of_mlx_is_refused_as_quantized(folder):
+    change_json(folder / 'config.json', dict(quantization=dict(group_size=64, bits=4)))
+    assert_refused(folder, 'is quantized by an unnamed method (config.json has an entry quantization)')
+
+
 def test_shards_that_are_cut_missing_or_swapped_are_named(folder):
     first, second, *_ = shards_of(folder)
     content = second.read_bytes()
