@@ -3,6 +3,7 @@ import functools
 
 import numpy as np
 
+from data.flags import BEGIN, begins_of
 from data.loader import TokenLoader
 
 BLOCK = 4096  # sequences whose places are found in one call
@@ -65,8 +66,18 @@ class MixtureLoader(TokenLoader):
         source = int(np.searchsorted(self.begins, start, side='right')) - 1
         return self.parts[source].read(start - int(self.begins[source]), length)
 
+    def read_rows(self, starts):
+        """As TokenLoader's. Beside conversations, documents of a text have the flag with which those begin."""
+        tokens = super().read_rows(starts)
+        sources = np.searchsorted(self.begins, starts, side='right') - 1
+        for source, part in enumerate(self.parts if self.has_flags else ()):
+            if getattr(part, 'separator', None) is not None:
+                rows = sources == source
+                tokens[rows] |= np.where(begins_of(tokens[rows], part.separator), BEGIN, np.uint32(0))
+        return tokens
+
     def more_arrays(self, tokens):
-        return self.parts[0].more_arrays(tokens)
+        return max(self.parts, key=lambda part: part.has_flags).more_arrays(tokens)
 
     def eval_starts(self, count):
         """Stream positions of up to `count` evaluation sequences, of each source its share in training."""

@@ -69,7 +69,7 @@ def mix(loaders, config, split):
     max_epochs, phases = config.get('max_epochs', 0), config.get('mixture_phases', '')
     if len(loaders) == 1 and not max_epochs and not phases:
         return next(iter(loaders.values()))
-    if len({getattr(loader, 'separator', None) for loader in loaders.values()}) > 1:
+    if len({getattr(loader, 'separator', None) for loader in loaders.values()} - {None}) > 1:
         raise ValueError('the sources of the mixture have different separators in their meta.json: prepare '
                          'them with the same, or set documents to stream')
     mixture = parse_mixture(config['dataset'])

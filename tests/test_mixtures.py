@@ -15,6 +15,7 @@ from data.datasets import find_sources
 from data.mixtures import Schedule, as_integers, count_out, parse_mixture, parse_phases
 from data.splits import open_loader, open_training_split
 from kilogpt.configurator import config_of
+from kilogpt.prove.data import VOCABULARY, write_conversations, write_text
 
 weights_of = st.lists(st.integers(0, 1000) | st.integers(0, 9), min_size=1, max_size=24).filter(any)
 
@@ -302,3 +303,29 @@ def test_bad_mixtures_are_one_sentence(train, folder, keys, message):
     names = {name: folder / name for name in (*SIZES, 'other')}
     run = train(*(key.format(**names) for key in keys.split()), check=False)
     assert run.returncode == 1 and re.search(f'error: .*{message}', run.stderr)
+
+
+@pytest.mark.parametrize('documents', ['mask', 'pack'])
+@pytest.mark.parametrize('order', ['text:0.6, answers:0.4', 'answers:0.4, text:0.6'])
+def test_texts_beside_conversations_keep_their_documents(tmp_path, monkeypatch, documents, order):
+    """Documents of a text begin at a token, and those of conversations at a flag."""
+    write_text(str(tmp_path / 'text'))
+    write_conversations(str(tmp_path / 'answers'))
+    names = [part.partition(':')[0] for part in order.split(', ')]
+    dataset = ', '.join(f'{tmp_path}/{part}' for part in order.split(', '))
+    config = config_of(f'{ROOT}/train.py', []) | dict(
+        dataset=dataset, documents=documents, block_size=32, max_iters=5, gradient_accumulation_steps=1)
+    sources = find_sources(dataset)
+    mixture = open_training_split(sources, VOCABULARY, config)
+    numbers = np.arange(60)
+    rows = mixture.train_batch(numbers)
+    places = zip(numbers, *mixture.schedule.locate(numbers))
+    begun = {name: 0 for name in names}
+    for number, source, within in places:
+        alone = open_loader(list(sources.values())[source], 'train', VOCABULARY, config)
+        expected = alone.train_batch(np.array([within]))
+        assert len(expected) == 3
+        for found, of_one in zip(rows, expected):
+            np.testing.assert_array_equal(found[number], of_one[0])
+        begun[names[source]] += len(np.unique(expected[2])) - 1
+    assert min(begun.values()) > 20

@@ -22,7 +22,7 @@ class Key(NamedTuple):
 
 ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_rank=(4,))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
-MIXTURE = dict(data=('mixture', 'packed mixture'))
+MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
 FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu')
 YES_OR_NO, NO_OR_YES = (True, False), (False, True)
 
@@ -30,7 +30,8 @@ YES_OR_NO, NO_OR_YES = (True, False), (False, True)
 OF_DRAW = dict(
     # The data-parallel degree. With the other degrees and islands, it gives the number of processes.
     dp=Key((1, 2, 3, 4)),
-    data=Key(('stream', 'mask', 'pack', 'answers', 'packed answers', 'pairs', 'mixture', 'packed mixture')),
+    data=Key(('stream', 'mask', 'pack', 'answers', 'packed answers', 'pairs', 'mixture', 'packed mixture',
+              'masked mixture')),
     # In float32 or bfloat16, rounding may send a token to another expert.
     precision=Key(('float64', 'float32', 'bfloat16'), dict(mlp=(*FORMS, 'gelu'))),
     compile=Key(NO_OR_YES),  # in few draws, since one takes a minute

@@ -34,7 +34,8 @@ FIXED = dict(
 DATA = {'stream': ('text', 'stream', 'cross_entropy'), 'mask': ('text', 'mask', 'cross_entropy'),
         'pack': ('text', 'pack', 'cross_entropy'), 'answers': ('answers', 'stream', 'cross_entropy'),
         'packed answers': ('answers', 'pack', 'cross_entropy'), 'pairs': ('pairs', 'pack', 'dpo'),
-        'mixture': ('text', 'stream', 'cross_entropy'), 'packed mixture': ('text', 'pack', 'cross_entropy')}
+        'mixture': ('text', 'stream', 'cross_entropy'), 'packed mixture': ('text', 'pack', 'cross_entropy'),
+        'masked mixture': ('text', 'mask', 'cross_entropy')}  # of a text and conversations
 
 
 class Outcome(NamedTuple):
@@ -75,7 +76,8 @@ def config_of(draw, datasets, base):
     folder, config['documents'], config['loss'] = DATA[draw['data']]
     config['dataset'] = os.path.join(datasets, folder)
     if 'mixture' in draw['data']:
-        first, second = (os.path.join(datasets, name) for name in ('text', 'more'))
+        more = 'answers' if draw['data'] == 'masked mixture' else 'more'
+        first, second = (os.path.join(datasets, name) for name in ('text', more))
         config['dataset'] = f'{first}:0.6, {second}:0.4'
         phases = config['mixture_phases']
         config['mixture_phases'] = phases.replace('text:', f'{first}:').replace('more:', f'{second}:')
