@@ -6,7 +6,6 @@
     python sample.py --init_from=SmolLM2-135M-Instruct --chat
     python sample.py --init_from=SmolLM2-135M-Instruct --serve
 """
-import codecs
 import itertools
 import os
 import pathlib
@@ -131,7 +130,7 @@ generator = torch.Generator(device).manual_seed(seed)
 def show(prompt, tokens):
     """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
     tokens = tokens or [tokenizer.eot or 0]  # the model needs at least one token
-    decoders = [codecs.getincrementaldecoder('utf-8')(errors='replace') for _ in range(num_samples)]
+    streams = [tokenizer.text_stream() for _ in range(num_samples)]
     texts = [prompt] * num_samples
     has_ended = [False] * num_samples
     print(prompt, end='', flush=True)
@@ -141,7 +140,7 @@ def show(prompt, tokens):
             cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator):
         for i, token in enumerate(drawn.tolist()):
             has_ended[i] |= stop and token in tokenizer.end_ids
-            piece = '' if has_ended[i] else decoders[i].decode(tokenizer.decode_bytes([token]))
+            piece = '' if has_ended[i] else streams[i](token)
             texts[i] += piece
             if i == 0:
                 print(piece, end='', flush=True)

@@ -120,8 +120,25 @@ class JsonTokenizer(Tokenizer):
     def decode(self, ids):
         return self.backend.decode(ids, skip_special_tokens=False)
 
+    @functools.cached_property
+    def joins_tokens(self):
+        """Whether a text is that of its tokens, one after the other. For WordPiece, for example, it is not."""
+        ids = self.encode(PROBE)
+        text = b''.join(map(self._bytes_of, ids)).decode(errors='replace')
+        return self.decode(ids).lstrip(' ') == text.lstrip(' ')
+
     def decode_bytes(self, ids):
-        return b''.join(map(self._bytes_of, ids))
+        return b''.join(map(self._bytes_of, ids)) if self.joins_tokens else self.decode(ids).encode()
+
+    def text_stream(self):
+        if self.joins_tokens:
+            return super().text_stream()
+        from tokenizers.decoders import DecodeStream
+        stream = DecodeStream(skip_special_tokens=False)
+        return lambda token=None: '' if token is None else stream.step(self.backend, token) or ''
+
+    def bytes_of_tokens(self):
+        return super().bytes_of_tokens() if self.joins_tokens else None
 
     def _bytes_of(self, i):
         """A token's part of the text: b'' for an id without a token."""

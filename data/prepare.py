@@ -333,8 +333,10 @@ def publish(partial, folder, meta, tokenizer, more_files=None, names=None):
     """
     for old in [folder / 'meta.json', folder / 'manifest.json', *folder.glob('train*.bin'), folder / 'val.bin']:
         old.unlink(missing_ok=True)
-    sizes = json.dumps(tokenizer.bytes_of_tokens().tolist(), separators=(',', ':'))
-    for name, text in {TOKEN_BYTES: sizes, **tokenizer.files, **(more_files or {})}.items():
+    files = tokenizer.files | (more_files or {})
+    if (sizes := tokenizer.bytes_of_tokens()) is not None:
+        files[TOKEN_BYTES] = json.dumps(sizes.tolist(), separators=(',', ':'))
+    for name, text in files.items():
         with write_atomically(folder / name) as file:
             file.write(text.encode())
     with write_atomically(folder / 'meta.json') as file:

@@ -1,4 +1,5 @@
 """The base class of all tokenizers, and the files of those that have files."""
+import codecs
 import contextlib
 import json
 import os
@@ -55,8 +56,23 @@ class Tokenizer:
             places.append((characters[start], characters[end - 1] + 1))
         return ids, places
 
+    def text_stream(self):
+        """A function that returns the text that an id adds to that of the ids before it.
+
+        It returns '' while a character is not complete, and without an id the rest of an incomplete one.
+        """
+        decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
+
+        def text_of(token=None):
+            return decoder.decode(b'' if token is None else self.decode_bytes([token]), final=token is None)
+
+        return text_of
+
     def bytes_of_tokens(self):
-        """Return the number of bytes of text that each id stands for, an array: 0 for special tokens."""
+        """Return the number of bytes of text that each id stands for, an array: 0 for special tokens.
+
+        None if the text of several ids is not that of each, one after the other.
+        """
         import numpy as np
         sizes = [0 if i in self.special_ids else len(self.decode_bytes([i])) for i in range(self.vocab_size)]
         return np.array(sizes, dtype=np.int64)

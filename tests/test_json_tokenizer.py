@@ -155,3 +155,21 @@ def test_tokens_before_each_text_are_those_of_the_post_processor(folder):
     tokenizer = JsonTokenizer(folder)
     assert tokenizer.encode_prompt('a fox') == tokenizer.begin_ids + tokenizer.encode('a fox')
     assert len(tokenizer.begin_ids) == ('<s>' in tokenizer.files['tokenizer.json'])
+
+
+@pytest.mark.parametrize('decoder', [decoders.WordPiece(), None])
+def test_text_of_tokens_that_are_not_side_by_side(tmp_path, decoder):
+    """The library decides: WordPiece puts spaces between words, and so does no decoder between all tokens."""
+    tokenizer = Tokenizer(models.WordPiece(unk_token='[UNK]'))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if decoder:
+        tokenizer.decoder = decoder
+    tokenizer.train_from_iterator([WORDS], trainers.WordPieceTrainer(
+        vocab_size=120, special_tokens=['[UNK]', '<|end|>'], show_progress=False))
+    tokenizer.save(str(tmp_path / 'tokenizer.json'))
+    ours = JsonTokenizer(tmp_path)
+    ids = ours.encode('It was a dark night') + [1] + ours.encode("fox's words.")
+    expected = tokenizer.decode(ids, skip_special_tokens=False)
+    stream = ours.text_stream()
+    assert ''.join(map(stream, ids)) + stream() == ours.decode_bytes(ids).decode() == expected
+    assert ' ' in expected and ours.bytes_of_tokens() is None

@@ -1,5 +1,4 @@
 """Continue texts of which each usually begins with the last one, as the turns of a conversation do."""
-import codecs
 import os
 
 import torch
@@ -62,10 +61,9 @@ class Conversation:
 
     def decode(self, ids):
         """Yield the text of each of the ids, '' where a character is not complete, and then the rest."""
-        decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
-        for token in ids:
-            yield decoder.decode(self.tokenizer.decode_bytes([token]))
-        yield decoder.decode(b'', final=True)
+        text_of = self.tokenizer.text_stream()
+        yield from map(text_of, ids)
+        yield text_of()
 
     def _make_room(self, length):
         """Replace the cache by a longer one with the same content if it is shorter than `length` tokens."""
