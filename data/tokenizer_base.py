@@ -57,16 +57,9 @@ class Tokenizer:
         return ids, places
 
     def text_stream(self):
-        """A function that returns the text that an id adds to that of the ids before it.
-
-        It returns '' while a character is not complete, and without an id the rest of an incomplete one.
-        """
-        decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')
-
-        def text_of(token=None):
-            return decoder.decode(b'' if token is None else self.decode_bytes([token]), final=token is None)
-
-        return text_of
+        """A function that returns the text that an id adds to the ids before it, and without an id what is left."""
+        decoder = codecs.getincrementaldecoder('utf-8')(errors='replace')  # '' while a character is not complete
+        return lambda token=None: decoder.decode(b'' if token is None else self.decode_bytes([token]), token is None)
 
     def bytes_of_tokens(self):
         """Return the number of bytes of text that each id stands for, an array: 0 for special tokens.

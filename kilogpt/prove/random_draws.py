@@ -118,7 +118,8 @@ class Draws:
         for (precision, what), error in sorted(self.largest.items()):
             print(f'    {precision}: {what} within {error:.1e}')
         n_refused = len(self.drawer.refused)
-        n_proved, n_possible = len(self.proved), len(self.drawer.pairs) - n_refused
+        possible = {*self.drawer.pairs} - self.drawer.refused.keys()
+        n_proved, n_possible = len(self.proved & possible), len(possible)
         print(f'pairs of values: {n_proved} of {n_possible} proved, {n_refused} refused')
         if self.options.pairs:
             print(self.describe_pairs())
