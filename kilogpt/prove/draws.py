@@ -5,9 +5,10 @@ that two hundred draws meet the 25,000 pairs that there are (pairwise testing, C
 """
 import functools
 import itertools
+import math
 import random
 
-from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
+from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
 CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
 COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
@@ -24,6 +25,11 @@ def pairs_of(draw):
     return set(itertools.combinations(values, 2))
 
 
+def are_crossed(pair):
+    """Whether a pair is of two degrees above 1."""
+    return all(key in CROSSED and value > 1 for key, value in pair)
+
+
 def needs_of(wanted, most_processes):
     """{key: its possible values} in draws that have the wanted (key, value)s; None if there are no such draws."""
     needs = {}
@@ -35,10 +41,15 @@ def needs_of(wanted, most_processes):
         needs[key] = [value for value in needs.get(key, DRAWN[key].values) if value in values]
         if not needs[key]:
             return None
-    least = 1
-    for key in DEGREES:
-        least *= min(needs.get(key, [1]))
-    return needs if least <= most_processes else None
+    return needs if least_processes(needs) <= most_processes else None
+
+
+def least_processes(needs):
+    """The number of processes of the smallest draw that meets needs."""
+    islands, tp, pp, ep, replicas = (min(needs.get(key, [1])) for key in ('islands', 'tp', 'pp', 'ep', 'dp_replicate'))
+    shares = [dp * cp for dp in needs.get('dp', DRAWN['dp'].values) for cp in needs.get('cp', DRAWN['cp'].values)
+              if dp % replicas == 0 and dp // replicas * cp % ep == 0]  # experts are divided over dp and cp
+    return islands * tp * pp * min(shares, default=math.inf)
 
 
 def every_pair(most_processes):
@@ -69,21 +80,23 @@ class Drawer:
     """An endless sequence of draws, a function of the seed alone.
 
     refusal(draw): the sentence with which train.py will refuse a draw, or ''.
-    most_processes: of a draw, over all islands. first: keys whose pairs come before those of other keys.
+    most_processes: of a draw, over all islands.
+
+    Pairs of two degrees above 1 come before all others, since faults lie where two of them meet.
     """
 
-    def __init__(self, seed, refusal, most_processes=MOST_PROCESSES, first=()):
+    def __init__(self, seed, refusal, most_processes=MOST_PROCESSES):
         self.random, self.refusal, self.most_processes = random.Random(seed), refusal, most_processes
         self.pairs = every_pair(most_processes)
         self.refused = {}  # {pair: sentence}
         self._since_compiled = 0  # draws since the last compiled one
         self._provoked = {}  # {sentence without its values: how often it was provoked}
-        self._begin_round(first)
+        self._begin_round()
 
-    def _begin_round(self, first=()):
+    def _begin_round(self):
         order = [pair for pair in self.pairs if pair not in self.refused]
         self.random.shuffle(order)
-        self._first = {pair for pair in order if {pair[0][0], pair[1][0]} <= {*first}}
+        self._first = {pair for pair in order if are_crossed(pair)}
         order.sort(key=lambda pair: pair not in self._first)
         self.unmet = dict.fromkeys(order)
 
@@ -93,7 +106,7 @@ class Drawer:
             if not self.unmet:
                 self._begin_round()
             pair = next(iter(self.unmet))
-            draw = self._allowed(pair, min(self.most_processes, self.random.choice(USUAL_PROCESSES)))
+            draw = self._allowed(pair, self._usual_processes(pair)) or self._allowed(pair, self.most_processes)
             if draw:
                 for met in pairs_of(draw):
                     self.unmet.pop(met, None)
@@ -112,6 +125,10 @@ class Drawer:
             self._provoked[words] = self._provoked.get(words, 0) + 1
             if self._provoked[words] <= REPEATS:
                 return smallest, sentence
+
+    def _usual_processes(self, pair):
+        least = least_processes(needs_of(pair, self.most_processes))
+        return min(self.most_processes, max(least, self.random.choice(USUAL_PROCESSES)))
 
     def _allowed(self, pair, most_processes):
         """Of some random draws with this pair that are not refused, the one that meets the most new pairs."""

@@ -144,6 +144,7 @@ DRAWN = OF_DRAW | MODEL | LAYOUT | TRAINING
 DRAWN = {key: DRAWN[key] for key in TopologicalSorter({key: DRAWN[key].when for key in DRAWN}).static_order()}
 UNPAIRED = ('compile',)  # keys whose pairs are not counted
 DEGREES = ('islands', 'dp', 'tp', 'cp', 'pp')  # their product is the number of processes
+CROSSED = (*DEGREES, 'ep')  # degrees whose pairs are drawn first
 
 NOT_DRAWN = dict(
     # What a draw sets itself

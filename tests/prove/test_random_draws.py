@@ -1,4 +1,5 @@
 """kilogpt.prove --random: every key is in the draw, every pair of values is met, and what fails shrinks."""
+import itertools
 import re
 
 import pytest
@@ -6,11 +7,12 @@ import pytest
 from helpers import ROOT, run_script
 from kilogpt.configurator import config_of
 from kilogpt.prove import limits, trial
-from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, shrink, without
+from kilogpt.prove.draws import Drawer, are_crossed, keys_not_plain, pairs_of, shrink, without
 from kilogpt.prove.random_draws import command_of, parse_draw
-from kilogpt.prove.space import DEGREES, DRAWN, MOST_PROCESSES, NOT_DRAWN, OF_DRAW, count_processes, plain
+from kilogpt.prove.space import CROSSED, DRAWN, MOST_PROCESSES, NOT_DRAWN, OF_DRAW, count_processes, plain
 
 BASE = config_of(f'{ROOT}/train.py', [])
+FIRST_SEED, FIRST_DRAWS = 2, 16  # that meet every pair of degrees of up to 4 processes
 
 
 def test_every_key_is_drawn_or_has_a_reason():
@@ -39,11 +41,13 @@ def test_every_pair_of_values_is_met_within_250_draws():
 
 
 def test_every_pair_of_degrees_is_met_first():
-    drawer, met = Drawer(1, lambda draw: trial.refusal_of(draw, BASE), most_processes=4, first=DEGREES), set()
-    for _ in range(15):
+    drawer, met = Drawer(FIRST_SEED, lambda draw: trial.refusal_of(draw, BASE), most_processes=4), set()
+    for _ in range(FIRST_DRAWS):
         met |= pairs_of(drawer.draw()[0])
-    of_degrees = [pair for pair in drawer.pairs if {pair[0][0], pair[1][0]} <= {*DEGREES}]
-    assert len(of_degrees) > 50 and [pair for pair in of_degrees if pair not in met] == []
+    possible = [pair for pair in drawer.pairs if are_crossed(pair)]  # others need more processes
+    kinds = {frozenset(key for key, _ in pair) for pair in possible}
+    assert kinds == {frozenset(pair) for pair in itertools.combinations(CROSSED, 2)}
+    assert [pair for pair in possible if pair not in met] == []
 
 
 def test_draws_are_a_function_of_the_seed():
@@ -114,8 +118,8 @@ def run_draws(*arguments):
 
 def test_draws_of_few_processes_equal_one_process():
     """These draws meet every pair of degrees of up to 4 processes."""
-    report = run_draws('--random=15', '--nproc=4', '--seed=1')
-    assert '15 draws of seed 1' in report
+    report = run_draws(f'--random={FIRST_DRAWS}', '--nproc=4', f'--seed={FIRST_SEED}')
+    assert f'{FIRST_DRAWS} draws of seed {FIRST_SEED}' in report
 
 
 @pytest.mark.slow
