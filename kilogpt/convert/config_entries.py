@@ -99,13 +99,11 @@ def read_rope(entries, theta=10000.0, share=None):
     texts = [f'{key}={float(value)!r}'.removesuffix('.0') for key, value in sorted(scaling.items())]
     arguments = dict(block_size=longest, rope_theta=float(theta), rope_share=float(found_share),
                      rope_scaling='' if name == 'default' else ' '.join([str(name), *texts]))
-    theta_window = entries.theirs.get('rope_local_base_freq')
-    if local:
-        if local.get('rope_type', 'default') != 'default':
-            entries.refuse('rope_parameters', dict(sliding_attention=local),
-                           'which our model cannot represent')
-        theta_window = local.get('rope_theta')
-    return arguments | (dict(rope_theta_window=float(theta_window)) if theta_window else {})
+    if not local:
+        return arguments
+    if local.get('rope_type', 'default') != 'default':
+        entries.refuse('rope_parameters', dict(sliding_attention=local), 'which our model cannot represent')
+    return arguments | dict(rope_theta_window=float(local['rope_theta']))
 
 
 def write_rope(config):
@@ -138,7 +136,7 @@ def read_llama(entries, head_width=0, tied=False, eps=1e-6, mlp='swiglu', **rope
     """The arguments that most families name as Llama does. rope: the family's defaults for read_rope."""
     n_head = entries.integer('num_attention_heads')
     if mlp == 'swiglu':
-        entries.only('hidden_act', 'silu', None)
+        entries.only('hidden_act', 'silu', 'swish', None)
     return dict(
         vocab_size=entries.integer('vocab_size'), n_layer=entries.integer('num_hidden_layers'), n_head=n_head,
         n_kv_head=entries.integer('num_key_value_heads', n_head),

@@ -66,8 +66,8 @@ def llama_write(config):
     return write_llama(config) | dict(mlp_bias=config.has_bias('mlp'))
 
 
-def mistral_read(entries, **rope):
-    return read_llama(entries, **rope) | read_windows(
+def mistral_read(entries, **defaults):
+    return read_llama(entries, **defaults) | read_windows(
         entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
 
 
@@ -150,6 +150,9 @@ def granite_write(config):
 def gpt_neox_read(entries):
     entries.only('hidden_act', 'gelu', 'gelu_new', 'gelu_pytorch_tanh', 'gelu_fast')
     exact = entries.theirs.get('hidden_act', 'gelu') == 'gelu'
+    entries.only('head_dim', None, entries.integer('hidden_size') // entries.integer('num_attention_heads'))
+    # The entry of other families, which this one passes over
+    entries = Entries(entries.theirs | dict(partial_rotary_factor=None), entries.source)
     rope = read_rope(entries, entries.number('rotary_emb_base', 10000.0), entries.number('rotary_pct', 0.25))
     return rope | biases(norm=True, mlp=True, **dict.fromkeys(
         ('qkv', 'proj'), entries.flag('attention_bias', True))) | dict(
@@ -172,9 +175,9 @@ def gpt_neox_write(config):
 
 def gemma_read(entries):
     entries.only('hidden_activation', 'gelu_pytorch_tanh', None)
-    activation = entries.theirs.get('hidden_activation') or entries.theirs.get('hidden_act')
-    if activation not in ('gelu_pytorch_tanh', None):
-        entries.refuse('hidden_act', activation, 'which our model cannot represent')
+    if entries.family == 'gemma' or not entries.theirs.get('hidden_activation'):
+        # transformers takes "gelu", which older files of Gemma have, for the approximation by tanh.
+        entries.only('hidden_act', 'gelu_pytorch_tanh', *(['gelu', 'gelu_new'] if entries.family == 'gemma' else []), None)
     return (read_llama(entries, head_width=256, tied=True, mlp='geglu')
             | biases(**read_attention_bias(entries))
             | dict(embedding_scale=math.sqrt(entries.integer('hidden_size'))))
@@ -214,10 +217,15 @@ def gemma2_write(config):
 
 
 def gemma3_read(entries):
-    defaults = dict(rope_theta=1000000.0)
-    if 'rope_parameters' not in entries.theirs:
-        defaults['rope_local_base_freq'] = 10000.0
-    entries = Entries(defaults | entries.theirs, entries.source)
+    entries.only('attn_logit_softcapping', None)  # which transformers passes over in this family
+    ropes = entries.value('rope_parameters', {}, (dict,), 'an object')
+    if ropes.keys() - {'full_attention', 'sliding_attention'}:
+        entries.refuse('rope_parameters', ropes, 'but it must have those of full_attention and sliding_attention')
+    full = dict(rope_theta=entries.number('rope_theta', 1000000.0)) | (ropes.get('full_attention') or {})
+    full |= entries.value('rope_scaling', {}, (dict,), 'an object')
+    local = dict(rope_theta=entries.number('rope_local_base_freq', 10000.0)) | (ropes.get('sliding_attention') or {})
+    ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
+    entries = Entries(entries.theirs | ropes, entries.source)
     every = entries.integer('sliding_window_pattern', 6)
     return gemma_read(entries) | read_gemma_extras(entries, max(every, 1), 0.0, 0.0) | dict(qk_norm=True)
 
@@ -247,7 +255,7 @@ def check_single_expert(entries, divides):
 
 def mixtral_read(entries):
     check_single_expert(entries, True)
-    return mistral_read(entries, theta=1000000.0) | read_softmax_router(entries) | dict(
+    return mistral_read(entries, eps=1e-5, theta=1000000.0) | read_softmax_router(entries) | dict(
         n_experts=entries.integer('num_local_experts', 8), expert_hidden=entries.integer('intermediate_size'))
 
 
