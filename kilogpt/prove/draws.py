@@ -8,14 +8,15 @@ import itertools
 import math
 import random
 
-from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
+from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, LAYOUT, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
 CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
 COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
 MOST_COMPILED = 2
 USUAL_PROCESSES = (2, 2, 2, 3, 4, 4, 4, 8)  # the most processes of a draw whose pair does not need more
 # Values that are chosen so many times as often as others. Two layers, and one micro-batch, take less time.
-OFTEN = {('precision', 'float64'): 4.0, ('n_layer', 2): 3.0, ('gradient_accumulation_steps', 1): 3.0}
+OFTEN = {('precision', 'float64'): 4.0, ('n_layer', 2): 3.0, ('gradient_accumulation_steps', 1): 3.0,
+         ('activation_checkpoint', 'none'): 2.0}
 REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
 
 
@@ -25,9 +26,11 @@ def pairs_of(draw):
     return set(itertools.combinations(values, 2))
 
 
-def are_crossed(pair):
-    """Whether a pair is of two degrees above 1."""
-    return all(key in CROSSED and value > 1 for key, value in pair)
+def rank_of(pair):
+    """When the pair is met: 0, of two degrees above 1; 1, of two keys of a layout, neither plain; 2, others."""
+    if all(key in CROSSED and value > 1 for key, value in pair):
+        return 0
+    return 1 if all(key in ('dp', *LAYOUT) and value != DRAWN[key].values[0] for key, value in pair) else 2
 
 
 def needs_of(wanted, most_processes):
@@ -82,7 +85,8 @@ class Drawer:
     refusal(draw): the sentence with which train.py will refuse a draw, or ''.
     most_processes: of a draw, over all islands.
 
-    Pairs of two degrees above 1 come before all others, since faults lie where two of them meet.
+    Pairs of two degrees above 1 come first, and then the other pairs of layouts, since faults lie where two of
+    these meet.
     """
 
     def __init__(self, seed, refusal, most_processes=MOST_PROCESSES):
@@ -96,8 +100,8 @@ class Drawer:
     def _begin_round(self):
         order = [pair for pair in self.pairs if pair not in self.refused]
         self.random.shuffle(order)
-        self._first = {pair for pair in order if are_crossed(pair)}
-        order.sort(key=lambda pair: pair not in self._first)
+        order.sort(key=rank_of)
+        self._early = [{pair for pair in order if rank_of(pair) == rank} for rank in (0, 1)]
         self.unmet = dict.fromkeys(order)
 
     def draw(self):
@@ -153,7 +157,7 @@ class Drawer:
 
     def _count_new(self, draw):
         found = pairs_of(draw) & self.unmet.keys()
-        return len(found & self._first), len(found)
+        return *(len(found & pairs) for pairs in self._early), len(found)
 
 
 def draw_layouts(generator, count, needs, most_processes, is_possible):
