@@ -390,6 +390,18 @@ def entries_of(config, family=''):
     raise ValueError(f'the {"" if family else "closest "}standard form, {name}, does not have {values}')
 
 
+def families_of(config):
+    """The names of the families that can represent a GPTConfig, in the order of FAMILIES."""
+    found = []
+    for name in FAMILIES:
+        try:
+            entries_of(config, name)
+        except ValueError:
+            continue
+        found.append(name)
+    return found
+
+
 # --- tensors ------------------------------------------------------------------------------------------------
 
 def to_ours(tensors, theirs, arguments):

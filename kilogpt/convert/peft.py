@@ -6,7 +6,7 @@ import torch
 
 from kilogpt.checkpoint_files import write_json
 from kilogpt.convert import renaming
-from kilogpt.convert.families import FAMILIES, rows_of
+from kilogpt.convert.families import FAMILIES, families_of, rows_of
 from kilogpt.convert.folders import read_json
 from kilogpt.convert.safetensors_files import open_safetensors, write_tensors
 from kilogpt.convert.tensors import checked, in_memory
@@ -30,9 +30,19 @@ def is_adapter(folder):
     return os.path.exists(os.path.join(folder, CONFIG)) and os.path.exists(os.path.join(folder, TENSORS))
 
 
-def name_in(linear, family):
-    """The name of one of our linears in a family, without .weight."""
-    return next(iter(renaming.rename({f'{linear}.weight': None}, family.names))).removesuffix('.weight')
+def place_in(family, linear, config):
+    """(name without .weight, rows there, number of all rows there) of one of our linears in a family's files.
+
+    The rows are None if the linear is not part of a packed one there.
+    """
+    theirs = next(iter(renaming.rename({f'{linear}.weight': None}, family.names))).removesuffix('weight')
+    for packed, parts in family.packed:
+        for number, part in enumerate(parts):
+            if part in theirs:
+                sizes = rows_of(config, packed)
+                rows = renaming.row_indices(parts=len(parts), **sizes)[number]
+                return theirs.replace(part, packed).rstrip('.'), rows, sum(sizes['rows'])
+    return theirs.rstrip('.'), None, None
 
 
 # --- writing ------------------------------------------------------------------------------------------------
@@ -70,16 +80,11 @@ def group_pieces(weights, config, family):
         linear, _, kind = name.rpartition('.')
         if kind != 'lora_A':
             continue
-        theirs = name_in(linear, family) + '.'
         a, b = weights[name].whole(), weights[f'{linear}.lora_B'].whole()
-        rows, n_rows = torch.arange(b.size(0)), b.size(0)
-        for packed, parts in family.packed:
-            for number, part in enumerate(parts):
-                if part in theirs:
-                    sizes = rows_of(config, packed)
-                    rows = renaming.row_indices(parts=len(parts), **sizes)[number]
-                    theirs, n_rows = theirs.replace(part, packed), sum(sizes['rows'])
-        groups.setdefault(theirs.rstrip('.'), []).append((a, b, rows, n_rows))
+        theirs, rows, n_rows = place_in(family, linear, config)
+        if rows is None:
+            rows, n_rows = torch.arange(b.size(0)), b.size(0)
+        groups.setdefault(theirs, []).append((a, b, rows, n_rows))
     return groups
 
 
@@ -107,30 +112,45 @@ def read_entries(folder):
     return entries
 
 
-def read_adapter(folder, entries, n_layer, model_type):
-    """({key of the model: value}, {our name: Stored}) of an adapter for a base of that family.
+def read_adapter(folder, entries, config):
+    """({key of the model: value}, {our name: Stored}) of an adapter for a base with that GPTConfig.
 
+    It may have the names of any family that can be such a base.
     ValueError if a name is missing, or is of a linear that cannot have an adapter.
     """
     path = os.path.join(folder, TENSORS)
     tensors = {name: checked(stored, path, name, 'use other weights')
                for name, stored in open_safetensors(path).items()}
-    found, targets = {}, []
-    for target in GROUPS['all']:
-        pairs = {}
-        for layer in range(n_layer):
-            linear = f'transformer.h.{layer}.{target}'
-            for kind in ('lora_A', 'lora_B'):
-                pairs[f'{linear}.{kind}'] = f'{PREFIX}{name_in(linear, FAMILIES[model_type])}.{kind}.weight'
-        if any(theirs in tensors for theirs in pairs.values()):
-            targets.append(target)
-            found |= pairs
-    if set(found.values()) != tensors.keys():
-        name = sorted(set(found.values()) ^ tensors.keys())[0]
+    attempts = [find_pieces(FAMILIES[name], tensors, config) for name in families_of(config)]
+    differing = [{theirs for theirs, _ in places.values()} ^ tensors.keys() for _, places in attempts]
+    closest = min(range(len(attempts)), key=lambda i: len(differing[i]))
+    if differing[closest]:
+        name = sorted(differing[closest])[0]
         place = 'has' if name in tensors else 'lacks'
-        raise ValueError(f'{path} {place} {name}: our adapters are beside the same linears of every block '
-                         f'(family {model_type}), and beside nothing else')
+        raise ValueError(f'{path} {place} {name}: our adapters are beside the same linears of every block, and '
+                         'beside nothing else')
+    targets, places = attempts[closest]
     keys = dict(lora_rank=entries['r'], lora_alpha=float(entries['lora_alpha']),
                 lora_dropout=float(entries.get('lora_dropout', 0.0)), lora_targets=','.join(targets),
                 lora_rank_stabilised=entries.get('use_rslora', False))
-    return keys, {ours: tensors[theirs] for ours, theirs in found.items()}
+    return keys, {ours: renaming.selected(tensors[theirs], rows) if rows is not None else tensors[theirs]
+                  for ours, (theirs, rows) in places.items()}
+
+
+def find_pieces(family, tensors, config):
+    """(our targets, {our name: (their name, rows of that tensor or None)}) of adapters in names of a family.
+
+    The parts of a packed linear have its A, and rows of its B.
+    """
+    targets, found = [], {}
+    for target in GROUPS['all']:
+        places = {}
+        for layer in range(config.n_layer):
+            linear = f'transformer.h.{layer}.{target}'
+            theirs, rows, _ = place_in(family, linear, config)
+            places[f'{linear}.lora_A'] = f'{PREFIX}{theirs}.lora_A.weight', None
+            places[f'{linear}.lora_B'] = f'{PREFIX}{theirs}.lora_B.weight', rows
+        if any(theirs in tensors for theirs, _ in places.values()):
+            targets.append(target)
+            found |= places
+    return targets, found

@@ -395,8 +395,7 @@ def read_adapter(folder, base):
     entries = peft.read_entries(folder)
     base = base or entries['base_model_name_or_path']
     arguments, weights, meta = open_source(base)
-    model_type = families.entries_of(GPTConfig(**arguments))['model_type']
-    keys, adapters = peft.read_adapter(folder, entries, arguments['n_layer'], model_type)
+    keys, adapters = peft.read_adapter(folder, entries, GPTConfig(**arguments))
     arguments |= keys
     expected = expected_shapes(GPTConfig(**arguments))
     for name, stored in adapters.items():
