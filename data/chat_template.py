@@ -141,7 +141,11 @@ class ChatTemplate:
 
         Templates such as ChatML write any role, also one with an error in it. The default template refuses it.
         """
-        return not self.source or role in ROLES + roles or bool(re.search(rf'\b{re.escape(role)}\b', self.source))
+        return not self.source or role in ROLES + roles or self.reads(role)
+
+    def reads(self, variable):
+        """Whether the template has a variable of that name."""
+        return bool(re.search(rf'\b{re.escape(variable)}\b', self.source or ''))
 
     @functools.cached_property
     def stop_ids(self):
@@ -202,8 +206,8 @@ class ChatTemplate:
         marked = []
         for message in check_messages(messages):
             mark = self._mark_answer if message['role'] == 'assistant' else self._mark
-            marked.append({key: mark(value) for key, value in message.items() if value is not None})
-        variables = dict(tools=None, documents=None) | self.variables | (more or {})
+            marked.append({key: each_text(value, mark) for key, value in message.items() if value is not None})
+        variables = dict(tools=None, documents=None) | self.variables | each_text(more or {}, self._mark)
         self.environment.steps, length, pieces = 0, 0, []
         try:
             for piece in self.template.generate(
@@ -219,14 +223,12 @@ class ChatTemplate:
         return ''.join(pieces).encode(errors='replace').decode()  # JSON can carry lone surrogates
 
     def _mark(self, value):
-        """A message's entry, with what looks like a special token enclosed in TEXT and END_TEXT."""
-        if not isinstance(value, str):
-            return value
+        """A text of a message or tool, with what looks like a special token enclosed in TEXT and END_TEXT."""
         return self.to_mark.sub(lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] else '', value)
 
     def _mark_answer(self, value):
-        """The same for an entry of an answer: of special tokens, those that end answers."""
-        if not isinstance(value, str) or not self.to_mark.search(value):
+        """The same for a text of an answer: of special tokens, those that end answers."""
+        if not self.to_mark.search(value):
             return value  # the probes of stop_ids are such answers
         return self.to_mark.sub(
             lambda match: f'{TEXT}{match[1]}{END_TEXT}' if match[1] in self.endings else match[1] or '', value)
@@ -359,6 +361,15 @@ def _compile(source, where):
         return environment, environment.from_string(tree)
     except jinja2.TemplateSyntaxError as error:
         raise ValueError(f'{where} is not valid Jinja (line {error.lineno}: {error.message})') from None
+
+
+def each_text(value, change):
+    """A value of JSON with change(text) in place of each text in it, but for names of entries."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: each_text(inner, change) for key, inner in value.items()}
+    return [each_text(inner, change) for inner in value] if isinstance(value, list) else value
 
 
 def _text_of(tokenizer, token):

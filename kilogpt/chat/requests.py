@@ -6,12 +6,14 @@ from dataclasses import dataclass, field
 
 from data.chat_template import check_messages
 
-# Entries that would change the text in ways that this server does not know.
-UNSUPPORTED = ('tools', 'tool_choice', 'functions', 'function_call', 'response_format', 'logprobs',
-               'top_logprobs', 'logit_bias', 'presence_penalty', 'frequency_penalty', 'best_of', 'echo',
-               'suffix', 'audio')
-# Values of these entries, besides what is empty or False, that say what this server does anyway.
-AS_IS = dict(response_format={'type': 'text'}, tool_choice='none', function_call='none', best_of=1)
+USED = {'model', 'messages', 'prompt', 'max_tokens', 'max_completion_tokens', 'temperature', 'top_p', 'seed', 'stop',
+        'stream', 'stream_options', 'n', 'tools', 'tool_choice', 'chat_template_kwargs'}
+# Entries of OpenAI's protocol, and of llama.cpp's, that do not change the text.
+HARMLESS = {'user', 'metadata', 'store', 'service_tier', 'prompt_cache_key', 'prompt_cache_retention',
+            'prompt_cache_options', 'safety_identifier', 'parallel_tool_calls', 'prediction', 'cache_prompt'}
+# Values of all other entries, besides what is empty or False, that say what this server does anyway.
+AS_IS = dict(response_format={'type': 'text'}, function_call='none', best_of=1, modalities=['text'],
+             verbosity='medium', repetition_penalty=1, repeat_penalty=1)
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
 COMPLETION_TOKENS = 16  # of /v1/completions, without max_tokens, as in OpenAI's
 
@@ -41,6 +43,7 @@ class TextRequest:
     stop: list
     is_streamed: bool
     wants_usage: bool  # at the end of a stream
+    more: dict  # variables of the chat template, such as tools
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -84,9 +87,10 @@ def parse(body, is_chat, model, defaults):
         raise RequestError(400, 'the body is not a JSON object')
     content = {key: value for key, value in content.items() if value is not None}
     check_model(content.get('model', model), model)
-    for key in UNSUPPORTED:
-        wants_figures = key == 'logprobs' and not is_chat and content.get(key) == 0  # of the drawn tokens alone
-        if content.get(key) and content[key] != AS_IS.get(key) or wants_figures:
+    used = USED - ({'tools', 'tool_choice', 'chat_template_kwargs', 'messages'} if not is_chat else {'prompt'})
+    for key in sorted(content.keys() - used - HARMLESS):
+        wants_figures = key == 'logprobs' and not is_chat and content[key] is not False  # 0: of the drawn tokens alone
+        if content[key] and content[key] != AS_IS.get(key) or wants_figures:
             raise RequestError(400, f'{key} is not supported: leave it out')
     options = content.get('stream_options', {})
     max_tokens = content.get('max_completion_tokens', content.get('max_tokens'))
@@ -98,7 +102,8 @@ def parse(body, is_chat, model, defaults):
         temperature=content.get('temperature', defaults['temperature']),
         top_p=content.get('top_p', defaults['top_p']), seed=content.get('seed'),
         stop=read_stops(content.get('stop', [])), is_streamed=content.get('stream', False),
-        wants_usage=isinstance(options, dict) and options.get('include_usage') is True)
+        wants_usage=isinstance(options, dict) and options.get('include_usage') is True,
+        more=read_more(content) if is_chat else {})
     check('n', content.get('n', 1) == 1, content.get('n'), '1: one text for each request')
     check('max_tokens', is_int(max_tokens) and max_tokens >= 1, max_tokens, 'an integer of at least 1')
     check('temperature', is_number(request.temperature) and 0 <= request.temperature <= 2,
@@ -127,10 +132,32 @@ def read_messages(content):
             if not all(isinstance(text, str) for text in texts):
                 raise RequestError(400, 'a content in parts has a part that is not a text')
             message['content'] = ''.join(texts)
+        for call in (message.get('tool_calls') or [] if isinstance(message, dict) else []):
+            read_arguments(call)
     try:
         return check_messages(messages)
     except ValueError as error:
         raise RequestError(400, str(error)) from None
+
+
+def read_arguments(call):
+    """Make a dict of a call's arguments, which are JSON in OpenAI's protocol, and a dict in chat templates."""
+    function = call.get('function') if isinstance(call, dict) else None
+    if isinstance(function, dict) and isinstance(function.get('arguments'), str):
+        try:
+            function['arguments'] = json.loads(function['arguments'])
+        except ValueError:
+            raise RequestError(400, f'the arguments of a tool call are no JSON: {function["arguments"]!r:.60}') from None
+
+
+def read_more(content):
+    """The variables that a body gives to the chat template: `tools`, and what chat_template_kwargs has."""
+    more, tools = content.get('chat_template_kwargs', {}), content.get('tools', [])
+    check('chat_template_kwargs', isinstance(more, dict), more, 'an object')
+    check('tools', isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools), tools, 'a list of objects')
+    choice = content.get('tool_choice', 'auto')
+    check('tool_choice', choice in ('auto', 'none'), choice, 'auto or none: the model decides')
+    return more | (dict(tools=tools) if tools and choice == 'auto' else {})
 
 
 def read_prompt(content):

@@ -98,7 +98,9 @@ def answer(conversation, job, top_k, generator):
         raise RequestError(503, f'no turn came within {MAX_SECONDS} seconds: try again later')
     try:
         if request.messages is not None:
-            ids = conversation.template.encode(request.messages, add_generation_prompt=True)
+            if 'tools' in request.more and not conversation.template.reads('tools'):
+                raise ValueError(f'tools is not supported: {conversation.template.where} does not write them')
+            ids = conversation.template.encode(request.messages, add_generation_prompt=True, more=request.more)
         else:
             ids, stop_ids = request.prompt, tokenizer.end_ids
             if isinstance(ids, str):

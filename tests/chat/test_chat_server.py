@@ -61,9 +61,11 @@ def test_entries_of_a_body_are_read_and_those_that_are_missing_have_defaults():
     (dict(stop=['']), 400, 'it must be up to 16 texts'),
     (dict(stop=dict(a=1)), 400, 'it must be up to 16 texts'),
     (dict(stream='yes'), 400, "stream is 'yes': it must be true or false"),
-    (dict(tools=[dict(type='function')]), 400, 'tools is not supported: leave it out'),
+    (dict(tools='rate'), 400, "tools is 'rate': it must be a list of objects"),
+    (dict(ignore_eos=True), 400, 'ignore_eos is not supported: leave it out'),
+    (dict(is_chat=False, tools=[dict(type='function')]), 400, 'tools is not supported'),
     (dict(response_format=dict(type='json_object')), 400, 'response_format is not supported'),
-    (dict(tool_choice='required'), 400, 'tool_choice is not supported'),
+    (dict(tool_choice='required'), 400, "tool_choice is 'required': it must be auto or none"),
     (dict(is_chat=False, logprobs=0), 400, 'logprobs is not supported'),
     (dict(is_chat=False, prompt=['a', 'b']), 400, 'it must be one text, or one list of token ids'),
 ])
