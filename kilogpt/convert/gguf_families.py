@@ -314,6 +314,8 @@ def entries_from_gguf(metadata, tensors):
     if kind == 'gemma2':  # what llama.cpp takes without these keys
         defaults = dict(sliding_window=4096, attn_logit_softcapping=50.0, final_logit_softcapping=30.0)
         theirs = defaults | theirs
+    if kind == 'granite':
+        theirs.setdefault('attention_multiplier', head_width(theirs) ** -0.5)  # transformers would take 1
     if kind == 'phi3':
         theirs['sliding_window'] = theirs.get('sliding_window') or None
     if kind in ('llama', 'mixtral', 'granite', 'smollm3', 'glm4_moe'):
@@ -342,7 +344,10 @@ def check_keys(family, own):
     unknown = [f'{family.arch}.{key}={value}' for key, value in unknown.items() if value not in (0, False)]
     if unknown:
         raise ValueError(f'its metadata has {", ".join(unknown)}, which no {family.arch} of transformers has')
-    missing = [f'{family.arch}.{key}' for key, _, _ in family.entries[:5] if key not in own]
+    required = [key for key, _, _ in family.entries[:5]]
+    if family.arch == 'gemma3':  # without it llama.cpp gives no block a window
+        required.append('attention.sliding_window')
+    missing = [f'{family.arch}.{key}' for key in required if key not in own]
     if missing:
         raise ValueError(f'its metadata lacks {", ".join(missing)}')
 

@@ -102,6 +102,9 @@ def tokenizer_from_gguf(metadata):
     backend = build(own, tokens, types)
     add_special_tokens(backend, tokens, types)
     add_bos = own.get('add_bos_token', kind == 'llama' or own.get('pre') in WITH_BOS)
+    for name in ('bos', 'eos'):  # llama.cpp takes some id that is usual for the kind of tokenizer
+        if own.get(f'add_{name}_token') and name not in names:
+            raise ValueError(f'its tokenizer has add_{name}_token, but no {name}_token_id: add the id to its metadata')
     add_template(backend, kind, names, add_bos, own.get('add_eos_token', False))
     config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False)
     config |= {f'{name}_token': token for name, token in names.items()}

@@ -79,12 +79,12 @@ needs_llama_cpp = pytest.mark.skipif(
 PROMPT = torch.randint(320, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
-def make_model(form):
+def make_model(form, **changes):
     from transformers import AutoConfig, AutoModelForCausalLM
     kind, options = FORMS[form]
     options = options if kind in ('gpt2', 'gpt_neox') else MODERN | options
     torch.manual_seed(0)
-    return randomize(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **BASIC | options)))
+    return randomize(AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **BASIC | options | changes)))
 
 
 def save(model, folder):
@@ -299,12 +299,12 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
 def change(path, target, metadata=(), tensors=()):
     """Copy a GGUF file with other metadata, where None deletes a key, and with more tensors."""
     reader = gguf.GGUFReader(path)
-    entries = {key: field.contents() for key, field in reader.fields.items() if not key.startswith('GGUF.')}
-    entries |= dict(metadata)
-    writer = gguf.GGUFWriter(target, entries.pop('general.architecture'))
-    for key, value in entries.items():
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith('GGUF.')}
+    writer = gguf.GGUFWriter(target, fields.pop('general.architecture').contents())
+    for key, value in ({key: field.contents() for key, field in fields.items()} | dict(metadata)).items():
         if value is not None:
-            writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+            kinds = fields[key].types if key in fields else [gguf.GGUFValueType.get_type(value)]
+            writer.add_key_value(key, value, kinds[0], kinds[1] if len(kinds) > 1 else None)
     for tensor in reader.tensors:
         writer.add_tensor(tensor.name, np.array(tensor.data))
     for name, array in dict(tensors).items():
