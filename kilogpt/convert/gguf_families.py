@@ -391,6 +391,8 @@ def scaling_from_gguf(own, tensors, theta, width):
             values = tensors[f'rope_factors_{name}.weight'].whole().tolist()
             factors[f'{name}_factor'] = [shortest(value) for value in values]
         return dict(rope_type=kind, original_max_position_embeddings=original, **factors)
+    if 'rope_factors_long.weight' in tensors:
+        raise ValueError(f'it has rope_factors_long.weight, but its rope.scaling.type is {kind!r}, and not longrope')
     factor = own.get('rope.scaling.factor', 1.0)
     if kind == 'none' or factor == 1.0:
         return None

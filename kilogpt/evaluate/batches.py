@@ -36,7 +36,6 @@ def find_groups(requests, most_tokens):
     """
     groups = []
     for number in sorted(range(len(requests)), key=lambda number: requests[number].tokens):
-        request = requests[number]
         if groups and (joined := _join(groups[-1], number, requests, most_tokens)):
             groups[-1] = joined
         else:

@@ -1,25 +1,23 @@
 """GGUF files with entries of their metadata moved or missing: ids and next tokens are those of llama.cpp, or it is refused."""
-import json
 import random
-import subprocess
 import sys
 
 import pytest
-import torch
 
 from data.json_tokenizer import JsonTokenizer
 from drawing import check_draws
 from helpers import ROOT
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
+from llama_cpp_runs import in_llama_cpp, worst_difference
 
 pytest.importorskip('xllamacpp', reason='xllamacpp, which has llama.cpp, is not installed')
 sys.path[:0] = [f'{ROOT}/tests/convert', f'{ROOT}/tests']
 from test_chat_template import FAMILIES, write_folder  # noqa: E402
-from test_gguf import FORMS, PROMPT, change, make_model, save  # noqa: E402
+from test_gguf import FORMS, PROMPT, change, limit_of, make_model, save  # noqa: E402
 from test_weights import model_from  # noqa: E402
 
 TEXTS = 'the quick  brown fox 12345', " <|im_end|>a </s> fox's", 'ÄÖ 🙂\n\n words', 'Hi', '  x'
-N_TOKENS, N_WORDS = 8, 375
+N_TOKENS, N_WORDS = 8, 375  # greedy tokens; rows of the table, of which tokenizers have fewer
 # {entry of the architecture: other values; None if it is missing}
 VALUES = {
     'rope.freq_base': [None, 500.0, 1e6], 'rope.dimension_count': [None, 8], 'attention.key_length': [None],
@@ -37,44 +35,12 @@ OF_TOKENIZER = {'tokenizer.ggml.add_bos_token': [None, True, False], 'tokenizer.
                 'tokenizer.ggml.eos_token_id': [None, 0, 1], 'tokenizer.ggml.add_eos_token': [True, False],
                 'tokenizer.ggml.add_space_prefix': [None, True, False], 'tokenizer.ggml.unknown_token_id': [None, 2],
                 'tokenizer.chat_template': [None, 'x'], 'general.file_type': [None], 'general.name': [None, 'other']}
-# Arguments: a file, as JSON ids of a prompt, and texts. Prints the next ids, their log-probabilities, and ids of texts.
-RUN = """
-import json, sys, urllib.request
-import xllamacpp
-path, prompt, texts, count = json.loads(sys.argv[1])
-options = xllamacpp.CommonParams()
-options.model.path, options.n_ctx, options.n_parallel, options.warmup = path, 256, 1, False
-options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
-options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
-options.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-server = xllamacpp.Server(options)
-
-def post(place, **body):
-    request = urllib.request.Request(server.listening_address + place, json.dumps(body).encode(),
-                                     {'Content-Type': 'application/json'})
-    return json.loads(urllib.request.urlopen(request).read())
-
-answer = post('/completion', prompt=prompt, n_predict=count, samplers=['top_k'], top_k=1, n_probs=1, ignore_eos=True,
-              return_tokens=True)
-print(json.dumps(dict(
-    tokens=answer['tokens'], logprobs=[step['logprob'] for step in answer['completion_probabilities']],
-    texts=[post('/tokenize', content=text, add_special=True, parse_special=True)['tokens'] for text in texts])))
-"""
-
-
 def draw(generator):
     """A form of test_gguf, a kind of tokenizer, and the entries that are moved; None if one is missing."""
     form = generator.choice([*FORMS])
     moved = {key: generator.choice(VALUES[key]) for key in generator.sample(sorted(VALUES), generator.choice([1, 2, 4, 8]))}
     moved |= {key: generator.choice(OF_TOKENIZER[key]) for key in generator.sample(sorted(OF_TOKENIZER), generator.choice([0, 1, 2]))}
     return dict(form=form, sentence_piece=generator.random() < 0.4, moved=moved)
-
-
-def in_llama_cpp(path, prompt):
-    """What llama.cpp makes of a file, or None if it does not read it."""
-    done = subprocess.run([sys.executable, '-c', RUN, json.dumps([path, prompt, TEXTS, N_TOKENS])],
-                          capture_output=True, text=True, timeout=60)
-    return json.loads(done.stdout) if done.returncode == 0 else None
 
 
 @pytest.fixture(scope='module')
@@ -103,7 +69,7 @@ def difference(tmp_path_factory):
         moved = {key: value for key, value in moved.items() if key in present}
         path = change(original, str(folder / 'moved.gguf'), metadata=moved)
         prompt = PROMPT[0, :24].tolist()
-        theirs = in_llama_cpp(path, prompt)
+        theirs = in_llama_cpp(path, prompt, N_TOKENS, TEXTS)
         if theirs is None:
             counts['invalid'] += 1
             return ''
@@ -115,15 +81,7 @@ def difference(tmp_path_factory):
         counts['same'] += 1
         if ids != theirs['texts']:
             return f'the ids are {ids}, in llama.cpp {theirs["texts"]}'
-        tokens, logprobs = theirs['tokens'], torch.tensor(theirs['logprobs'])
-        with torch.no_grad():
-            logits = ours(torch.tensor([prompt + tokens]))[0, len(prompt) - 1:-1, :N_WORDS].log_softmax(-1)
-        found = logits[torch.arange(len(tokens)), tokens]
-        # llama.cpp looks GELU up in a table of float16.
-        limit = 0.05 if form['form'].startswith(('gemma', 'gpt')) else 1e-3
-        worst = (logits.max(-1).values - found).max().item()
-        if len(logprobs) == len(tokens):  # the server leaves out those of parts of a character
-            worst = max(worst, (found - logprobs).abs().max().item())
+        worst, limit = worst_difference(ours, prompt, theirs), limit_of(form['form'])
         return '' if worst < limit else f'log-probabilities differ by {worst:.2g}'
 
     yield compare

@@ -6,8 +6,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import weakref
 
 import gguf
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from test_chat_template import FAMILIES, write_folder
 from test_json_tokenizer import byte_level, sentence_piece
 from test_weights import MIXED, randomize
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -26,6 +25,7 @@ from kilogpt.convert.gguf_files import read_gguf, write_gguf
 from kilogpt.convert.gguf_tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, PROBE, build_pre_tokenizer
 from kilogpt.convert.gguf_tokenizer import find_pre_tokenizer, tokenizer_from_gguf, tokenizer_to_gguf
 from kilogpt.convert.tensors import Stored, in_memory
+from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
 
 MODERN = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
               intermediate_size=96, max_position_embeddings=64, rms_norm_eps=1e-5)
@@ -73,9 +73,6 @@ FORMS = dict(
 NOT_READ_BY_TRANSFORMERS = {'mistral', 'mixtral', 'glm4_moe', 'olmo2', 'granite', 'smollm3', 'gpt_neox'}
 QUICK_FORMS = ['llama3', 'qwen3', 'gemma3', 'gpt2_exact', 'mixtral', 'glm4_moe', 'phi3_long', 'gpt_neox']
 ALL_FORMS = [form if form in QUICK_FORMS else pytest.param(form, marks=pytest.mark.slow) for form in FORMS]
-needs_llama_cpp = pytest.mark.skipif(
-    not importlib.util.find_spec('llama_cpp'),
-    reason='llama-cpp-python is not installed: PyPI has only its source, which takes minutes to compile')
 PROMPT = torch.randint(320, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
@@ -177,60 +174,20 @@ def test_file_has_what_the_converter_of_llama_cpp_writes(form, tmp_path):
         torch.testing.assert_close(written['rope_freqs.weight'], torch.tensor(expected), rtol=1e-5, atol=0)
 
 
-# Arguments: a file, the prompt's ids or a text, and where to save the logits or the ids of the text.
-RUN_LLAMA_CPP = """
-import json, sys
-import numpy as np
-import llama_cpp
-path, prompt, out = sys.argv[1], json.loads(sys.argv[2]), sys.argv[3]
-llama_cpp.llama_backend_init()
-options = llama_cpp.llama_model_default_params()
-options.vocab_only = isinstance(prompt, str)
-model = llama_cpp.llama_model_load_from_file(path.encode(), options)
-vocab = llama_cpp.llama_model_get_vocab(model)
-if isinstance(prompt, str):
-    ids = (llama_cpp.llama_token * 99999)()
-    text = prompt.encode()
-    count = llama_cpp.llama_tokenize(vocab, text, len(text), ids, 99999, True, True)
-    np.save(out, np.array(ids[:count]))
-    sys.exit()
-options = llama_cpp.llama_context_default_params()
-options.n_ctx, options.n_batch, options.n_threads = 256, 256, 1
-options.type_k = options.type_v = 0  # float32
-options.flash_attn_type = 0
-context = llama_cpp.llama_init_from_model(model, options)
-batch = llama_cpp.llama_batch_init(len(prompt), 0, 1)
-batch.n_tokens = len(prompt)
-for i, token in enumerate(prompt):
-    batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0], batch.logits[i] = token, i, 1, 0, 1
-assert llama_cpp.llama_decode(context, batch) == 0
-shape = (llama_cpp.llama_vocab_n_tokens(vocab),)
-np.save(out, np.stack([np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, i), shape)
-                       for i in range(len(prompt))]))
-"""
+def limit_of(form):
+    """How far log-probabilities of llama.cpp may be from ours: it looks GELU up in a table of float16."""
+    return 0.05 if form.startswith(('gemma', 'gpt')) else 1e-3
 
 
-def run_llama_cpp(path, prompt):
-    """Logits after each of the ids `prompt`, or the ids of the text `prompt`, by llama.cpp."""
-    out = f'{path}.npy'
-    done = subprocess.run([sys.executable, '-c', RUN_LLAMA_CPP, path, json.dumps(prompt), out],
-                          capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return torch.from_numpy(np.load(out))
-
-
+@pytest.mark.slow
 @needs_llama_cpp
 @pytest.mark.parametrize('form', FORMS)
 def test_llama_cpp_computes_the_same(form, tmp_path):
-    model = make_model(form)
+    model, tokenizer = make_model(form), write_folder(tmp_path / 'tokenizer', *FAMILIES['chatml'])
     path = str(tmp_path / 'model.gguf')
-    write_gguf(path, *save(model, tmp_path), None, 'float32')
-    with torch.no_grad():
-        expected = model(PROMPT[:1]).logits[0]
-    logits = run_llama_cpp(path, PROMPT[0].tolist())
-    assert logits.argmax(-1).equal(expected.argmax(-1))
-    has_gelu = form.startswith(('gemma', 'gpt'))  # llama.cpp looks GELU up in a table of float16
-    torch.testing.assert_close(logits, expected, atol=0.05 if has_gelu else 1e-4, rtol=0)
+    write_gguf(path, *save(model, tmp_path / 'hf'), str(tokenizer), 'float32')
+    prompt = PROMPT[0, :24].tolist()
+    assert worst_difference(model, prompt, in_llama_cpp(path, prompt, 12)) < limit_of(form)
 
 
 # --- types of numbers -----------------------------------------------------------------------------------
@@ -441,13 +398,14 @@ def test_tokenizer_is_that_of_transformers(model_with_tokenizer, tmp_path):
     assert len(texts) > 7
 
 
+@pytest.mark.slow
 @needs_llama_cpp
 def test_tokenizer_is_that_of_llama_cpp(model_with_tokenizer, tmp_path):
     _, path = model_with_tokenizer
     read_gguf(path)[2](tmp_path)
-    for text in TEXTS:
-        assert run_llama_cpp(path, text.replace('\0', '')).tolist() == JsonTokenizer(tmp_path).encode_prompt(
-            text.replace('\0', ''))
+    texts = [text.replace('\0', '') for text in TEXTS]
+    found = in_llama_cpp(path, [1, 2], 1, texts)['texts']
+    assert found == [JsonTokenizer(tmp_path).encode_prompt(text) for text in texts]
 
 
 def test_bytes_have_their_own_ids(tmp_path):

@@ -7,13 +7,18 @@ import sys
 
 import pytest
 import torch
-from test_gguf import TEXTS, run_llama_cpp
+from test_gguf import TEXTS
 from test_weights import model_from
 from tokenizers import pre_tokenizers
 
+from data.chat_template import ChatTemplate
 from data.json_tokenizer import JsonTokenizer
 from helpers import ROOT, run_forked
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
+from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
+
+sys.path.insert(0, f'{ROOT}/tests/chat')
+from test_chat_server import serving  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -99,11 +104,62 @@ def test_file_is_read_to_the_bit(smollm2, tmp_path):
     write_gguf(again, theirs, tensors, str(tmp_path / 'tokenizer'), 'float16')
     for name, stored in read_gguf(again)[1].items():
         assert stored.whole().float().equal(tensors[name].whole().to(stored.dtype).float())
-    if importlib.util.find_spec('llama_cpp'):
+    if importlib.util.find_spec('xllamacpp'):
         text = '<|im_start|>user\nName 3 colors.<|im_end|>\n<|im_start|>assistant\n'
-        prompt = torch.tensor([ours.encode_prompt(text)])
-        assert run_llama_cpp(again, text).tolist() == prompt[0].tolist()
-        ids = model.generate(prompt, do_sample=False, max_new_tokens=40, eos_token_id=None, pad_token_id=0)[0]
-        start = prompt.size(1)
-        greedy = run_llama_cpp(again, ids.tolist()).argmax(-1)
-        assert greedy[start - 1:-1].equal(ids[start:])
+        prompt = ours.encode_prompt(text)
+        found = in_llama_cpp(again, prompt, 40, [text])
+        assert found['texts'] == [prompt]
+        assert worst_difference(model, prompt, found) < 0.1  # of halves
+
+
+# As larger models of this family have it, in short
+TEMPLATE = """\
+{%- if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool | tojson }}
+{% endfor %}<|im_end|>
+{% endif %}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@needs_llama_cpp
+def test_tools_are_the_same_prompt_here_in_transformers_and_in_llama_cpp(smollm2, tmp_path):
+    """Prepared, finetuned, exported; then asked through OpenAI's client, and in llama.cpp."""
+    from openai import OpenAI
+    from transformers import AutoTokenizer
+    tool = dict(type='function', function=dict(name='rate', description='a rate', parameters=dict(
+        type='object', properties=dict(of=dict(type='string')))))
+    ask = dict(role='user', content='What is the rate of EUR?')
+
+    def row(currency):
+        call = dict(type='function', function=dict(name='rate', arguments=dict(of=currency)))
+        return dict(messages=[dict(role='user', content=f'What is the rate of {currency}?'),
+                              dict(role='assistant', tool_calls=[call])], tools=[tool])
+
+    run_forked('kilogpt.convert', 'import', smollm2, tmp_path / 'run')
+    (tmp_path / 'run' / 'tokenizer' / 'chat_template.jinja').write_text(TEMPLATE)
+    rows = [row(currency) for currency in ('EUR', 'USD', 'JPY', 'INR', 'CHF', 'BRL', 'ZAR', 'SEK') * 8]
+    (tmp_path / 'rows.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    run_forked('data/conversations/prepare.py', f'--input={tmp_path}/rows.jsonl', f'--out={tmp_path}/data',
+               f'--tokenizer={tmp_path}/run/tokenizer', '--val_fraction=0.1', '--num_proc=1')
+    run_forked('train.py', f'--init_from={tmp_path}/run', f'--dataset={tmp_path}/data', f'--out_dir={tmp_path}/tuned',
+               '--device=cpu', '--compile=False', '--dtype=float32', '--block_size=128', '--batch_size=2', '--documents=pack',
+               '--gradient_accumulation_steps=1', '--max_iters=8', '--eval_interval=8', '--warmup_iters=0', '--decay_lr=False',
+               '--learning_rate=3e-4', timeout=900)
+    for target in ('hf', 'tuned.gguf'):
+        run_forked('kilogpt.convert', 'export', tmp_path / 'tuned', tmp_path / target)
+
+    ids = AutoTokenizer.from_pretrained(tmp_path / 'hf').apply_chat_template(
+        [ask], tools=[tool], add_generation_prompt=True)['input_ids']
+    with serving(f'--init_from={tmp_path}/tuned.gguf', '--dtype=float32') as server:
+        client = OpenAI(base_url=f'http://{server.host}:{server.port}/v1', api_key='none')
+        answer = client.chat.completions.create(model=server.name, messages=[ask], tools=[tool], temperature=0, max_tokens=40)
+    template = ChatTemplate(JsonTokenizer(str(tmp_path / 'hf')))
+    assert template.encode([ask], True, dict(tools=[tool])) == ids and answer.usage.prompt_tokens == len(ids)
+    found = in_llama_cpp(str(tmp_path / 'tuned.gguf'), ids, answer.usage.completion_tokens, chat=dict(messages=[ask], tools=[tool]))
+    assert found['texts'] == [ids]
+    assert template.tokenizer.decode(found['tokens']).startswith(answer.choices[0].message.content)
+    assert answer.choices[0].message.content.startswith('<tool_call>{"name": "rate"')
