@@ -70,6 +70,12 @@ def include(tmp_path_factory):
         path = folder / f'{name}.jsonl'
         path.write_text(''.join(json.dumps(line) + '\n' for line in lines))
         (folder / f'{name}.yaml').write_text(f'task: {name}\n' + COMMON.format(path=path) + TASKS[name])
+    # A question without an answer, and the same questions without it
+    whole = [dict(context=f'The {subject}', word=' sells') for subject in SUBJECTS]
+    for name, lines in dict(whole=whole, broken=[*whole[:2], dict(context='The miller', word=''), *whole[2:]]).items():
+        (folder / f'{name}.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+        (folder / f'{name}.yaml').write_text(f'task: {name}\ntarget_delimiter: ""\n' + COMMON.format(
+            path=folder / f'{name}.jsonl') + TASKS['guessing'])
     (folder / 'absent.yaml').write_text('task: absent\n' + TASKS['writing'] + 'dataset_path: nobody/absent\n'
                                         'test_split: test\n')
     return folder
@@ -159,6 +165,17 @@ def test_limit_and_shots_reach_the_harness(model, include, tmp_path):
 
     (whole, perplexity), (some, _), (_, with_example) = score(), score('--limit=3'), score('--shots=1')
     assert set(whole) == {'8'} and set(some) == {'3'} and with_example != pytest.approx(perplexity, rel=1e-3)
+
+
+def test_question_that_cannot_be_scored_is_left_out_and_named(model, include, tmp_path):
+    """The harness's own backend ends there with an AssertionError."""
+    done = run_forked('kilogpt.evaluate', model.run, '--lm_eval=broken,whole,writing', f'--lm_eval_include={include}',
+                      f'--out={tmp_path}/scores.json', env=HERE_ONLY | dict(HF_HOME=str(tmp_path)), nproc=2)
+    scores = json.loads((tmp_path / 'scores.json').read_text())
+    for figure in ('acc', 'perplexity'):
+        assert scores[f'task/broken/{figure}'] == scores[f'task/whole/{figure}']
+    assert 'warning: question 2 of broken is left out: ' in done.stdout + done.stderr
+    assert re.search(r'^broken +5 ', done.stdout, re.M) and re.search(r'^writing +8 ', done.stdout, re.M)
 
 
 def test_comparison_script_prints_equal_log_likelihoods(model, tmp_path):

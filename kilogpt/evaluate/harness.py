@@ -7,7 +7,7 @@ main process alone prints. Texts are encoded, cut and ended as by the harness's 
 import contextlib
 import io
 import logging
-from collections import ChainMap
+from collections import ChainMap, Counter, defaultdict
 
 from data.tokenizer_base import until_end
 from kilogpt.evaluate.generation import generate, has_whole_model, seeded_draw
@@ -25,10 +25,14 @@ except ImportError as error:
 # What a task may say about how text is generated.
 GENERATION = {'until', 'max_gen_toks', 'do_sample', 'temperature', 'top_k', 'top_p'}
 SEED = 1234  # of drawn tokens: the seed that the harness gives to torch
+MAX_LINES = 3  # questions that are left out and shown
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness sees it. scorer: a Scorer. tokenizer: a data.tokenizer.Tokenizer."""
+    """A model as the harness sees it. scorer: a Scorer. tokenizer: a data.tokenizer.Tokenizer.
+
+    unscored: {task: {number of a question: why it cannot be scored}}, whose answers mean nothing.
+    """
 
     def __init__(self, scorer, tokenizer):
         super().__init__()
@@ -36,6 +40,8 @@ class HarnessModel(TemplateLM):
         self.max_length = scorer.config.block_size
         self.encoder = Encoder(tokenizer, self.max_length)
         self.end = None if tokenizer.eot is None else tokenizer.decode([tokenizer.eot])
+        self.unscored = defaultdict(dict)
+        self.answers = {}  # {(a request, how many like it came before): answer}, for the second round of evaluate()
 
     @property
     def eot_token_id(self):
@@ -53,28 +59,60 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.encode_prompt(string) if begins else self.tokenizer.encode_places(string)[0]
 
     def loglikelihood(self, requests, disable_tqdm=True):
-        return super().loglikelihood(requests, disable_tqdm)
+        return self._once('loglikelihood', requests, self._loglikelihoods)
+
+    def _loglikelihoods(self, requests):
+        self.asked = [request for request in requests if any(request.args)]
+        answers = iter(super().loglikelihood(self.asked, True) if self.asked else ())
+        return [next(answers) if any(request.args) else self._leave_out(request, 'it is empty') for request in requests]
 
     def _loglikelihood_tokens(self, requests, disable_tqdm=True):
-        """[(log-likelihood, whether each token is the likeliest)] of the continuations.
+        """[(log-likelihood, whether each token is the likeliest)] of the continuations of self.asked.
 
         requests: (texts, ids of the context, ids of the continuation).
         """
-        encoded = []
-        for _, context, continuation in requests:
+        encoded, answers = [], []
+        for asked, (_, context, continuation) in zip(self.asked, requests):
             # Without a prefix token, the first token has nothing before it and is not scored.
             context = [] if context == [None] else context
-            encoded.append(self.encoder.within(context + continuation, max(1, len(context))))
-        return self.scorer.score(encoded)
+            try:
+                encoded.append(self.encoder.within(context + continuation, max(1, len(context))))
+                answers.append(None)
+            except ValueError as error:
+                answers.append(self._leave_out(asked, error))
+        scored = iter(self.scorer.score(encoded) if encoded else ())
+        return [answer or next(scored) for answer in answers]
+
+    def _leave_out(self, request, reason):
+        self.unscored[request.task_name][request.doc_id] = str(reason)
+        return 0.0, False
+
+    def _once(self, kind, requests, compute):
+        """The answers to requests, which compute(requests) gives; those of the first round are not computed again."""
+        keys, seen = [], Counter()
+        for request in requests:
+            text = f'{kind} {request.args}'
+            keys.append((text, seen[text]))
+            seen[text] += 1
+        new = [(key, request) for key, request in zip(keys, requests) if key not in self.answers]
+        if new:
+            self.answers |= zip([key for key, _ in new], compute([request for _, request in new]))
+        return [self.answers[key] for key in keys]
 
     def loglikelihood_rolling(self, requests, disable_tqdm=True):
         """The log-likelihood of each text, in pieces."""
+        return self._once('rolling', requests, self._rolling)
+
+    def _rolling(self, requests):
         pieces = [self.encoder.pieces(self.tok_encode(*request.args)) for request in requests]
         scored = iter(self.scorer.score([piece for of_text in pieces for piece in of_text]))
         return [sum(next(scored)[0] for _ in of_text) for of_text in pieces]
 
     def generate_until(self, requests, disable_tqdm=True):
         """The text that continues each context, up to one of the stop strings."""
+        return self._once('generate', requests, self._continue_all)
+
+    def _continue_all(self, requests):
         prompts, settings = [], []
         for request in requests:
             context, given = request.args
@@ -161,20 +199,41 @@ def run_harness(scorer, opened, options):
             contexts.enter_context(contextlib.redirect_stdout(io.StringIO()))
             contexts.enter_context(contextlib.redirect_stderr(io.StringIO()))
         try:
-            results = simple_evaluate(
+            # The harness's default. Other processes need no standard errors, which take a while.
+            results, questions = evaluate(
                 model, tasks=manager.match_tasks(names), task_manager=manager, num_fewshot=options.shots,
-                limit=options.limit, log_samples=False,
-                # The harness's default. Other processes need no standard errors, which take a while.
-                bootstrap_iters=100_000 if processes.is_main else 0)
+                limit=options.limit, log_samples=False, bootstrap_iters=100_000 if processes.is_main else 0)
         except OSError as error:
             raise OSError(f'the data of {options.lm_eval} cannot be had ({error})') from None
     if model.encoder.n_cut:
         processes.say(f'warning: {model.encoder.n_cut} texts are longer than block_size={model.max_length}: '
                       'the model does not see their beginnings')
+    for task, reasons in model.unscored.items():
+        for number, reason in list(reasons.items())[:MAX_LINES]:
+            processes.say(f'warning: question {number} of {task} is left out: {reason}')
+        if len(reasons) > MAX_LINES:
+            processes.say(f'warning: {len(reasons)} questions of {task} are left out')
     if not processes.is_main:
         return {}, {}
-    questions = {name: samples['effective'] for name, samples in results['n-samples'].items()}
     return scores_of(results['results']), questions
+
+
+def evaluate(model, limit, **options):
+    """(results of simple_evaluate, {task: number of questions}), without the questions that cannot be scored.
+
+    ValueError if no question of a task can be.
+    """
+    results = simple_evaluate(model, limit=limit, **options)
+    counts = results and {task: samples['effective'] for task, samples in results['n-samples'].items()}
+    counts = model.scorer.parallel.processes.share(counts)  # other processes have no results
+    numbers = {task: range(count) for task, count in counts.items()}
+    if model.unscored:
+        numbers = {task: [i for i in of_task if i not in model.unscored.get(task, ())] for task, of_task in numbers.items()}
+        if empty := [task for task, of_task in numbers.items() if not of_task]:
+            reason = next(iter(model.unscored[empty[0]].values()))
+            raise ValueError(f'no question of {empty[0]} can be scored: {reason}')
+        results = simple_evaluate(model, samples=numbers, **options)
+    return results, {task: len(of_task) for task, of_task in numbers.items()}
 
 
 def scores_of(results):
