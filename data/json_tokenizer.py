@@ -18,6 +18,7 @@ END_TOKENS = '<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '<|im_end|>'
 UNICODE_TO_BYTE = {char: byte for byte, char in BYTE_TO_UNICODE.items()}
 # A text with the borders at which data.prepare cuts a document.
 PROBE = "It's 12345 words.\nThe second line,\nthird 'line'\n2 more\nand ÄÖ\nlast\n"
+MOST_PROBED = 500  # tokens
 
 
 class JsonTokenizer(Tokenizer):
@@ -123,9 +124,13 @@ class JsonTokenizer(Tokenizer):
     @functools.cached_property
     def joins_tokens(self):
         """Whether a text is that of its tokens, one after the other. For WordPiece, for example, it is not."""
-        ids = self.encode(PROBE)
-        text = b''.join(map(self._bytes_of, ids)).decode(errors='replace')
-        return self.decode(ids).lstrip(' ') == text.lstrip(' ')
+        step = max(1, self.vocab_size // MOST_PROBED)
+        whole = [i for i in range(0, self.vocab_size, step) if '\ufffd' not in self._bytes_of(i).decode(errors='replace')]
+        for ids in (self.encode(PROBE), whole):
+            text = b''.join(map(self._bytes_of, ids)).decode(errors='replace')
+            if self.decode(ids).lstrip(' ') != text.lstrip(' '):
+                return False
+        return True
 
     def decode_bytes(self, ids):
         return b''.join(map(self._bytes_of, ids)) if self.joins_tokens else self.decode(ids).encode()
