@@ -151,8 +151,9 @@ def gpt_neox_read(entries):
     entries.only('hidden_act', 'gelu', 'gelu_new', 'gelu_pytorch_tanh', 'gelu_fast')
     exact = entries.theirs.get('hidden_act', 'gelu') == 'gelu'
     entries.only('head_dim', None, entries.integer('hidden_size') // entries.integer('num_attention_heads'))
-    # The entry of other families, which this one passes over
-    entries = Entries(entries.theirs | dict(partial_rotary_factor=None), entries.source)
+    # Entries of other families, which this one passes over
+    passed_over = 'rope_theta', 'partial_rotary_factor'
+    entries = Entries({key: value for key, value in entries.theirs.items() if key not in passed_over}, entries.source)
     rope = read_rope(entries, entries.number('rotary_emb_base', 10000.0), entries.number('rotary_pct', 0.25))
     return rope | biases(norm=True, mlp=True, **dict.fromkeys(
         ('qkv', 'proj'), entries.flag('attention_bias', True))) | dict(
@@ -222,7 +223,10 @@ def gemma3_read(entries):
     if ropes.keys() - {'full_attention', 'sliding_attention'}:
         entries.refuse('rope_parameters', ropes, 'but it must have those of full_attention and sliding_attention')
     full = dict(rope_theta=entries.number('rope_theta', 1000000.0)) | (ropes.get('full_attention') or {})
-    full |= entries.value('rope_scaling', {}, (dict,), 'an object')
+    scaling = entries.value('rope_scaling', {}, (dict,), 'an object')
+    if 'type' in scaling:  # of version 4, which transformers 5.24 takes for no scaling in this family
+        scaling = dict(rope_type=scaling['type']) | scaling
+    full |= scaling
     local = dict(rope_theta=entries.number('rope_local_base_freq', 10000.0)) | (ropes.get('sliding_attention') or {})
     ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
     entries = Entries(entries.theirs | ropes, entries.source)

@@ -82,8 +82,11 @@ def draw(generator):
     keys = sorted({*theirs, *OLDER} - PASSIVE)
     moved = generator.sample(keys, generator.choice([0, 1, 1, 2, 3]))
     gone = generator.sample(sorted(theirs.keys() - PASSIVE - moved_sizes()), generator.choice([0, 0, 1, 2]))
-    return dict(case=case, moved={key: value_of(generator, key, theirs.get(key), n_layer) for key in moved},
-                gone=[key for key in gone if key not in moved])
+    moved = {key: value_of(generator, key, theirs.get(key), n_layer) for key in moved}
+    scaling = moved.get('rope_scaling') or {}
+    if case == 'gemma3_text' and 'type' in scaling:  # which transformers 5.24 passes over (findings/gemma3_rope_type.sh)
+        moved['rope_scaling'] = {'rope_type' if key == 'type' else key: value for key, value in scaling.items()}
+    return dict(case=case, moved=moved, gone=[key for key in gone if key not in moved])
 
 
 def moved_sizes():
