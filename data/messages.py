@@ -3,7 +3,8 @@
 The forms of a line, of which the first that fits counts:
 
     {"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}, ...]}
-    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}    ShareGPT's
+    {"conversations": [{"from": "human", "value": ...}, {"from": "gpt", "value": ...}, ...]}    ShareGPT's; any list
+                                                            of messages may be written like this
     {"prompt": ..., "completion": ...}    texts, or lists of messages
     {"instruction": ..., "input": ..., "output": ...}    Alpaca's; `input` may be empty or missing
 
@@ -76,26 +77,34 @@ def _say_unused(path, field):
 
 
 def _turns_of(row):
-    if 'messages' in row:
-        return row['messages']
-    if 'conversations' in row:
-        turns = row['conversations']
-        if not isinstance(turns, list) or not all(
-                isinstance(turn, dict) and turn.get('from') in SHAREGPT_ROLES for turn in turns):
-            raise ValueError(f'conversations must be a list of {{"from": ..., "value": ...}}, from one of '
-                             f'{", ".join(SHAREGPT_ROLES)}')
-        return [dict(role=SHAREGPT_ROLES[turn['from']], content=turn.get('value'))
-                | {key: value for key, value in turn.items() if key not in ('from', 'value')} for turn in turns]
+    for key in ('messages', 'conversations'):
+        if key in row:
+            return renamed_turns(row[key])
     if 'prompt' in row and 'completion' in row:
         prompt, completion = row['prompt'], row['completion']
         if isinstance(prompt, list) and isinstance(completion, list):
-            return prompt + completion
+            return renamed_turns(prompt + completion)
         return [dict(role='user', content=prompt), dict(role='assistant', content=completion)]
     if 'instruction' in row and 'output' in row:
         request = f'{row["instruction"]}\n\n{row["input"]}' if row.get('input') else row['instruction']
         return [dict(role='user', content=request), dict(role='assistant', content=row['output'])]
     raise ValueError(f'no conversation, only {", ".join(row) or "nothing"}: give messages, conversations, prompt '
                      'and completion, or instruction and output')
+
+
+def renamed_turns(turns):
+    """Turns with `role` and `content` in place of ShareGPT's `from` and `value`. ValueError for a role it does not know."""
+    if not isinstance(turns, list):
+        return turns
+    found = []
+    for turn in turns:
+        if isinstance(turn, dict) and 'from' in turn:
+            if turn['from'] not in SHAREGPT_ROLES:
+                raise ValueError(f'a turn from {turn["from"]!r}: it must be from one of {", ".join(SHAREGPT_ROLES)}')
+            others = {key: value for key, value in turn.items() if key not in ('from', 'value')}
+            turn = dict(role=SHAREGPT_ROLES[turn['from']], content=turn.get('value')) | others
+        found.append(turn)
+    return found
 
 
 def conversation_splits(paths, val_fraction, read_file=None):

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.chat_template import check_messages
 from data.flags import REJECTED, flag_document
-from data.messages import ConversationEncoder, more_of, name_unused_fields, with_system
+from data.messages import ConversationEncoder, more_of, name_unused_fields, renamed_turns, with_system
 from data.readers import read_rows
 
 HH_TURN = re.compile(r'\n\n(Human|Assistant):')
@@ -51,7 +51,7 @@ def _conversation(answer, prompt, key):
         if prompt or not turns:
             return [*prompt, dict(role='assistant', content=answer)]
         return [dict(role=HH_ROLES[role], content=text.strip()) for role, text in zip(turns[::2], turns[1::2])]
-    answer = _plain(check_messages(answer))
+    answer = _plain(answer) or check_messages(answer)
     if answer[0]['role'] == 'assistant':
         return prompt + answer
     if answer[:len(prompt)] != prompt:
@@ -62,7 +62,7 @@ def _conversation(answer, prompt, key):
 
 def _plain(messages):
     """Messages without entries that a text does not have, such as ids, which may differ where the texts do not."""
-    messages = check_messages(messages) if messages else []
+    messages = check_messages(renamed_turns(messages)) if messages else []
     return [{key: message[key] for key in TEXTS if message.get(key) is not None} for message in messages]
 
 

@@ -321,6 +321,10 @@ def entries_from_gguf(metadata, tensors):
     if kind in ('llama', 'mixtral', 'granite', 'smollm3', 'glm4_moe'):
         theirs |= dict(attention_bias='blk.0.attn_q.bias' in tensors, mlp_bias='blk.0.ffn_up.bias' in tensors)
     if kind == 'glm4_moe':
+        theirs.setdefault('norm_topk_prob', False)  # transformers would take True
+        if own.get('expert_gating_func', SIGMOID) != SIGMOID:
+            raise ValueError(f'its expert_gating_func is {own["expert_gating_func"]}, but a {kind} of transformers has '
+                             f'sigmoids ({SIGMOID})')
         theirs['use_qk_norm'] = 'blk.0.attn_q_norm.weight' in tensors
     return theirs | known_entries(theirs) | rope_from_gguf(theirs, own, tensors)
 

@@ -38,7 +38,7 @@ OF_TOKENIZER = {'tokenizer.ggml.add_bos_token': [None, True, False], 'tokenizer.
 def draw(generator):
     """A form of test_gguf, a kind of tokenizer, and the entries that are moved; None if one is missing."""
     form = generator.choice([*FORMS])
-    moved = {key: generator.choice(VALUES[key]) for key in generator.sample(sorted(VALUES), generator.choice([1, 2, 4, 8]))}
+    moved = {key: generator.choice(VALUES[key]) for key in generator.sample(sorted(VALUES), generator.choice([1, 3, 6, 12]))}
     moved |= {key: generator.choice(OF_TOKENIZER[key]) for key in generator.sample(sorted(OF_TOKENIZER), generator.choice([0, 1, 2]))}
     return dict(form=form, sentence_piece=generator.random() < 0.4, moved=moved)
 
