@@ -85,7 +85,8 @@ def difference(form):
         return '' if error.status == 400 and is_named else f'{entries} is refused: {error}'
     for key in active:
         others = {name: value for name, value in entries.items() if name != key}
-        if key != 'stream_options' and (key not in entries or read(kind, others) == found):
+        is_outdone = key == 'stream_options' or key == 'max_tokens' and 'max_completion_tokens' in entries
+        if not is_outdone and (key not in entries or read(kind, others) == found):
             return f'{key}={sent[key]!r} changes nothing'
     return '' if active or found == plain else f'{entries} changes {found}'
 
