@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 
 from data.chat_template import check_messages
 
-USED = {'model', 'messages', 'prompt', 'max_tokens', 'max_completion_tokens', 'temperature', 'top_p', 'seed', 'stop',
-        'stream', 'stream_options', 'n', 'tools', 'tool_choice', 'chat_template_kwargs'}
+USED = {'model', 'max_tokens', 'max_completion_tokens', 'temperature', 'top_p', 'seed', 'stop', 'stream',
+        'stream_options', 'n'}
+OF_CHAT, OF_TEXT = {'messages', 'tools', 'tool_choice', 'chat_template_kwargs'}, {'prompt'}
 # Entries of OpenAI's protocol, and of llama.cpp's, that do not change the text.
 HARMLESS = {'user', 'metadata', 'store', 'service_tier', 'prompt_cache_key', 'prompt_cache_retention',
             'prompt_cache_options', 'safety_identifier', 'parallel_tool_calls', 'prediction', 'cache_prompt'}
@@ -87,7 +88,7 @@ def parse(body, is_chat, model, defaults):
         raise RequestError(400, 'the body is not a JSON object')
     content = {key: value for key, value in content.items() if value is not None}
     check_model(content.get('model', model), model)
-    used = USED - ({'tools', 'tool_choice', 'chat_template_kwargs', 'messages'} if not is_chat else {'prompt'})
+    used = USED | (OF_CHAT if is_chat else OF_TEXT)
     for key in sorted(content.keys() - used - HARMLESS):
         wants_figures = key == 'logprobs' and not is_chat and content[key] is not False  # 0: of the drawn tokens alone
         if content[key] and content[key] != AS_IS.get(key) or wants_figures:

@@ -176,9 +176,10 @@ def gpt_neox_write(config):
 
 def gemma_read(entries):
     entries.only('hidden_activation', 'gelu_pytorch_tanh', None)
-    if entries.family == 'gemma' or not entries.theirs.get('hidden_activation'):
-        # transformers takes "gelu", which older files of Gemma have, for the approximation by tanh.
-        entries.only('hidden_act', 'gelu_pytorch_tanh', *(['gelu', 'gelu_new'] if entries.family == 'gemma' else []), None)
+    if entries.family == 'gemma':  # transformers takes "gelu", which its older files have, for the approximation by tanh
+        entries.only('hidden_act', 'gelu_pytorch_tanh', 'gelu', 'gelu_new', None)
+    elif not entries.theirs.get('hidden_activation'):
+        entries.only('hidden_act', 'gelu_pytorch_tanh', None)
     return (read_llama(entries, head_width=256, tied=True, mlp='geglu')
             | biases(**read_attention_bias(entries))
             | dict(embedding_scale=math.sqrt(entries.integer('hidden_size'))))

@@ -2,6 +2,7 @@
 import random
 import sys
 
+import gguf
 import pytest
 
 from data.json_tokenizer import JsonTokenizer
@@ -65,8 +66,8 @@ def difference(tmp_path_factory):
         if 'form' not in form:
             return ''
         original = file_of(form['form'], form.get('sentence_piece', False))
-        arch = read_gguf_entry(original, 'general.architecture')
-        present = read_gguf_keys(original)
+        present = gguf.GGUFReader(original).fields
+        arch = present['general.architecture'].contents()
         moved = {key if key in OF_TOKENIZER else f'{arch}.{key}': value for key, value in form.get('moved', {}).items()}
         moved = {key: value for key, value in moved.items() if key in present}
         path = change(original, str(folder / 'moved.gguf'), metadata=moved)
@@ -88,16 +89,6 @@ def difference(tmp_path_factory):
 
     yield compare
     print(counts)
-
-
-def read_gguf_keys(path):
-    import gguf
-    return gguf.GGUFReader(path).fields.keys()
-
-
-def read_gguf_entry(path, key):
-    import gguf
-    return gguf.GGUFReader(path).fields[key].contents()
 
 
 def ids_of_texts(path, folder):

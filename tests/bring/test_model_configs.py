@@ -23,6 +23,9 @@ PASSIVE = {'architectures', 'model_type', 'dtype', 'torch_dtype', 'transformers_
            'problem_type', 'vocab_size', 'chunk_size_feed_forward', 'is_encoder_decoder', 'output_attentions',
            'output_hidden_states', 'return_dict', 'use_cache', 'pretraining_tp', 'initializer_range',
            'output_router_logits', 'router_jitter_noise', 'keys_to_ignore_at_inference'}
+# Entries whose defaults are too large for a test
+TOO_LARGE = {'hidden_size', 'intermediate_size', 'num_hidden_layers', 'n_embd', 'n_layer', 'n_head', 'n_positions',
+             'num_attention_heads', 'moe_intermediate_size', 'num_experts', 'n_routed_experts', 'head_dim'}
 DEFAULT = dict(rope_type='default', rope_theta=300.0)
 ACTIVATIONS = 'silu', 'gelu', 'gelu_new', 'gelu_pytorch_tanh', 'relu', 'gelu_fast', 'swish'
 KINDS = 'sliding_attention', 'full_attention'
@@ -81,18 +84,12 @@ def draw(generator):
     n_layer = theirs.get('num_hidden_layers') or theirs.get('n_layer')
     keys = sorted({*theirs, *OLDER} - PASSIVE)
     moved = generator.sample(keys, generator.choice([0, 1, 1, 2, 3]))
-    gone = generator.sample(sorted(theirs.keys() - PASSIVE - moved_sizes()), generator.choice([0, 0, 1, 2]))
+    gone = generator.sample(sorted(theirs.keys() - PASSIVE - TOO_LARGE), generator.choice([0, 0, 1, 2]))
     moved = {key: value_of(generator, key, theirs.get(key), n_layer) for key in moved}
     scaling = moved.get('rope_scaling') or {}
     if case == 'gemma3_text' and 'type' in scaling:  # which transformers 5.24 passes over (findings/gemma3_rope_type.sh)
         moved['rope_scaling'] = {'rope_type' if key == 'type' else key: value for key, value in scaling.items()}
     return dict(case=case, moved=moved, gone=[key for key in gone if key not in moved])
-
-
-def moved_sizes():
-    """Entries whose defaults are too large for a test."""
-    return {'hidden_size', 'intermediate_size', 'num_hidden_layers', 'n_embd', 'n_layer', 'n_head', 'n_positions',
-            'num_attention_heads', 'moe_intermediate_size', 'num_experts', 'n_routed_experts', 'head_dim'}
 
 
 @pytest.fixture
