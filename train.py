@@ -91,7 +91,7 @@ from data.shares import Shares
 from data.splits import add_figures, evaluations, open_splits
 from kilogpt import checkpoint, metrics
 from kilogpt.devices import host
-from kilogpt.guard import Guard, Rollback
+from kilogpt.guard import Guard
 from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import LAID_OUT_BY, Parallel, describe_layout, take_means
 from kilogpt.parallel.bits_per_byte import BitsPerByte
@@ -205,7 +205,8 @@ def evaluate():
             with exit_on_error():
                 batch = eval_batches(0, step)
             loss_sum += bits.evaluate(batch)
-        nats, n_targets = parallel.sum_losses(loss_sum), loader.count_targets(loader.batch, starts)
+        nats = guard.check_evaluation(parallel.sum_losses(loss_sum), key)
+        n_targets = loader.count_targets(loader.batch, starts)
         means[key], text[key] = nats / (n_targets or float('nan')), bits.take(nats, n_targets)
         means |= take_means(parallel, key, n_targets)
     parallel.train(True)
@@ -230,7 +231,9 @@ signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write
 guard = Guard(run, parallel, optimizer, dtype, log, train_loader, config)
 # What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
 hooks = Hooks([all_islands] if are_on(config) else [])
-hooks += [Rollback(guard, out_dir, saver, hooks, save)] if config['on_spike'] == 'rollback' else []
+if config['on_spike'] == 'rollback':
+    from kilogpt.rollback import Rollback
+    hooks.append(Rollback(guard, out_dir, saver, hooks, save))
 if profile and processes.is_main:
     from kilogpt.profiler import Profiler
     hooks.append(Profiler(folder.path, max_iters - run.iteration))

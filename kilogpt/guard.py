@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from kilogpt import checkpoint
-from kilogpt.configurator import exit_on_error
 from kilogpt.metrics import HostCopy
-from kilogpt.parallel.apply import saved_parameters
-from kilogpt.run import Hook
 
 NO_LIMIT = torch.finfo(torch.float32).max  # any finite norm is at most this; infinity and NaN are not
+# {quantity: what it often is if it is not finite, and what to do}
+OFTEN = {
+    'loss': 'try a lower learning_rate, or a loss that leaves out logits of -inf, such as those of padding',
+    'gradient norm': 'try a lower learning_rate, or no root, logarithm or quotient at 0'}
 MOST_SKIPPED = 9  # how many updates in a row on_nonfinite=skip skips before the run fails
 
 
@@ -119,15 +119,28 @@ class Guard:
             iteration=update.iteration + 1, what=problem, lr=update.lr, losses=losses,
             block_size=self.loader.block_size, sequences=self.loader.where(starts)))
 
+    def check_evaluation(self, loss_sum, key):
+        """The sum of an evaluation's losses; if it is not finite, the run ends, or goes on with a warning."""
+        if not math.isfinite(loss_sum):
+            problem = f'the {key} of iteration {self.run.iteration} is {loss_sum}: {OFTEN["loss"]}'
+            if self.on_nonfinite == 'abort':
+                self.run.end('failed', problem, exit_code=1)
+            else:
+                self.say(f'warning: {problem}')
+        return loss_sum
+
     def _check_finite(self, update):
         """Count and report an update that was not finite; returns why the run cannot continue, or None."""
         # The norm is already that of all gradients on all processes, while each process has its own loss.
         decides_by_loss = self.scaler.is_enabled()
-        value = self.parallel.sum_losses(update.loss_sum) if decides_by_loss else update.grad_norm.item()
+        quantity, value = 'gradient norm', update.grad_norm.item()
+        if decides_by_loss or not math.isfinite(value):
+            loss_sum = self.parallel.sum_losses(update.loss_sum)
+            if decides_by_loss or not math.isfinite(loss_sum):
+                quantity, value = 'loss', loss_sum
         if math.isfinite(value):
             self.skipped_in_a_row = 0
             return None
-        quantity = 'loss' if decides_by_loss else 'gradient norm'
         problem = f'{quantity} of iteration {update.iteration + 1} is {value}'
         path = self._write_down('nonfinite', update, problem)
         if self.on_nonfinite == 'skip' and self.skipped_in_a_row < MOST_SKIPPED:
@@ -136,8 +149,8 @@ class Guard:
             self.say(f'the {problem}: update skipped ({self.skipped} so far), its batch is in {path}')
             return None
         after = f', after {self.skipped_in_a_row} that were skipped' if self.skipped_in_a_row else ''
-        return (f'the {problem}{after}: the update was not made, its batch is in {path}; '
-                'try a lower learning_rate, or --on_nonfinite=skip if it is the data')
+        return (f'the {problem}{after}: the update was not made, its batch is in {path}; {OFTEN[quantity]}, '
+                'or --on_nonfinite=skip if it is the data')
 
 
 class Spikes:
@@ -216,48 +229,3 @@ class Spikes:
                     f'{self.MAX_RETURNS} returns to iteration {iteration}, with other batches each time: '
                     'try a lower learning_rate or a higher spike_factor')
         return None
-
-
-class Rollback(Hook):
-    """Goes back to the checkpoint before a row of spikes, and skips the batches since (on_spike=rollback).
-
-    hooks: all hooks of the run, which also continue from the checkpoint. save(): saves a checkpoint.
-    """
-
-    def __init__(self, guard, out_dir, saver, hooks, save):
-        self.guard, self.spikes, self.out_dir, self.saver = guard, guard.spikes, out_dir, saver
-        self.hooks, self.save = hooks, save
-        self._failed_at = 0  # the number of skipped updates when a checkpoint was last missing
-
-    def is_due(self, run):
-        return self.spikes.wants_rollback and self.spikes.skipped > self._failed_at
-
-    def act(self, run):
-        parallel, spikes = self.guard.parallel, self.spikes
-        processes = parallel.processes
-        with run.clock.paused():
-            self.saver.wait()
-            path, state = checkpoint.find_undamaged(self.out_dir, processes, newest=spikes.row_began)
-            if not path:
-                processes.say(f'cannot go back: there is no checkpoint of iteration {spikes.row_began} '
-                              'or earlier; a smaller save_interval saves more of them')
-                self._failed_at = spikes.skipped
-                return False
-            processes.say(f'{spikes.in_a_row} spikes in a row: going back to {path}, '
-                          'to continue with the batches after the spikes')
-            with exit_on_error():  # a checkpoint with NaN
-                checkpoint.load(path, saved_parameters(parallel), self.guard.optimizer)
-            self.hooks.restore(path, state, processes)
-            parallel.zero_grad()
-            parallel.balance.forget()
-            run.restore(state, tokens=run.tokens)
-            self.guard.scaler.load_state_dict(state['scaler'])
-            problem = spikes.go_back(state)
-            if problem:
-                run.end('failed', problem, exit_code=1)
-                return True
-            # A run that resumes later must not find the checkpoints after this one, nor this checkpoint with
-            # its former place in the data.
-            self.save()
-            checkpoint.delete_after(self.out_dir, run.iteration, processes)
-        return True

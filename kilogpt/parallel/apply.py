@@ -28,7 +28,7 @@ from kilogpt.optim import local_part
 from kilogpt.parallel.dtensor import LossOfWholeLogits, bytes_held, name_parameters, tensor_context, total_norm
 from kilogpt.parallel.layout import SPLIT_BACKWARD, check_layout
 from kilogpt.parallel.processes import autocast
-from kilogpt.parallel.stages import lay_out_stage
+from kilogpt.parallel.stages import lay_out_stage, multiply_finite
 
 # Under autocast RMSNorm has bfloat16 inputs and float32 weights, which is correct, but not fused.
 warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')
@@ -371,5 +371,5 @@ def run_passes(network, context, batch, loss_scale, scale):
     """Run a micro-batch forward, in a context, and backward; returns its loss before scaling."""
     with context:
         loss = network(*batch)
-    scale(loss * loss_scale).backward()
+    scale(multiply_finite(loss, loss_scale)).backward()
     return loss.detach()

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kilogpt.parallel.layout import SCHEDULES, stage_lengths
+from kilogpt.parallel.stages import multiply_finite
 
 # On every process that an exception passes, also one of a lost connection, it prints the whole schedule.
 logging.getLogger('torch.distributed.pipelining.schedules').setLevel(logging.CRITICAL)
@@ -81,7 +82,7 @@ class Pipeline:
         schedule = getattr(pipelining.schedules, SCHEDULES[layout.pp_schedule][0])
         self.schedule = schedule(
             pipeline_stages if layout.stages_per_rank > 1 else pipeline_stages[0], micro_steps,
-            scale_grads=False, loss_fn=lambda loss, target: loss * self.loss_scale)
+            scale_grads=False, loss_fn=lambda loss, target: multiply_finite(loss, self.loss_scale))
 
     def _find_tied_pair(self, tied, layout, mesh):
         """Set tied_pair to [embedding's weight, head's weight], with None for a weight on another rank."""

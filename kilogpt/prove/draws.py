@@ -9,8 +9,9 @@ import math
 import random
 
 from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, LAYOUT, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
+from kilogpt.script_runs import parse_layout
 
-CANDIDATES = 25  # random draws, of which the one with the most new pairs is taken
+CANDIDATES = 25  # random draws, of which the one with the most new pairs for its time is taken
 COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
 MOST_COMPILED = 2
 USUAL_PROCESSES = (2, 2, 2, 3, 4, 4, 4, 8)  # the most processes of a draw whose pair does not need more
@@ -55,11 +56,12 @@ def least_processes(needs):
     return islands * tp * pp * min(shares, default=math.inf)
 
 
+@functools.cache
 def every_pair(most_processes):
-    """[pair] that some draw of at most that many processes can have."""
+    """The pairs that some draw of at most that many processes can have."""
     values = [(key, value) for key, entry in DRAWN.items() for value in entry.values if key not in UNPAIRED]
-    return [pair for pair in itertools.combinations(values, 2)
-            if pair[0][0] != pair[1][0] and needs_of(pair, most_processes)]
+    return tuple(pair for pair in itertools.combinations(values, 2)
+                 if pair[0][0] != pair[1][0] and needs_of(pair, most_processes))
 
 
 def complete(needs, choose, most_processes):
@@ -79,6 +81,17 @@ def complete(needs, choose, most_processes):
     return draw
 
 
+def cost_of(draw):
+    """The time that a draw takes, in about seconds of a core: mostly that of DTensor, for each operation."""
+    def cost_of_layout(processes, has_tp):
+        return processes * (1 + has_tp * (0.5 + 0.1 * draw['n_layer'] * draw['gradient_accumulation_steps']))
+
+    cost = cost_of_layout(count_processes(draw), draw['tp'] > 1)
+    if draw['then']:
+        cost += cost_of_layout(parse_layout(draw['then'], 0)[0], 'tp' in draw['then'])
+    return cost
+
+
 class Drawer:
     """An endless sequence of draws, a function of the seed alone.
 
@@ -91,7 +104,7 @@ class Drawer:
 
     def __init__(self, seed, refusal, most_processes=MOST_PROCESSES):
         self.random, self.refusal, self.most_processes = random.Random(seed), refusal, most_processes
-        self.pairs = every_pair(most_processes)
+        self.pairs = list(every_pair(most_processes))
         self.refused = {}  # {pair: sentence}
         self._since_compiled = 0  # draws since the last compiled one
         self._provoked = {}  # {sentence without its values: how often it was provoked}
@@ -135,7 +148,7 @@ class Drawer:
         return min(self.most_processes, max(least, self.random.choice(USUAL_PROCESSES)))
 
     def _allowed(self, pair, most_processes):
-        """Of some random draws with this pair that are not refused, the one that meets the most new pairs."""
+        """Of some random draws with this pair that are not refused, the one that meets the most new pairs for its time."""
         needs = needs_of(pair, self.most_processes)
         # The fewer keys have other values than the plain ones, the fewer draws are refused.
         for share_of_plain in (0.0, 0.6, 0.9):
@@ -156,8 +169,9 @@ class Drawer:
         return self.random.choices(values, weights)[0]
 
     def _count_new(self, draw):
-        found = pairs_of(draw) & self.unmet.keys()
-        return *(len(found & pairs) for pairs in self._early), len(found)
+        found, cost = pairs_of(draw) & self.unmet.keys(), cost_of(draw)
+        of_degrees, of_layouts = (len(found & pairs) for pairs in self._early)
+        return of_degrees, of_layouts / cost, len(found) / cost
 
 
 def draw_layouts(generator, count, needs, most_processes, is_possible):
