@@ -14,7 +14,6 @@ import sys
 import torch
 
 from data.chat_template import ChatTemplate
-from kilogpt import checkpoint
 from kilogpt.chat import server, terminal
 from kilogpt.chat.conversation import Conversation
 from kilogpt.configurator import configure, exit_on_error
@@ -24,6 +23,7 @@ from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.loaded.load import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
+from kilogpt.run import checkpoint
 from kilogpt.settings import check_sampling
 
 # --- configuration ------------------------------------------------------------------------------------------

@@ -89,9 +89,8 @@ from torch.profiler import record_function
 
 from data.shares import Shares
 from data.splits import add_figures, evaluations, open_splits
-from kilogpt import checkpoint, metrics
+from kilogpt import metrics
 from kilogpt.devices import host
-from kilogpt.guard import Guard
 from kilogpt.optim import build_optimizer, set_lr
 from kilogpt.parallel.apply import LAID_OUT_BY, Parallel, describe_layout, take_means
 from kilogpt.parallel.bits_per_byte import BitsPerByte
@@ -100,10 +99,12 @@ from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.network import describe_nodes
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory
-from kilogpt.run import Hooks, NoIslands, Run, RunFolder
-from kilogpt.signals import Signals, StopRequest
+from kilogpt.run import Hooks, checkpoint
+from kilogpt.run.guard import Guard
+from kilogpt.run.signals import Signals, StopRequest
+from kilogpt.run.state import NoIslands, Run, RunFolder
+from kilogpt.run.watchdog import Watchdog
 from kilogpt.start import find_start, initial_values
-from kilogpt.watchdog import Watchdog
 from model import GPT, GPTConfig
 
 # --- set-up: processes, data, and what the run starts from --------------------------------------------------
@@ -205,9 +206,8 @@ def evaluate():
             with exit_on_error():
                 batch = eval_batches(0, step)
             loss_sum += bits.evaluate(batch)
-        nats = guard.check_evaluation(parallel.sum_losses(loss_sum), key)
-        n_targets = loader.count_targets(loader.batch, starts)
-        means[key], text[key] = nats / (n_targets or float('nan')), bits.take(nats, n_targets)
+        nats, n_targets = parallel.sum_losses(loss_sum), loader.count_targets(loader.batch, starts)
+        means[key], text[key] = guard.check(nats, key) / (n_targets or float('nan')), bits.take(nats, n_targets)
         means |= take_means(parallel, key, n_targets)
     parallel.train(True)
     return None if signals.stop else add_figures(means, text, train_loader, val_loader, run.tokens // block_size)
@@ -232,10 +232,10 @@ guard = Guard(run, parallel, optimizer, dtype, log, train_loader, config)
 # What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
 hooks = Hooks([all_islands] if are_on(config) else [])
 if config['on_spike'] == 'rollback':
-    from kilogpt.rollback import Rollback
+    from kilogpt.run.rollback import Rollback
     hooks.append(Rollback(guard, out_dir, saver, hooks, save))
 if profile and processes.is_main:
-    from kilogpt.profiler import Profiler
+    from kilogpt.run.profiler import Profiler
     hooks.append(Profiler(folder.path, max_iters - run.iteration))
 with exit_on_error():
     if config['eval_tasks'] or config['sample_interval']:

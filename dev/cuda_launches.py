@@ -69,9 +69,9 @@ def count(folder, arguments):
         in_phase(peer, 'update', 'update')
         ends_iteration(peer, 'finish')
     elif folder == ROOT:
-        from kilogpt import guard, run
+        from kilogpt.run import guard, state
         in_phase(guard.Guard, 'step', 'update')
-        ends_iteration(run.Run, 'advance')
+        ends_iteration(state.Run, 'advance')
     else:
         in_phase(torch.nn.utils, 'clip_grad_norm_', 'update')
         in_phase(torch.optim.AdamW, 'step', 'update')

@@ -10,10 +10,10 @@ from data import storage
 from data.datasets import Source, find_dataset, fingerprint
 from data.mixtures import parse_mixture
 from data.tokenizer import describe_tokenizer
-from kilogpt import checkpoint
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
+from kilogpt.run import checkpoint
 from model import GPTConfig
 
 REFERENCE_FILE = 'reference.json'  # in a dataset of pairs: of which weights the log-probabilities are

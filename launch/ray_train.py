@@ -72,7 +72,7 @@ def start_training(run, rank):
     """Start train.py as torchrun does; returns its Popen."""
     start = None
     if rank == 0:
-        from kilogpt import checkpoint
+        from kilogpt.run import checkpoint
         with socket.create_server(('', 0)) as server:
             start = dict(port=server.getsockname()[1], resumes=bool(checkpoint.find(run['out_dir'])))
     start = broadcast_from_rank_zero(start)

@@ -7,8 +7,9 @@ import pytest
 from helpers import ROOT, TINY, run_script
 
 import bench
-from kilogpt import profiler, script_runs
+from kilogpt import script_runs
 from kilogpt.configurator import config_of
+from kilogpt.run import profiler
 from model import GPT, GPTConfig
 
 ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]

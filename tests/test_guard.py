@@ -9,8 +9,8 @@ from helpers import FAULTS, assert_near, assert_same_tensors, curve, newest_stat
 
 from data.datasets import read_meta
 from data.loader import TokenLoader
-from kilogpt import checkpoint
-from kilogpt.guard import NO_LIMIT, Spikes, Update
+from kilogpt.run import checkpoint
+from kilogpt.run.guard import NO_LIMIT, Spikes, Update
 
 SEQUENCES = 12  # sequences in an iteration of helpers.TINY
 LONG = '--max_iters=34 --lr_decay_iters=34 --eval_iters=0 --save_interval=20'.split()

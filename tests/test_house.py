@@ -20,8 +20,7 @@ FLOORS = [
      'kilogpt/metrics.py', 'kilogpt/layers', 'kilogpt/optim.py', 'kilogpt/settings.py'},
     {'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
-    {'kilogpt/checkpoint.py', 'kilogpt/checkpoint_files.py', 'kilogpt/guard.py', 'kilogpt/profiler.py',
-     'kilogpt/remote_run.py', 'kilogpt/run.py', 'kilogpt/script_runs.py', 'kilogpt/signals.py', 'kilogpt/watchdog.py'},
+    {'kilogpt/run', 'kilogpt/script_runs.py'},
     {'kilogpt/convert', 'kilogpt/plot'},
     {'kilogpt/start.py'},
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
@@ -30,7 +29,7 @@ FLOORS = [
     {'bench.py', 'sample.py', 'train.py'},
 ]
 # What one person reads in an evening, and how long it may be.
-LONGEST = {'train.py': 318, 'model.py': 537, 'data/loader.py': 220}
+LONGEST = {'train.py': 320, 'model.py': 537, 'data/loader.py': 220}
 LONGEST_OTHERS = 450
 
 HOME = pathlib.Path(ROOT)
@@ -130,7 +129,7 @@ def test_what_one_reads_in_an_evening_stays_short():
     for path, text in TEXTS.items():
         if path.startswith('kilogpt/') or path in LONGEST:
             assert text.count('\n') <= LONGEST.get(path, LONGEST_OTHERS), path
-    assert len(list(HOME.glob('kilogpt/*.py'))) <= 17
+    assert len(list(HOME.glob('kilogpt/*.py'))) <= 9
 
 
 def test_classes_and_functions_of_the_machinery_stay_short():
@@ -154,7 +153,8 @@ def test_quick_start_loads_what_it_uses(dataset, tmp_path):
                      '--device=cpu', '--max_iters=1', '--eval_iters=1', env=dict(PYTHONPROFILEIMPORTTIME='1'))
     imported = {path_of(line.split('|')[2].strip()) for line in run.stderr.splitlines()
                 if line.startswith('import time:')} - {None}
-    assert {'model.py', 'kilogpt/run.py'} <= imported
+    assert {'model.py', 'kilogpt/run/state.py'} <= imported
+    imported.remove('data/__init__.py')  # is empty
     rooms = {room_of(path) for path in imported if not path.endswith('__init__.py')}
     assert not rooms & {'kilogpt/islands', 'kilogpt/convert', 'kilogpt/evaluate', 'kilogpt/prove', 'kilogpt/chat'}
     assert len(imported) <= 60 and sum(TEXTS[path].count('\n') for path in imported) <= 10000

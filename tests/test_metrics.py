@@ -11,7 +11,7 @@ import torch
 
 from helpers import ROOT
 from kilogpt import metrics
-from kilogpt.run import set_aside
+from kilogpt.run.state import set_aside
 
 pytestmark = pytest.mark.quick
 

@@ -3,7 +3,7 @@ import json
 
 import pytest
 
-from kilogpt import profiler
+from kilogpt.run import profiler
 
 pytestmark = pytest.mark.quick
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from helpers import TINY, assert_near, read_run, run_forked
-from kilogpt import checkpoint
+from kilogpt.run import checkpoint
 
 KEYS = '--keep_checkpoints=2', '--save_interval=5'
 

@@ -16,8 +16,8 @@ from data import cache, shards, storage
 from data.datasets import find_sources, fingerprint
 from data.splits import open_training_split
 from helpers import TINY, assert_same_tensors, newest_tensors, read_run, read_tensors, run_forked, run_script
-from kilogpt import checkpoint
-from kilogpt.remote_run import RemoteRun
+from kilogpt.run import checkpoint
+from kilogpt.run.remote import RemoteRun
 from object_store import FaultyProxy, start_moto
 
 BUCKET = 's3://bucket'

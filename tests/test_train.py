@@ -12,7 +12,7 @@ import torch
 
 from data.datasets import read_meta
 from data.loader import TokenLoader
-from kilogpt import checkpoint
+from kilogpt.run import checkpoint
 from helpers import (FAULTS, TINY, assert_near, assert_same_tensors, curve, first_iterations, newest_state,
                      newest_tensors, read_lines, read_run, saved_iterations, start_script)
 from model import GPT, GPTConfig

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from helpers import FAULTS, TESTS, TINY, torchrun
-from kilogpt.watchdog import culprits, report_of
+from kilogpt.run.watchdog import culprits, report_of
 
 WITH_FAULT = TESTS / 'with_fault.py'
 

@@ -15,11 +15,11 @@ import torch
 
 from data.storage import is_url
 from data.tokenizer import describe_tokenizer
-from kilogpt import checkpoint
-from kilogpt.checkpoint_files import check_finite
 from kilogpt.configurator import announced, exit_on_error
 from kilogpt.convert.checkpoint_tensors import open_checkpoint
 from kilogpt.convert.nanogpt import load_nanogpt
+from kilogpt.run import checkpoint
+from kilogpt.run.checkpoint_files import check_finite
 from kilogpt.convert.weights import (
     GPT2_NAMES, check_finite_values, export_weights, import_weights, is_nanogpt, read_weights)
 from model import GPT, GPTConfig

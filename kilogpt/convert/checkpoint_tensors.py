@@ -4,8 +4,8 @@ import os
 import torch
 
 from data import storage
-from kilogpt.checkpoint_files import safe_reader
 from kilogpt.convert.tensors import Stored, checked, have_same_values, narrowed
+from kilogpt.run.checkpoint_files import safe_reader
 from model import GPT
 
 # Tables with a row for each token. Our model pads them to more rows than the vocabulary has.

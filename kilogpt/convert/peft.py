@@ -4,13 +4,13 @@ import os
 
 import torch
 
-from kilogpt.checkpoint_files import write_json
 from kilogpt.convert import renaming
 from kilogpt.convert.families import FAMILIES, families_of, rows_of
 from kilogpt.convert.folders import read_json
 from kilogpt.convert.safetensors_files import open_safetensors, write_tensors
 from kilogpt.convert.tensors import checked, in_memory
 from kilogpt.layers.options import GROUPS
+from kilogpt.run.checkpoint_files import write_json
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # of PEFT's names

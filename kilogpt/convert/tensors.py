@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 
 import torch
 
-from kilogpt.checkpoint_files import check_finite, count_nonfinite
+from kilogpt.run.checkpoint_files import check_finite, count_nonfinite
 
 BLOCK_BYTES = 2 ** 25  # of rows that are read at a time where a whole tensor is not needed
 

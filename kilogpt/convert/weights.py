@@ -15,13 +15,11 @@ from functools import partial
 import torch
 
 from data import storage
-from data.datasets import find_meta
 from data.chat_template import DEFAULT_TEMPLATE, find_template
+from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer, load_tokenizer
-from data.tokenizer_base import copy_tokenizer, portable, tokenizer_folder
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
-from kilogpt import checkpoint
-from kilogpt.checkpoint_files import write_json
+from data.tokenizer_base import copy_tokenizer, portable, tokenizer_folder
 from kilogpt.configurator import announced
 from kilogpt.convert import families, nanogpt, peft
 from kilogpt.convert.adapters import digest_of, merged, plain_config
@@ -32,6 +30,8 @@ from kilogpt.convert.model_card import write_model_card
 from kilogpt.convert.safetensors_files import write_safetensors
 from kilogpt.convert.tensors import checked, pad_rows
 from kilogpt.optim import build_adamw
+from kilogpt.run import checkpoint
+from kilogpt.run.checkpoint_files import write_json
 from model import GPT, GPTConfig
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub

@@ -27,11 +27,11 @@ import torch.distributed as dist
 
 from data import storage
 from data.shares import ranges
-from kilogpt import checkpoint
 from kilogpt.islands.client import ExchangeResult
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.keys.islands import INTERVAL
 from kilogpt.parallel.apply import refresh, saved_parameters
+from kilogpt.run import checkpoint
 from kilogpt.run import Hook
 
 # A run continues to the bit from a checkpoint with islands only if these keys are the same.
@@ -108,7 +108,7 @@ class Islands(Hook):
     """The hook that exchanges parameters with the other islands of a run.
 
     A run with one island and without outer_interval has neither other islands nor an outer optimizer, and has
-    kilogpt.run.NoIslands instead.
+    kilogpt.run.state.NoIslands instead.
 
     settings: an IslandSettings. island: the number of this island, if not that of `processes`.
     out_dir: the folder of this island. main_dir: the folder of island 0.

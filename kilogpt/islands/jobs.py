@@ -9,10 +9,10 @@ import math
 import time
 import uuid
 
-from kilogpt import checkpoint
 from kilogpt.islands.client import IslandClient, parse_address, read_secret
 from kilogpt.islands.islands import Islands, IslandSettings
 from kilogpt.parallel.apply import refresh
+from kilogpt.run import checkpoint
 
 # These must be the same on all islands, as must the keys in islands.FIXED_KEYS.
 COMMON_KEYS = ('seed', 'outer_lr', 'outer_momentum', 'outer_delay', 'outer_mix', 'outer_timeout')

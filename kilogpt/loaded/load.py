@@ -9,13 +9,13 @@ from data import storage
 from data.documents import separator_of
 from data.tokenizer import get_tokenizer
 from data.tokenizer_base import until_end
-from kilogpt import checkpoint
 from kilogpt.convert import weights
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.layers.attention import starts_of
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
+from kilogpt.run import checkpoint
 from kilogpt.settings import check_sampling
 from model import GPT, GPTConfig
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kilogpt.profiler import COLLECTIVES
+from kilogpt.run.profiler import COLLECTIVES
 
 # In the order of the printed table. 'gradients' are sharded gradients and gradients that are still whole.
 # 'gathered' are the whole parameters of FSDP2 and the tensors that collectives exchange. 'buffers' are the

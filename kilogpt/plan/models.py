@@ -4,9 +4,9 @@ import os
 
 from data.datasets import dataset_folder, read_meta
 from data.mixtures import parse_mixture
-from kilogpt import checkpoint
 from kilogpt.convert.weights import read_weights
 from kilogpt.layers.options import ADAPTER_KEYS
+from kilogpt.run import checkpoint
 from model import GPTConfig
 
 NEW_MODELS = 'scratch', 'resume', 'auto'  # values of init_from with which the keys say what the model is

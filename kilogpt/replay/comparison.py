@@ -9,10 +9,10 @@ from data.datasets import find_sources
 from data.shares import Shares
 from data.splits import open_training_split
 from data.tokenizer import get_tokenizer
-from kilogpt import checkpoint
+from kilogpt.learning_rate import decay_iters
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.processes import find_device, resolve_dtype
-from kilogpt.learning_rate import decay_iters
+from kilogpt.run import checkpoint
 
 # Keys of train.py that do not change what an iteration computes.
 FREE_KEYS = {

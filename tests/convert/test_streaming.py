@@ -13,11 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_weights import FORMS, make_run, model_from, save_run
 
-from kilogpt import checkpoint
 from kilogpt.convert import safetensors_files, tensors, weights
 from kilogpt.convert.checkpoint_tensors import open_checkpoint
 from kilogpt.convert.safetensors_files import open_safetensors
 from kilogpt.convert.weights import export_weights, read_weights
+from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
 
 MB = 2 ** 20

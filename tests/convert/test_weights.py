@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from helpers import run_forked
 
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
-from kilogpt import checkpoint
 from kilogpt.convert import weights
 from kilogpt.convert.__main__ import inspect
-from kilogpt.optim import build_adamw
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.weights import export_weights, import_weights, read_weights
+from kilogpt.optim import build_adamw
+from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128

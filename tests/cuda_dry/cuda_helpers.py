@@ -55,5 +55,5 @@ def products_of(run):
 
 
 def without_line(place):
-    """'kilogpt/guard.py:107 settle' -> 'kilogpt/guard.py settle'."""
+    """'kilogpt/run/guard.py:107 settle' -> 'kilogpt/run/guard.py settle'."""
     return re.sub(r':\d+', '', place)

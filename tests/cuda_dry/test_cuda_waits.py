@@ -64,7 +64,7 @@ def test_cpu_tensor_ends_the_run(dry_run):
 def test_copies_to_memory_that_is_not_pinned_are_found(dry_run):
     settings = '--max_iters=5', '--save_interval=2', '--eval_iters=0'
     run = dry_run(*settings, faults=PLANTED, env=dict(FAULT='pageable'))
-    assert copies_from_pageable_memory(run) == {'kilogpt/checkpoint.py _copy_to_host'}
+    assert copies_from_pageable_memory(run) == {'kilogpt/run/checkpoint.py _copy_to_host'}
     assert copies_from_pageable_memory(dry_run(*settings)) == set()
 
 

@@ -18,15 +18,15 @@ if hasattr(ctypes.CDLL(None), 'on_cuda_call'):  # on pretended GPUs; real ones c
     runpy.run_path(os.path.join(os.path.dirname(__file__), 'cuda_sizes.py'))
 if os.environ.get('ONE_OF_MANY'):
     runpy.run_path(os.path.join(os.path.dirname(__file__), 'one_of_many.py'))
-from kilogpt import run
 from kilogpt.parallel import dtensor
 from kilogpt.plan import memory_model
+from kilogpt.run import state
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 path = f'{out_dir}.memory.{os.environ.get("RANK", "0")}'
 finds_places = os.environ.get('MEMORY_PLACES') == '1'
-found, memory, advance = {}, memory_model.memory, run.Run.advance
+found, memory, advance = {}, memory_model.memory, state.Run.advance
 
 
 def noted_memory(shape, layout, work):
@@ -82,4 +82,4 @@ def place_of(frames):
     return ' < '.join(lines[:2]) or 'backward'
 
 
-memory_model.memory, run.Run.advance, dtensor.fill = noted_memory, measured_advance, lambda *_: None
+memory_model.memory, state.Run.advance, dtensor.fill = noted_memory, measured_advance, lambda *_: None

@@ -1,5 +1,5 @@
 """Every process fails soon after iteration 15 at each attempt. This file also works as a config file."""
-from kilogpt.signals import Signals
+from kilogpt.run.signals import Signals
 
 _exchange = Signals.exchange
 

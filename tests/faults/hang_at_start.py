@@ -2,8 +2,8 @@
 import os
 import time
 
-from kilogpt import checkpoint
 from kilogpt.parallel import dtensor
+from kilogpt.run import checkpoint
 
 
 def hang_on_rank_1(function):

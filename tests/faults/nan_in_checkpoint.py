@@ -1,7 +1,7 @@
 """Each checkpoint has NaN in the first value of its last norm, while training goes on without it."""
 import torch
 
-from kilogpt import checkpoint
+from kilogpt.run import checkpoint
 
 save = checkpoint.Saver.save
 

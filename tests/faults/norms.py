@@ -2,7 +2,7 @@
 import os
 from types import SimpleNamespace
 
-from kilogpt.guard import Guard
+from kilogpt.run.guard import Guard
 
 faulty = [int(number) for number in os.environ['FAULT_ITERATIONS'].split()]
 settle = Guard.settle

@@ -2,7 +2,7 @@
 import os
 import time
 
-from kilogpt.signals import Signals
+from kilogpt.run.signals import Signals
 
 _exchange = Signals.exchange
 

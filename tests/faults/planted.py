@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 import model
-from kilogpt import checkpoint, optim
+from kilogpt import optim
 from kilogpt.devices.parts import find_parts, replace_parts
+from kilogpt.devices.parts import find_experts
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.layers import mixture
 from kilogpt.layers.convolution import Convolution
-from kilogpt.devices.parts import find_experts
 from kilogpt.layers.preferences import PreferenceLoss
 from kilogpt.optim import local_part
 from kilogpt.parallel import apply, context, expert, pipeline, stages
@@ -22,6 +22,7 @@ from kilogpt.parallel.apply import Parallel
 from kilogpt.parallel.ddp import Zero1
 from kilogpt.parallel.expert import ExpertBalance
 from kilogpt.parallel.layout import Layout
+from kilogpt.run import checkpoint
 
 
 def is_among_many():

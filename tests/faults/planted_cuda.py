@@ -4,8 +4,8 @@ import os
 import torch
 
 import model
-from kilogpt import checkpoint
 from kilogpt.parallel import apply
+from kilogpt.run import checkpoint
 
 forward, clip_gradients = model.GPT.forward, apply.Parallel.clip_gradients
 

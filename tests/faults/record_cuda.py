@@ -14,7 +14,7 @@ import threading
 
 import torch
 
-from kilogpt import run
+from kilogpt.run import state
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 OURS = tuple(os.path.join(ROOT, name) for name in ('train.py', 'sample.py', 'model.py', 'kilogpt/', 'data/', 'tests/'))
@@ -33,7 +33,7 @@ def record(call, n_bytes, stream):
 
 
 def place():
-    """Where we are in our files, 'kilogpt/guard.py:107 settle'; 'backward' in a thread without Python."""
+    """Where we are in our files, 'kilogpt/run/guard.py:107 settle'; 'backward' in a thread without Python."""
     frame = sys._getframe()
     while frame and not (frame.f_code.co_filename.startswith(OURS) and frame.f_code.co_name not in NOT_OURS):
         frame = frame.f_back
@@ -52,7 +52,7 @@ def advance(self):
             json.dump(found, file)
 
 
-advance_uncounted, run.Run.advance = run.Run.advance, advance
+advance_uncounted, state.Run.advance = state.Run.advance, advance
 torch.cuda.init()
 callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p)(record)
 ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'on_cuda_call').value = ctypes.cast(callback, ctypes.c_void_p).value

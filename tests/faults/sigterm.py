@@ -2,7 +2,7 @@
 import os
 import signal
 
-from kilogpt.run import Run
+from kilogpt.run.state import Run
 
 advance = Run.advance
 

@@ -10,7 +10,7 @@ import signal
 import time
 
 import model
-from kilogpt.signals import Signals
+from kilogpt.run.signals import Signals
 
 phase, folder = os.environ['FAULT_PHASE'], pathlib.Path(os.environ['FAULT_FOLDER'])
 world_size = int(os.environ['WORLD_SIZE'])

@@ -1,7 +1,7 @@
 """Storage takes 35 seconds to complete a checkpoint."""
 import time
 
-from kilogpt.checkpoint import Saver
+from kilogpt.run.checkpoint import Saver
 
 commit = Saver._commit
 

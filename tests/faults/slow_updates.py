@@ -1,7 +1,7 @@
 """Each update takes 100 ms longer, so that tests can interrupt a run. Works as a config file too."""
 import time
 
-from kilogpt.signals import Signals
+from kilogpt.run.signals import Signals
 
 _exchange = Signals.exchange
 

@@ -7,7 +7,7 @@ import glob
 import os
 import sys
 
-from kilogpt import checkpoint_files
+from kilogpt.run import checkpoint_files
 
 checkpoint_files.PATIENCE = 3
 failures_left = int(os.environ['FAULT_OPENS'])

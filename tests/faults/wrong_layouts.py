@@ -6,10 +6,11 @@ import os
 
 import torch
 
-from kilogpt import checkpoint, optim
+from kilogpt import optim
 from kilogpt.devices.parts import find_experts
 from kilogpt.parallel import apply, context, ddp, expert, layout, pipeline
 from kilogpt.parallel.apply import Parallel
+from kilogpt.run import checkpoint
 
 fault = os.environ['FAULT']
 lay_out, forward_backward, layout_rows = Parallel.lay_out, Parallel.forward_backward, layout.Layout.rows

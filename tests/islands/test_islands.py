@@ -16,10 +16,10 @@ from data.loader import TokenLoader
 from data.shares import Shares
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
-from kilogpt import checkpoint
 from kilogpt.configurator import config_of
 from kilogpt.islands.islands import needed_checkpoint, newest_together
 from kilogpt.islands.outer_optimizer import decode, encode
+from kilogpt.run import checkpoint
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from helpers import (FAULTS, ROOT, assert_same_tensors, curve, newest_tensors, run_forked, saved_iterations)
-from kilogpt import checkpoint
+from kilogpt.run import checkpoint
 
 # --- outdated listings ----------------------------------------------------------------------------------
 
@@ -49,10 +49,10 @@ TWO_NODES = """
 import os, socket, sys
 sys.path[0] = sys.argv[1]
 import torch
-from kilogpt import checkpoint, checkpoint_files
 from kilogpt.configurator import exit_on_error
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes
+from kilogpt.run import checkpoint, checkpoint_files
 
 processes = Processes('cpu')
 node = f'node{processes.rank}'

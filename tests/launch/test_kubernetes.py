@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import FAULTS, ROOT, TESTS, TINY, curve, free_port, read_run, run_script, saved_iterations
 
-from kilogpt import checkpoint
+from kilogpt.run import checkpoint
 
 pytestmark = pytest.mark.slow
 FOLDER = pathlib.Path(ROOT, 'launch', 'kubernetes')

@@ -13,8 +13,8 @@ from helpers import ROOT, run_forked
 
 import kilogpt
 from data.tokenizer import ByteTokenizer
-from kilogpt import checkpoint
 from kilogpt.convert.weights import export_weights
+from kilogpt.run import checkpoint
 
 PAGE = pathlib.Path(ROOT, 'docs', 'notebook.md')
 

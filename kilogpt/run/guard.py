@@ -119,7 +119,7 @@ class Guard:
             iteration=update.iteration + 1, what=problem, lr=update.lr, losses=losses,
             block_size=self.loader.block_size, sequences=self.loader.where(starts)))
 
-    def check_evaluation(self, loss_sum, key):
+    def check(self, loss_sum, key):
         """The sum of an evaluation's losses; if it is not finite, the run ends, or goes on with a warning."""
         if not math.isfinite(loss_sum):
             problem = f'the {key} of iteration {self.run.iteration} is {loss_sum}: {OFTEN["loss"]}'

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from data import storage
 from data.tokenizer_base import tokenizer_folder
-from kilogpt.checkpoint_files import (
+from kilogpt.run.checkpoint_files import (
     ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, sync_folder, write_file, write_json)
 from kilogpt.configurator import announced
 
@@ -110,7 +110,7 @@ class Saver:
         self.shards = ShardWriter(group)
         self.remote = None
         if storage.is_url(out_dir):
-            from kilogpt.remote_run import RemoteRun
+            from kilogpt.run.remote import RemoteRun
             self.remote = RemoteRun(out_dir)
         gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
         self.thread = ThreadPoolExecutor(1, initializer=_set_up_thread, initargs=(gpu,))
@@ -240,7 +240,7 @@ def delete_after(out_dir, iteration, processes):
 
 def _delete(path):
     if storage.is_url(path):
-        from kilogpt.remote_run import delete_remote
+        from kilogpt.run.remote import delete_remote
         delete_remote(path)
         return
     os.rename(path, path + '.tmp')  # first, so that a checkpoint with its final name is always complete

@@ -1,7 +1,7 @@
 """Goes back to a checkpoint after several spikes in a row, with on_spike=rollback."""
-from kilogpt import checkpoint
 from kilogpt.configurator import exit_on_error
 from kilogpt.parallel.apply import saved_parameters
+from kilogpt.run import checkpoint
 from kilogpt.run import Hook
 
 
