@@ -118,6 +118,33 @@ def test_run_that_went_back_resumes_to_the_bit(train, dataset, tmp_path):
     assert 'iterations agree with' in again.stdout and 'to the bit' in again.stdout
 
 
+@pytest.mark.parametrize('nproc, arguments', [
+    (1, ''),
+    pytest.param(2, '', marks=pytest.mark.slow),
+    pytest.param(2, '--pp=2', marks=pytest.mark.slow),
+    pytest.param(2, '--cp=2 --zero_stage=3', marks=pytest.mark.slow),
+    pytest.param(1, '--dtype=float16', marks=pytest.mark.slow)])
+def test_infinite_loss_with_finite_gradients_ends_the_run_before_the_update(train, nproc, arguments):
+    """Label smoothing takes the mean over padding columns too, whose logits are -inf."""
+    arguments, fault = arguments.split(), dict(faults=[FAULTS / 'smoothed_loss.py'], nproc=nproc, check=False)
+    run = train('--eval_iters=0', '--save_interval=1', *arguments, **fault)
+    loss = 'nan' if '--pp=2' in arguments else 'inf'
+    assert run.returncode == 1 and f'error: the loss of iteration 1 is {loss}' in run.stderr
+    assert 'logits of -inf, such as those of padding' in run.stderr
+    assert run.lines == {} and checkpoint.find(str(run.out_dir)) == []
+    skipping = train('--eval_iters=0', '--on_nonfinite=skip', '--max_iters=40', *arguments, **fault)
+    assert skipping.stdout.count('update skipped') == 9 and skipping.returncode == 1
+
+
+def test_infinite_loss_of_an_evaluation_ends_the_run(train):
+    fault = dict(faults=[FAULTS / 'smoothed_loss.py'], check=False)
+    run = train(**fault)
+    assert run.returncode == 1 and 'error: the train_loss of iteration 0 is inf' in run.stderr
+    assert run.evals[0]['val_loss'] is None and run.lines == {}
+    evaluated = train('--on_nonfinite=skip', '--eval_only', **fault)
+    assert evaluated.returncode == 0 and 'warning: the val_loss of iteration 0 is inf' in evaluated.stdout
+
+
 def spike(iteration, norm, limit):
     return Update(iteration, 0.0, torch.zeros(()), torch.tensor(norm), limit)
 

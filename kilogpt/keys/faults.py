@@ -1,7 +1,7 @@
 """Faults: what a run does about bad gradients and silent processes."""
 from kilogpt.keys.checks import check_at_least, check_choice
 
-on_nonfinite = 'abort'  # on a NaN or infinite gradient: 'abort', or 'skip' the update up to 9 times in a row
+on_nonfinite = 'abort'  # on a NaN or infinite loss or gradient: 'abort', or 'skip' the update up to 9 times in a row
 on_spike = 'none'  # on a gradient spike: 'skip' the update, or 'rollback' too after 4 in a row
 spike_factor = 5.0  # with on_spike: gradient norms above this many times their running median are too large
 comm_timeout = 600  # seconds without progress until the run ends and names what hung; 3 times that at start
