@@ -167,7 +167,7 @@ def shrink(config, layouts, keep):
         device='cpu', backend='auto', dtype='float32', compile=False, fp8=False, deterministic=False,
         profile=False, wandb_log=False, tensorboard=False, init_from='scratch', loss='cross_entropy', eval_only=False,
         async_tp=False, grad_compress='none', dropout=0.0, zero_init=False, on_nonfinite='abort',
-        warmup_iters=1, max_iters=ITERATIONS, lr_decay_iters=max(10, config['lr_decay_iters']),
+        warmup_iters=1, lr_decay_iters=max(10, config['lr_decay_iters']),
         eval_iters=MICRO_STEPS, eval_interval=ITERATIONS, log_interval=1, save_interval=0,
         save_minutes=0.0, keep_checkpoints=2, always_save_checkpoint=True, async_checkpoint=False,
         comm_timeout=120, mixture_phases='', max_epochs=0, **LAYOUT_KEYS)  # the tokens are random
@@ -228,7 +228,9 @@ class Report:
 
         verdict: 'same', 'wrong', 'failed', 'left out' or 'reference'. figures: the largest relative errors.
         """
-        self.has_failures = self.has_failures or verdict in ('wrong', 'failed')
+        if verdict in ('wrong', 'failed') and not self.has_failures:
+            self.has_failures, changed = True, diagnosis.changes_since_commit(ROOT)
+            advice = [*advice, f'changed since the last commit: {changed}'] if changed else advice
         self.bar.update()
         if self.as_json:
             row = dict(layout=layout, processes=processes, seconds=round(seconds, 1), verdict=verdict,
@@ -278,7 +280,7 @@ class Prover:
             lines, verdict = [reference.error], 'failed'
             problems += diagnosis.advise_on_error(reference.error, self.facts, is_reference=True)
         else:
-            self.unused = self.runs.unused_parameters(self.model)
+            self.unused = self.runs.observations[0][0].unused
             if self.unused:
                 problems.append(diagnosis.advise_on_unused(self.unused))
             if problems:
@@ -317,7 +319,8 @@ class Prover:
             lines = runs.continue_from(self.source, processes, arguments)
             self.source = run
             if lines:
-                return dict(verdict='wrong', lines=lines, **figures)
+                advice = [] if runs.continued.error else [diagnosis.AFTER_A_SAVE]
+                return dict(verdict='wrong', lines=lines, advice=advice, **figures)
         return dict(verdict='same', **figures)
 
 

@@ -6,6 +6,7 @@ import collections
 import itertools
 import math
 import re
+import subprocess
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,24 @@ import torch
 KINDS = ('colwise', 'rowwise', 'sequence', 'across', 'features', 'whole', 'positions', 'local', 'embedding',
          'tables', 'head')  # of split_plan
 MAX_NAMES = 4  # parameters named in a sentence
+AFTER_A_SAVE = ('without a save the run goes on right: what does a hook in train.py, or the optimizer, remember that '
+                'no checkpoint keeps? See state() and tensors() of a hook')
+
+
+def changes_since_commit(folder):
+    """'train.py line 196, model.py line 20': where code differs from git's last commit; '' if git knows of nothing."""
+    command = ['git', 'diff', '--unified=0', 'HEAD', '--', '*.py', ':!tests']
+    try:
+        text = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ''
+    places = []
+    for section in re.split(r'^diff --git ', text, flags=re.M)[1:]:
+        lines = re.findall(r'^@@ -\S+ \+(\d+)', section, flags=re.M)
+        name = re.search(r'^\+\+\+ (?:b/)?(.*)', section, flags=re.M)
+        if lines and name:
+            places.append(f'{name[1]} line {some(lines)}')
+    return some(places)
 
 
 class Facts(NamedTuple):
@@ -173,8 +192,8 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     if random:
         found.append(
             f'{some(starred(random))} draws random numbers although dropout is 0 here, and every process '
-            'draws different ones: make the noise depend on dropout or on another key that is 0 here, since '
-            'layouts with noise cannot be compared')
+            'draws different ones: make the noise in model.py depend on dropout or on another key that is 0 here, '
+            'since layouts with noise cannot be compared')
     if pp > 1 and facts.shared:
         found.append(f'{some(facts.shared)}: one parameter has two names, and pipeline stages train separate '
                      'copies of it: give each block its own parameter')
@@ -183,8 +202,8 @@ def advise(keys, facts, differences, first_wrong='', random=()):
                      "in split_plan's before_blocks or after_blocks, or move it into the blocks")
     kinds = {each.what for each in differences}
     if 'starting weight' in kinds and not found:
-        found.append('a process starts from other weights than one process does: see GPT.initial_value, and '
-                     'check whether a parameter belongs to two pipeline stages')
+        found.append('a process starts from other weights than one process does: see GPT.initial_value in model.py '
+                     'and initial_values in train.py, and check whether a parameter belongs to two pipeline stages')
     if found:
         return found
     if 'gradient' in kinds:
@@ -193,15 +212,20 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     if first_wrong:
         return [where_to_look(first_wrong, keys, facts)]
     if 'update' in kinds:
-        return ['the gradients are right, but the updates are not, either in the optimizer or when processes '
-                'exchange parameters: see optim.py, and for zero_stage=1 ddp.py']
+        return ['the gradients are right, but the updates are not: does lr_at, a hook or the clipping in train.py '
+                'depend on the rank, the number of processes or the time? Then see the optimizer, '
+                'kilogpt/optim.py, and the exchange of parameters for zero_stage=1, kilogpt/parallel/ddp.py']
+    if kinds == {'grad_norm'}:
+        return ['the gradients are right, but their norm is not: see the update in train.py, and clip_gradients in '
+                'kilogpt/parallel/apply.py']
     if kinds == {'loss'}:
         return ['training is right, but the logged loss is not: the log adds up what forward_backward in '
                 'kilogpt/parallel/apply.py returns on every process, and each process must count only the '
                 'targets of its own sequences and positions']
     if kinds <= {'train_loss', 'val_loss'}:
-        return ['training is right, but evaluation is not: what does the model do differently if '
-                'self.training is False, or without gradients? Does it get the starts of documents there?']
+        return ['training is right, but evaluation is not: see evaluate in train.py. What does the model do '
+                'differently if self.training is False, or without gradients? Does it get the starts of documents '
+                'there?']
     return []
 
 
@@ -216,8 +240,8 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
                 'torch.no_grad in forward?']
     if all(each.ranks for each in gradients):
         ranks = sorted(set().union(*(each.ranks for each in gradients)))
-        return [f'gradients are wrong only on rank {", ".join(map(str, ranks))}: does the model, or a hook, '
-                'depend on the rank or on something that only this process has?']
+        return [f'gradients are wrong only on rank {", ".join(map(str, ranks))}: does the model, or the update or a '
+                'hook in train.py, depend on the rank or on something that only this process has?']
     if factors and ep > 1 and all('.experts.' in each.name for each in factors):
         return [f'{some(starred(each.name for each in factors))}: experts are averaged over fewer ranks than '
                 f'other parameters, since they already see the tokens of ep={ep} ranks: see local_matrix in '
@@ -227,21 +251,23 @@ def advise_on_gradients(keys, gradients, first_wrong, is_loss_right, facts):
         if 'batch_size' in keys:
             return [f'{text}: model(x, y) must return the sum of the losses over the targets, not a mean, '
                     'which depends on the size of a micro-batch (kilogpt/parallel/apply.py divides the sum '
-                    'by the tokens of the whole batch)']
-        return [f'{text}: something is averaged twice, or not at all. DDP and FSDP2 average over all dp × '
-                'cp ranks, which loss_scale in kilogpt/parallel/apply.py compensates; replicas (rep) count '
-                'too, and a pipeline adds up its micro-batches']
+                    'by the tokens of the whole batch): see the loss in model.py']
+        return [f'{text}: something is averaged twice, or not at all, or a micro-batch is left out: see the update in '
+                'train.py. DDP and FSDP2 average over all dp × cp ranks, which loss_scale in '
+                'kilogpt/parallel/apply.py compensates; replicas (rep) count too, and a pipeline adds up its '
+                'micro-batches']
     if not is_loss_right and not first_wrong and 'batch_size' in keys:
         return ['the loss differs too, but the logits are right: model(x, y) must return the sum of the '
                 'losses over the targets, not a mean over targets or documents, of which each micro-batch has '
-                'another number']
+                'another number: see the loss in model.py']
     if not is_loss_right and not first_wrong:
         return ['the loss differs too: a target counts twice or not at all, or the processes have not '
-                'divided the batch (if it does not divide evenly, some targets are padding, -1)']
+                'divided the batch (if it does not divide evenly, some targets are padding, -1): see the update in '
+                'train.py']
     if keys.get('activation_checkpoint', 'none') != 'none' and not first_wrong:
         return ['the outputs are right, but when activation_checkpoint recomputes them in the backward pass, '
                 'they differ: does a block change its input in place (x += ..., x.mul_), or keep something '
-                'between calls? Write x = x + ...']
+                'between calls? Write x = x + ... in model.py']
     if first_wrong:
         return [where_to_look(first_wrong, keys, facts)]
     if factors and tp > 1:
@@ -276,22 +302,22 @@ def where_to_look(value, keys, facts):
                 f'{where_documents_go_wrong(cp, pp)}')
     if is_output and value.endswith(facts.embedding) and tp == 1:
         return (f'{text}: a process reads other tokens than those that are its share of the batch. Which '
-                'tokens a sequence has, and their order, must not depend on the rank: see Layout.rows in '
-                'kilogpt/parallel/layout.py, and data/')
+                'tokens a sequence has, and their order, must not depend on the rank: see hooks and batches in '
+                'train.py, Layout.rows in kilogpt/parallel/layout.py, and data/')
     others = '' if keys.get('documents', 'stream') == 'stream' else f'. {SWAPPED_STARTS}'
     if tp * cp > 1 and is_output and value.endswith(facts.attention):
         return (f'{text}: with tp={tp} and cp={cp} a process has 1/{tp * cp} of the heads there, and whole '
                 'sequences. A bias or a scale for each head must count heads from first_head on (see '
-                f'DotProductAttention), and nothing may mix heads{others}')
+                f'DotProductAttention in model.py), and nothing may mix heads{others}')
     if cp > 1 and tp == 1:
         return (f'{text}: with cp a process has a part of each sequence, T / {cp} positions from '
                 'GPT.first_position on. A part that mixes positions must be a module that GPT.replaceable '
-                'names as attention, and a part that counts positions must start at first_position')
+                'names as attention, and a part that counts positions must start at first_position (model.py)')
     if tp > 1:
         return (f'{text}: with tp a process has 1/{tp} of the features after a colwise linear (1/{tp} of '
                 f'the heads), and T / {tp} positions between blocks. A norm, softmax or mean over them sees '
-                'only a part: compute it over a head, or before the linear')
-    return (f'{text}: does it mix the sequences of a batch (a mean over dimension 0), or keep something from '
+                'only a part: compute it over a head, or before the linear (model.py)')
+    return (f'{text}: does model.py mix the sequences of a batch (a mean over dimension 0), or keep something from '
             f'one micro-batch to the next? Other processes have other sequences{others}')
 
 
@@ -341,7 +367,7 @@ LAYOUT_ERRORS = {
 def advise_on_error(error, facts, unused=(), keys=None, block_size=0, is_reference=False):
     """[sentence] for a run that ended with an error.
 
-    unused: names from `LayoutRuns.unused_parameters`. keys: as in `advise`. is_reference: whether it is the
+    unused: names of trained parameters without a gradient. keys: as in `advise`. is_reference: whether it is the
     one process alone.
     """
     cp = int((keys or {}).get('cp', 1))

@@ -12,6 +12,7 @@ import torch
 from kilogpt import metrics
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
+from kilogpt.run.state import Run
 
 
 class Observation(NamedTuple):
@@ -21,6 +22,7 @@ class Observation(NamedTuple):
     # {'the input/output of MODULE', 'the ARGUMENT of BLOCK': (sum of squares, number of elements)}, in order
     activations: dict
     random: list  # names of the innermost modules that drew random numbers
+    unused: list  # names of trained parameters without a gradient
 
 
 def path_of(folder, iteration, rank):
@@ -35,12 +37,13 @@ def read(folder, iteration, ranks):
     return observations
 
 
-def install(folder, in_float64=False, traces_forward=False, is_brief=False):
+def install(folder, in_float64=False, traces_forward=False, is_brief=False, stop_after=None):
     """Make train.py, when it runs in this process, write an Observation of each iteration into a folder.
 
     in_float64: compute in float64, where rounding is too small to send a token to another expert.
     traces_forward: after an error in the backward pass, print where the forward pass computed the tensor.
     is_brief: record only the gradients, and the weights at the start, which takes half of the time.
+    stop_after: the iteration at which the run finishes; max_iters, which an edit may read, is that of all runs.
     """
     if traces_forward:
         torch.autograd.set_detect_anomaly(True, check_nan=False)
@@ -48,6 +51,7 @@ def install(folder, in_float64=False, traces_forward=False, is_brief=False):
         torch.set_default_dtype(torch.float64)
     metrics.peak_flops = lambda device, dtype: 1e12  # to measure it takes half a second
     lay_out, warm_up, clip_gradients = Parallel.lay_out, Parallel.warm_up, Parallel.clip_gradients
+    end_if_finished = Run.end_if_finished
     hooks = ModuleHooks()
     iteration = 0
 
@@ -64,18 +68,26 @@ def install(folder, in_float64=False, traces_forward=False, is_brief=False):
     def observed_clip_gradients(self, max_norm, limit):
         nonlocal iteration
         iteration += 1
-        gradients = []
+        gradients, unused = [], []
         for name, parameter in self.optimizer_parameters():
-            if parameter.grad is not None:
+            if parameter.grad is None:
+                unused.append(name)
+            else:
                 gradients.append((name, whole(parameter.grad)))
         weights = []
         if iteration == 1 or not is_brief:
             weights = [(name, whole(parameter)) for name, parameter in self.named_parameters()]
-        observation = Observation(gradients, weights, hooks.activations, sorted(hooks.random))
+        observation = Observation(gradients, weights, hooks.activations, sorted(hooks.random), unused)
         torch.save(observation._asdict(), path_of(folder, iteration, os.environ.get('RANK', 0)))
         hooks.reset()
         return clip_gradients(self, max_norm, limit)
 
+    def finish_early(self):
+        if self.iteration == stop_after:
+            self.end('finished')
+        end_if_finished(self)
+
+    Run.end_if_finished = finish_early
     Parallel.lay_out, Parallel.warm_up = observed_lay_out, unobserved_warm_up
     Parallel.clip_gradients = observed_clip_gradients
 

@@ -22,13 +22,15 @@ from kilogpt.script_runs import ROOT, as_arguments, last_error
 
 CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes of processes that crashed
 FIRST_PORT, N_PORTS = 15_000, 5_000
+MORE = 2  # iterations of a run that continues: wrong moments change the loss only after the first update
 
 
 class LayoutRuns:
     """Runs of one config in several layouts. Each run has its own folder in `folder`.
 
     config: train.py's config for one process, or for one process in each of its islands.
-    iterations: number of iterations to compare; then a run saves.
+    iterations: number of iterations to compare; then a run saves. All runs have a max_iters of MORE iterations, which
+    the reference makes, and the runs that continue: what an edit may read is the same in all of them.
     limit: seconds after which a run is killed. ports: an iterator. is_brief: as in observer.install.
     """
 
@@ -41,10 +43,10 @@ class LayoutRuns:
         self.number = 0  # runs started so far
         self.config_file = os.path.join(folder, 'config.json')
         with open(self.config_file, 'w', encoding='utf-8') as file:
-            json.dump(config, file)
+            json.dump(config | dict(max_iters=iterations + MORE), file)
 
-    def train(self, processes, arguments, **keys):
-        """Run train.py; returns the run, an object with these attributes:
+    def train(self, processes, arguments, to_end=False, **keys):
+        """Run train.py, to_end or for the compared iterations; returns the run, an object with these attributes:
 
         out_dir; error: '' if the run succeeded; refusal: the sentence with which every process has refused
         the keys, or ''; lines and evals: {iteration: line of metrics.jsonl}; islands: the folder, lines and
@@ -53,14 +55,14 @@ class LayoutRuns:
 
         If a process crashes, the run is repeated once: in rare cases PyTorch or gloo crashes (LOG.md).
         """
-        run = self._train_once(processes, arguments, keys)
+        run = self._train_once(processes, arguments, to_end, keys)
         if CRASHES.intersection(run.codes):
             print(f'warning: a process of {run.layout} crashed ({run.error}): the run is repeated',
                   file=sys.stderr)
-            run = self._train_once(processes, arguments, keys)
+            run = self._train_once(processes, arguments, to_end, keys)
         return run
 
-    def _train_once(self, processes, arguments, keys):
+    def _train_once(self, processes, arguments, to_end, keys):
         self.number += 1
         folder = os.path.join(self.folder, str(self.number))
         os.mkdir(folder)
@@ -74,7 +76,8 @@ class LayoutRuns:
             arguments=[self.config_file, *arguments, *as_arguments(**keys)], env=environment, cwd=ROOT,
             timeout=self.limit, folder=folder,
             before=functools.partial(observer.install, folder, self.in_float64, is_brief=self.is_brief,
-                                     traces_forward=not arguments and not self.is_brief))
+                                     traces_forward=not arguments and not self.is_brief,
+                                     stop_after=None if to_end else self.iterations))
         error = first_error(folder, codes) if any(codes) else ''
         islands = [read_island(keys['out_dir'], island) for island in range(self.islands)]
         with open(os.path.join(folder, 'stdout.0'), encoding='utf-8') as file:
@@ -86,8 +89,8 @@ class LayoutRuns:
                                lines=islands[0].lines, evals=islands[0].evals)
 
     def train_reference(self, arguments=()):
-        """Train on one process for two iterations more than in layouts; keep its observations and weights."""
-        self.reference = self.train(self.islands, [*arguments], max_iters=self.iterations + 2)
+        """Train on one process, to the end; keep its observations and weights."""
+        self.reference = self.train(self.islands, [*arguments], to_end=True)
         if not self.reference.error:
             # [island][iteration - 1]
             self.observations = list(zip(*(observer.read(self.reference.folder, i + 1, range(self.islands))
@@ -97,26 +100,19 @@ class LayoutRuns:
             self.saved = [saved_tensors(island.out_dir, self.iterations) for island in self.reference.islands]
         return self.reference
 
-    def unused_parameters(self, model):
-        """Names of parameters that require a gradient but had none on one process."""
-        trained = {name for name, _ in self.observations[0][0].gradients}
-        return [name for name, p in model.named_parameters() if p.requires_grad and name not in trained]
-
     def continue_from(self, source, processes, arguments):
-        """Resume a run in another layout; returns [sentence] for what is wrong.
-
-        The resumed run makes two iterations: wrong moments change the loss only after the first update.
-        """
+        """Resume a run in another layout, to the end; returns [sentence] for what is wrong."""
         folder = os.path.join(self.folder, f'from-{self.number}')
         path = os.path.join('ckpt', f'iter_{self.iterations:08d}')
         shutil.copytree(os.path.join(source.out_dir, path), os.path.join(folder, path))
-        run = self.train(processes, arguments, out_dir=folder, init_from='resume', eval_iters=0,
-                         keep_checkpoints=0, max_iters=self.iterations + 2)
+        shorter = dict(eval_iters=0) if self.is_brief else {}  # which an edit might read
+        run = self.train(processes, arguments, to_end=True, out_dir=folder, init_from='resume', keep_checkpoints=0,
+                         **shorter)
         self.continued = run
         if run.error:
             return [f'cannot resume from the checkpoint of {source.layout}: {run.error}']
         later = {i: line for i, line in self.reference.lines.items() if i > self.iterations}
-        differences = self._compare_curves(run, SimpleNamespace(lines=later, evals={}))
+        differences = self._compare_curves(SimpleNamespace(lines=run.lines, evals={}), SimpleNamespace(lines=later, evals={}))
         return [f'resumed from the checkpoint of {source.layout}, iteration {each.iteration} has {each.what} '
                 f'{each.found:.10g}, on one process {each.expected:.10g}' for each in differences]
 

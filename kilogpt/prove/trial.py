@@ -72,7 +72,7 @@ def config_of(draw, datasets, base):
     datasets: the folder of write_data. base: the values of all other keys.
     """
     config = base | FIXED | {key: draw[key] for key in (*MODEL, *TRAINING, 'islands')}
-    config['max_iters'] = config['eval_interval'] = iterations_of(draw)
+    config['eval_interval'] = iterations_of(draw)
     folder, config['documents'], config['loss'] = DATA[draw['data']]
     config['dataset'] = os.path.join(datasets, folder)
     if 'mixture' in draw['data']:
@@ -198,11 +198,11 @@ class Trial:
         errors = {"drift of a gradient, in units of one process's": drift}
         return Outcome('wrong' if problem else 'same', problem, errors=errors)
 
-    def _runs(self, name, config, in_float64=False):
+    def _runs(self, name, config, in_float64=False, iterations=None):
         folder = os.path.join(self.folder, name)
         os.mkdir(folder)
         in_float64 = in_float64 or self.draw['precision'] == 'float64'
-        iterations = iterations_of(self.draw)
+        iterations = iterations or iterations_of(self.draw)
         return LayoutRuns(folder, config, iterations, in_float64, self.limit, self.ports, is_brief=True)
 
     def _check(self, run):
@@ -216,8 +216,8 @@ class Trial:
         """Train the weights from which the draw starts, and make them the reference of its pairs."""
         dense = {key: value for key, value in plain().items() if key.startswith(('lora_', 'outer_', 'islands'))}
         config = self.config | dense | dict(loss='cross_entropy', documents='stream', mixture_phases='',
-                                            max_epochs=0, dataset=self.text, max_iters=1)
-        run = self._runs('beginning', config).train(1, [])
+                                            max_epochs=0, dataset=self.text)
+        run = self._runs('beginning', config, iterations=1).train(1, [])
         self._check(run)
         self.config['init_from'] = run.out_dir
         if self.draw['data'] == 'pairs':
