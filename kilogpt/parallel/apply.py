@@ -25,7 +25,7 @@ from data.batches import Batches
 from kilogpt.configurator import announced
 from kilogpt.devices.parts import find_experts, replace_parts
 from kilogpt.optim import local_part
-from kilogpt.parallel.dtensor import LossOfWholeLogits, bytes_held, name_parameters, tensor_context, total_norm
+from kilogpt.parallel.dtensor import bytes_held, name_parameters, take_whole_logits, tensor_context, total_norm
 from kilogpt.parallel.layout import SPLIT_BACKWARD, check_layout
 from kilogpt.parallel.processes import autocast
 from kilogpt.parallel.stages import lay_out_stage, multiply_finite
@@ -101,7 +101,7 @@ class Parallel:
             self.stages = {index: cut_stage(model, index, layout.n_stages, block_size) for index in mine}
         for stage in self.stages.values():
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
-                replace_parts(stage, 'loss', LossOfWholeLogits)
+                replace_parts(stage, 'loss', take_whole_logits)
             lay_out_stage(stage, self, dtype=dtype, compile=compile, use_kernels=use_kernels, documents=documents,
                           fp8=fp8, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload)
             if model.tied and layout.pp == 1:

@@ -76,7 +76,7 @@ def split_tensors(model, mesh):
     if model.preferences is not None:
         model.preferences.register_forward_pre_hook(lambda module, inputs: (local_part(inputs[0]), *inputs[1:]))
     replace_parts(model, 'factors', lambda factors: lambda: [vector.to_local() for vector in factors()])
-    replace_parts(model, 'loss', LossOfWholeLogits)
+    replace_parts(model, 'loss', take_whole_logits)
 
 
 @contextlib.contextmanager
@@ -91,15 +91,10 @@ def tensor_context():
         yield
 
 
-class LossOfWholeLogits(torch.nn.Module):
-    """The model's loss from all logits at once rather than in parts."""
-
-    def __init__(self, loss):
-        super().__init__()
-        self.of_logits = loss.of_logits
-
-    def forward(self, x, head, targets):
-        return self.of_logits(head(x).flatten(0, 1), targets.flatten())
+def take_whole_logits(loss):
+    """Let a model's loss compute all logits at once rather than in parts. It stays the same module, in its mode."""
+    loss.forward = lambda x, head, targets: loss.of_logits(head(x).flatten(0, 1), targets.flatten())
+    return loss
 
 
 def name_parameters(stage, tied, processes):

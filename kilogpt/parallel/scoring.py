@@ -60,12 +60,12 @@ class Recorder(torch.nn.Module):
             return nats.sum()
 
         # The model's own of_logits may cap and scale. It calls the loss's cross_entropy.
-        owner, n_found = self.loss.of_logits.__self__, len(self.found)
-        original, owner.cross_entropy = owner.cross_entropy, cross_entropy
+        n_found = len(self.found)
+        original, self.loss.cross_entropy = self.loss.cross_entropy, cross_entropy
         try:
             total = self.loss.of_logits(logits, targets)
         finally:
-            owner.cross_entropy = original
+            self.loss.cross_entropy = original
         if len(self.found) == n_found:
             raise ValueError('the loss in model.py does not call self.cross_entropy in of_logits, so single '
                              'tokens have no log-likelihood: let it, or set eval_tasks to nothing')

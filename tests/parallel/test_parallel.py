@@ -125,6 +125,18 @@ def test_initial_weights_are_the_same_in_every_layout(train, train_all, nproc, t
 
 # --- other arithmetic: exact or near --------------------------------------------------------------------
 
+@pytest.mark.parametrize('nproc, arguments', [
+    (2, '--tp=2'),
+    pytest.param(4, '--tp=2 --pp=2', marks=pytest.mark.slow),
+    pytest.param(2, '--cp=2 --zero_stage=3 --dropout=0.1', marks=pytest.mark.slow),
+    pytest.param(2, '--pp=2 --pp_schedule=zbv', marks=pytest.mark.slow),
+    pytest.param(2, '--tp=2 --mlp=moe --n_experts=4 --value_pattern=V --attention_conv=2 --window=5',
+                 marks=pytest.mark.slow)])
+def test_every_part_is_in_the_mode_of_the_pass(train, nproc, arguments):
+    """What replaces a part stays in the tree of modules, which model.train and model.eval walk."""
+    train(*arguments.split(), '--max_iters=2', '--eval_iters=1', base=BASE, nproc=nproc, faults=[FAULTS / 'modes.py'])
+
+
 def test_offload_does_not_change_the_curve(train, layout_run):
     offloaded = train(*arguments_of(2, 'modern zero3'), '--cpu_offload', base=BASE, nproc=2)
     assert curve(offloaded) == curve(layout_run(2, 'modern zero3'))
