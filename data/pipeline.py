@@ -172,10 +172,9 @@ def _documents(path, field):
 
 
 def _encode(tokenizer, text, dtype):
-    """The ids of a document, with the end-of-text token."""
+    """The ids of a document, with those that end it."""
     parts = [tokenizer.encode_to_numpy(part) for part in (cut_text(text) if tokenizer.can_cut else [text])]
-    if tokenizer.eot is not None:
-        parts.append([tokenizer.eot])
+    parts.append(tokenizer.document_end)
     return np.concatenate(parts, dtype=dtype, casting='unsafe')
 
 

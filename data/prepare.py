@@ -80,7 +80,7 @@ def text_splits(sizes, val_fraction, field='text', cuts=True):
 
     sizes: {path: number of characters}, as from `measure`. field: as in read_pieces. cuts: as in cut_pieces.
     With a val_fraction of 0 there is no val.
-    Documents end with the end-of-text token. A file of text is a document only if there are several files.
+    Documents end with Tokenizer.document_end. A file of text is a document only if there are several files.
     """
     def texts(split):
         for path, size in sizes.items():
@@ -189,8 +189,8 @@ def _encode_batch(tokenizer, batch):
     arrays = []
     for text, ends_document in batch:
         parts = [tokenizer.encode_to_numpy(text)]
-        if ends_document and tokenizer.eot is not None:
-            parts.append([tokenizer.eot])
+        if ends_document:
+            parts.append(tokenizer.document_end)
         arrays.append(np.concatenate(parts, dtype=dtype, casting='unsafe'))
     return arrays
 

@@ -34,6 +34,11 @@ class Tokenizer:
         return frozenset() if self.eot is None else frozenset([self.eot])
 
     @property
+    def document_end(self):
+        """The ids that end a document: eot, or those of a line break if there is none."""
+        return self.encode('\n') if self.eot is None else [self.eot]
+
+    @property
     def begin_ids(self):
         """The ids that `encode_prompt` puts before each text, such as Llama's <s>."""
         return []

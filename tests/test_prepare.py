@@ -430,6 +430,20 @@ def test_fineweb_from_files(run_prepare, tmp_path, gpt2):
         shutil.rmtree(tmp_path / 'out')
 
 
+@pytest.mark.parametrize('tokenizer', ['char', 'bytes'])
+def test_documents_are_apart_without_an_end_of_text_token(run_prepare, tmp_path, tokenizer):
+    """AAA, BBB, CCC are not AAABBBCCC; a single file of text is as it is."""
+    (tmp_path / 'a.jsonl').write_bytes(json_lines([dict(text=text) for text in ('AAA', 'BBB', 'CCC')]))
+    for name in ('d.txt', 'e.txt'):
+        (tmp_path / name).write_text(name)
+    for files, expected in (('a.jsonl', 'AAA\nBBB\nCCC\n'), ('d.txt,e.txt', 'd.txt\ne.txt\n'), ('d.txt', 'd.txt')):
+        said = run_prepare('text', f'--input={files}', f'--tokenizer={tokenizer}', '--val_fraction=0')
+        meta = json.loads((tmp_path / 'out/meta.json').read_text())
+        train = np.fromfile(tmp_path / 'out/train.bin', meta['dtype'])
+        assert get_tokenizer(meta).decode(train.tolist()) == expected
+        assert ('each document ends with a line break' in said) == (files != 'd.txt')
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('name, arguments', [('openwebtext', []), ('fineweb', ['--val_documents=1']),
                                              ('fineweb', ['--val_documents=1', '--streaming=false'])])

@@ -11,7 +11,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.machines import available_cpus
 from data.prepare import text_splits, write_dataset
-from data.readers import file_versions, find_files, measure, read_texts
+from data.readers import DOCUMENTS, file_versions, find_files, form_of, measure, read_texts
 from data.tokenizer import CharTokenizer, get_tokenizer
 
 input = ''  # files or globs, or folders with .txt, .md, .jsonl or .parquet files; separated by commas
@@ -32,9 +32,12 @@ if __name__ == '__main__':
         encoder = None if tokenizer == 'char' else get_tokenizer({'tokenizer': tokenizer})
         paths = find_files(input)
         sizes = measure(paths, text_field)
+        has_documents = len(sizes) > 1 or any(form_of(path) in DOCUMENTS for path in sizes)
         if tokenizer == 'char':
-            texts = read_texts(sizes, text_field)
-            encoder = CharTokenizer.from_text(itertools.chain.from_iterable(texts))
+            texts = itertools.chain.from_iterable(read_texts(sizes, text_field))
+            encoder = CharTokenizer.from_text(itertools.chain(texts, '\n' * has_documents))
+        if has_documents and encoder.eot is None:
+            print(f'{tokenizer} has no end-of-text token: each document ends with a line break')
         splits = text_splits(sizes, val_fraction, text_field, encoder.can_cut)
         source = [file_versions(paths), val_fraction, text_field]
         write_dataset(out, encoder, splits, shard_tokens, num_proc, source)
