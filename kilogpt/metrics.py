@@ -187,12 +187,14 @@ class Metrics:
     def save_written(self, iteration, clock):
         """Write the line of a save that is complete: iter ckpt_stall_ms, the time that training waited.
 
-        The iterations during the save may be slower than those before. The difference counts as waiting.
+        A save that failed has no line. The iterations during the save may be slower than those before. The difference counts as waiting.
         """
         if self.save is None or self.save[0].under_way:
             return
-        _, path, saved_iteration, seconds, began, seconds_per_iteration = self.save
+        saver, path, saved_iteration, seconds, began, seconds_per_iteration = self.save
         self.save = None
+        if saver.problem:
+            return
         if seconds_per_iteration is not None:
             seconds += max(0.0, clock - began - (iteration - saved_iteration) * seconds_per_iteration)
         self._write(dict(iter=saved_iteration, ckpt_stall_ms=1000 * seconds),

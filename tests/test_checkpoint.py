@@ -281,3 +281,11 @@ def test_modules_of_unix_are_not_needed(tmp_path):
     done = subprocess.run([sys.executable, '-W', 'ignore', '-c', WITHOUT_UNIX, str(tmp_path)], cwd=ROOT,
                           capture_output=True, text=True)
     assert done.stdout == 'imported\n', done.stderr
+
+
+@pytest.mark.skipif(not os.path.exists('/dev/full'), reason='no such device')
+def test_full_disk_is_the_cause_that_is_said():
+    """torch.save says 'unexpected pos' of a file that became too short."""
+    for fill in (lambda file: torch.save(torch.ones(10 ** 6), file), lambda file: file.write(b'x')):
+        with pytest.raises(OSError, match='No space left on device'):
+            checkpoint_files.write_with('/dev/full', fill)

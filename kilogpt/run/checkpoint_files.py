@@ -295,13 +295,17 @@ def count_nonfinite(tensor):
 # --- files --------------------------------------------------------------------------------------------------
 
 class CountedFile:
-    """A file that is being written, with the number and the CRC-32 of its bytes so far."""
+    """A file that is being written, with the number and the CRC-32 of its bytes so far, and its first error."""
 
     def __init__(self, file):
-        self.file, self.size, self.crc = file, 0, 0
+        self.file, self.size, self.crc, self.error = file, 0, 0, None
 
     def write(self, content):
-        self.file.write(content)
+        try:
+            self.file.write(content)
+        except OSError as error:
+            self.error = self.error or error
+            raise
         self.size += len(content)
         self.crc = zlib.crc32(content, self.crc)
         return len(content)
@@ -317,7 +321,10 @@ def write_with(path, fill):
     """
     def fill_counted(file):
         counted = CountedFile(file)
-        result = fill(counted)
+        try:
+            result = fill(counted)
+        except RuntimeError as error:  # torch.save then finds that its file is shorter than it should be
+            raise counted.error or error
         return result, [counted.size, counted.crc]
 
     if storage.is_url(path):
