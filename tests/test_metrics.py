@@ -39,7 +39,7 @@ def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
     log, steps = metrics.Metrics(tmp_path, is_main=True), []
     log.wandb = SimpleNamespace(log=lambda line, step: steps.append(step), finish=lambda: None)
     log.train(dict(iter=10, **line), eta_seconds=0)
-    log.save_started(SimpleNamespace(under_way=False), 'path', 10, seconds=0.05, clock=1.0)
+    log.save_started(SimpleNamespace(under_way=False, problem=None), 'path', 10, seconds=0.05, clock=1.0)
     log.train(dict(iter=12, **line | dict(dt_ms=250.0)), eta_seconds=0)
     for _ in range(2):  # the second call has nothing to write
         log.save_written(12, clock=1.5)
