@@ -11,10 +11,15 @@ Config files and keys are those of train.py, and every layout shown has passed t
 that of the fullest GPU. docs/layouts.md says which figures were compared with measurements.
 """
 import argparse
+import contextlib
 import json
 import os
 import re
 import sys
+import tempfile
+from unittest import mock
+
+import torch
 
 from kilogpt.configurator import announced, config_of, exit_on_error
 from kilogpt.machines import GPUS, find_machine
@@ -180,14 +185,30 @@ def parse_arguments():
     return options, arguments
 
 
-def check(planner, options, arguments):
+def config_on(machine, arguments):
+    """train.py's config as config files give it on a Machine: they may ask PyTorch for its device."""
+    has_gpu = machine.device == 'cuda'
+    answers = dict(is_available=has_gpu, device_count=has_gpu * machine.per_node, get_device_name=machine.name,
+                   is_bf16_supported=machine.dtype == 'bfloat16')
+    with contextlib.ExitStack() as patches:
+        for name, answer in answers.items():
+            patches.enter_context(mock.patch.object(torch.cuda, name, lambda *_, answer=answer: answer))
+        config = config_of(os.path.join(ROOT, 'train.py'), arguments)
+    if config['dtype'] == 'auto':
+        config['dtype'] = machine.dtype
+    check_settings(config)
+    return config
+
+
+def check(planner, options, config):
     """Run one iteration of some ranks on tensors without memory; print what each rank holds and sends."""
-    with exit_on_error():
+    with exit_on_error(), tempfile.NamedTemporaryFile('w', suffix='.json') as file:
         from kilogpt.plan import dry_run  # here, since the import takes seconds
         ranks = [int(rank) for rank in options.ranks.split(',')] if options.ranks else None
-        arguments = [*arguments, f'--dtype={planner.config["dtype"]}']  # of the GPU, not of this machine
+        json.dump(config, file)
+        file.flush()
         with announced('running an iteration on tensors without memory'):
-            results = dry_run.dry_run(arguments, options.gpus, ranks)
+            results = dry_run.dry_run([file.name], options.gpus, ranks)
     if options.json:
         print(json.dumps(results))
         return
@@ -203,28 +224,28 @@ def main():
         if options.calibrate:
             calibrate.measure_into(options.calibrate)
             return
-        config = config_of(os.path.join(ROOT, 'train.py'), arguments)
-        check_settings(config)
         machine = find_machine(options.gpu, options.link, options.gpus_per_node)
-        if config['dtype'] == 'auto':
-            config['dtype'] = machine.dtype
+        config = config_on(machine, arguments)
         if arguments_of_weights(config['init_from']):
             print(f'the model is that of {config["init_from"]}', file=sys.stderr)
         elif config['init_from'] not in NEW_MODELS:
             print(f'init_from is {config["init_from"]!r}, which is not here: the model is that of the keys',
                   file=sys.stderr)
-        planner = Planner(config, machine, options.gpus, options.tokens_per_iter, options.load_imbalance)
+        planner = Planner(dict(config), machine, options.gpus, options.tokens_per_iter, options.load_imbalance)
         is_given = options.as_given or options.check
         rows = [planner.row_as_given()] if is_given else planner.search()
         if not rows:
             raise ValueError(f'no layout on {options.gpus} GPUs divides this model and '
                              f'{planner.global_batch} sequences: set --gpus or --tokens_per_iter')
     if options.check:
-        check(planner, options, arguments)
+        check(planner, options, config)
         return
     if options.json:
         print(json.dumps([row for row in rows if planner.fits(row)] or rows[:1]))
         return
+    sequences, length = planner.global_batch, config['block_size']
+    print(f'{planner.model.describe_size()} on {planner.gpus} × {machine.name}, {sequences:,} sequences of {length:,} '
+          f'tokens an iteration, {config["dtype"]}\n')
     if options.as_given:
         print_row(planner, rows[0], options.price)
         return

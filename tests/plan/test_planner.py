@@ -48,7 +48,9 @@ def test_plan_prints_the_fastest_layouts_their_command_and_popular_layouts(run_p
     printed, problem = run_plan('config/gpt2_xl_fsdp.py', '--gpus=16', '--gpu=h100', '--price=2.5',
                                 '--n_layer=12')
     assert problem is None
-    header, *rows = printed.split('\n\n')[0].splitlines()
+    first, table, *_ = printed.split('\n\n')
+    assert first.endswith(' on 16 × H100, 512 sequences of 1,024 tokens an iteration, bfloat16')
+    header, *rows = table.splitlines()
     assert len(rows) == 10 and header.split()[-1] == 'price'
     times = [float(row.partition('batch_size=')[2].split()[4].replace(',', '')) for row in rows]
     assert times == sorted(times) and all(row.startswith(('dp', 'pp', 'tp')) for row in rows)
@@ -56,6 +58,13 @@ def test_plan_prints_the_fastest_layouts_their_command_and_popular_layouts(run_p
     assert f'{command} \\\n    train.py config/gpt2_xl_fsdp.py --n_layer=12' in printed
     tried = printed.partition('popular layouts:\n')[2]
     assert 'tp=8 ' in tried and 'n_head=25 cannot be split over tp=8' in tried
+
+
+def test_config_that_asks_for_the_device_is_asked_on_the_planned_one(run_plan, machine_file):
+    """config/quickstart.py has another model on a CPU than on a GPU, wherever the plan is made."""
+    for gpu, n_params in (('H100', '9,492,096'), (machine_file, '426,752')):
+        printed, problem = run_plan('config/quickstart.py', '--gpus=2', f'--gpu={gpu}')
+        assert problem is None and printed.startswith(f'{n_params} parameters on 2 × ')
 
 
 def test_links_of_processes_that_share_cores_are_as_measured_on_shared_cores():
