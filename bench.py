@@ -46,6 +46,9 @@ from kilogpt.machines import Machine, write_machine
 from kilogpt.plan.time_model import bubble
 
 
+GPT2_VOCABULARY = 50257
+
+
 def parse_sweep(text):
     """'batch_size=8,16 compile=True,False' -> the four combinations, each a list of train.py arguments."""
     axes = []
@@ -262,6 +265,13 @@ def print_rows(rows, table, as_json):
     return complete
 
 
+def yes_or_no(text):
+    """The value of an option that nanoGPT writes as --profile=True."""
+    if text.lower() not in ('true', 'false'):
+        raise argparse.ArgumentTypeError(f'{text!r} is neither True nor False')
+    return text.lower() == 'true'
+
+
 def parse_arguments():
     """(options of bench.py, arguments for train.py)."""
     parser = argparse.ArgumentParser(
@@ -284,11 +294,20 @@ def parse_arguments():
     add('--nproc_per_node', type=int, default=1, help='number of processes under torchrun (1)')
     add('--random_tokens', type=int, metavar='VOCAB_SIZE',
         help='train on random tokens of a vocabulary of this size instead of a dataset')
+    add('--real_data', type=yes_or_no, default=True, metavar='True|False',
+        help="False, as nanoGPT's: one micro-batch of random tokens of GPT-2's vocabulary in each iteration")
     add('--document_length', type=int, default=0, metavar='N',
         help='with --random_tokens: a document every N tokens, for documents=mask and documents=pack (0: none)')
-    add('--profile', action='store_true', help="also print the parts of an iteration's time; writes a trace")
+    add('--profile', type=yes_or_no, nargs='?', const=True, default=False, metavar='True|False',
+        help="also print the parts of an iteration's time; writes a trace")
     add('--json', action='store_true', help='print one JSON object for each row instead of a table')
     options, arguments = parser.parse_known_args()
+    if not options.real_data:
+        options.random_tokens = options.random_tokens or GPT2_VOCABULARY
+        arguments = ['--gradient_accumulation_steps=1', *arguments]
+    elif not arguments and not options.random_tokens:
+        arguments = ['config/quickstart.py']
+        print('of config/quickstart.py: name another config, or keys of train.py', file=sys.stderr)
     if options.iters < 1 or options.warmup < 0:
         sys.exit('error: --iters must be at least 1 and --warmup at least 0')
     if options.scaling and not re.fullmatch(r'[1-9]\d*(,[1-9]\d*)*', options.scaling):

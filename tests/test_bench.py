@@ -188,6 +188,17 @@ def test_too_few_saves_are_a_sentence():
         assert row['error'] == 'only 1 save(s) before the last one: set --iters to at least 9'
 
 
+@pytest.mark.parametrize('arguments, expected', [
+    ([], dict(random_tokens=None, profile=False, arguments=['config/quickstart.py'])),
+    (['--real_data=False', '--profile=False', '--batch_size=8'],  # as nanoGPT writes it
+     dict(random_tokens=50257, profile=False, arguments=['--gradient_accumulation_steps=1', '--batch_size=8'])),
+    (['--profile', '--batch_size=8'], dict(random_tokens=None, profile=True, arguments=['--batch_size=8']))])
+def test_options_are_nanogpts_too_and_no_argument_is_needed(monkeypatch, arguments, expected):
+    monkeypatch.setattr(sys, 'argv', ['bench.py', *arguments])
+    options, rest = bench.parse_arguments()
+    assert dict(random_tokens=options.random_tokens, profile=options.profile, arguments=rest) == expected
+
+
 @pytest.mark.parametrize('arguments, message', [
     (['--scaling=1,2', '--profile'], '--scaling prints a table of its own'),
     (['--saves=3', '--sweep=batch_size=1,2'], '--saves prints a table of its own'),
