@@ -57,6 +57,9 @@ quantize = 'none'  # 'int8': read weights in 8 bits for each token, on a CPU, fo
 compile: bool | None = None  # compile the step from token to token; None = on a GPU, for 4,000 tokens or more
 # ------------------------------------------------------------------------------------------------------------
 config = configure(globals())
+# A model with fewer parameters talks in float32 on a CPU: its tokens are often so near in likelihood that bfloat16
+# decides between them, and SmolLM2-135M-Instruct no longer knows the capital of France.
+SMALL = 500e6
 
 
 def read_prompt():
@@ -94,6 +97,11 @@ with exit_on_error():
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
     separator = separator_in(state)
     template = ChatTemplate(tokenizer) if chat or serve else None
+    if template and config['dtype'] == 'auto' and device.type == 'cpu' and model.num_params() < SMALL:
+        dtype = torch.float32
+    if template:
+        numbers = quantize if quantize != 'none' else str(dtype).removeprefix('torch.')
+        print(f'{model.describe_size()}, {numbers}', file=sys.stderr)
     if template and num_samples not in (None, 1):
         raise ValueError(f'num_samples is {num_samples}, but a conversation has one answer at a time: leave '
                          'num_samples out')

@@ -141,8 +141,9 @@ def chat(out_dir, stdin, *arguments, **options):
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize('arguments', [[], ['--quantize=int8'], ['--dtype=float32']])
-def test_conversation_is_answered_saved_and_begun_again(trained, tmp_path, arguments):
+@pytest.mark.parametrize('arguments, numbers', [
+    ([], 'float32'), (['--quantize=int8'], 'int8'), (['--dtype=bfloat16'], 'bfloat16')])
+def test_conversation_is_answered_saved_and_begun_again(trained, tmp_path, arguments, numbers):
     path = tmp_path / 'saved.jsonl'
     done = chat(trained, f'HI\n\n/save {path}\n/reset\n/save {path}\n/save /nonexistent/a\n/what\nHI\n/save {path}\n/quit\nHI\n',
                 '--system=S', '--temperature=0', *arguments)
@@ -151,6 +152,7 @@ def test_conversation_is_answered_saved_and_begun_again(trained, tmp_path, argum
     assert [message['role'] for message in one] == ['system', 'user', 'assistant']
     assert one[-1]['content'] and '\n' not in one[-1]['content'] and f'> {one[-1]["content"]}' in done.stdout
     assert two == one[:1] and three == one
+    assert f' parameters, {numbers}\n' in done.stderr
     assert '/what is not a command' in done.stderr and '/nonexistent/a' in done.stderr
 
 
