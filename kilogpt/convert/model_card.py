@@ -39,6 +39,26 @@ def write_model_card(folder, config, state, entries, dtype):
         file.write(text)
 
 
+HOW_TO_LOAD_ADAPTERS = """```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(BASE), FOLDER)
+```
+"""
+
+
+def write_adapter_card(folder, config, state, base):
+    """Write the README.md of exported adapters. base: their base's folder or name. Others: as in write_model_card."""
+    name = os.path.basename(os.path.abspath(folder))
+    text = f'---\nlibrary_name: peft\ntags:\n- lora\n- kilogpt\n---\n\n# {name}\n\n'
+    text += f'Adapters (LoRA) of rank {config.lora_rank} for the linears {config.lora_targets} of {base}.\n\n'
+    text += ''.join(f'- {fact}\n' for fact in [*describe_training(state), *describe_code()])
+    load = HOW_TO_LOAD_ADAPTERS.replace('BASE', repr(base)).replace('FOLDER', repr(name))
+    text += f'\nTo load this folder:\n\n{load}'
+    with open(os.path.join(folder, 'README.md'), 'w', encoding='utf-8') as file:
+        file.write(text)
+
+
 def describe_model(config, kind, dtype):
     """One sentence: the number of parameters and the shape."""
     parameters = sum(math.prod(shape) for shape in expected_shapes(config).values())

@@ -26,7 +26,7 @@ from kilogpt.convert.adapters import digest_of, merged, plain_config
 from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
 from kilogpt.convert.folders import open_folder
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
-from kilogpt.convert.model_card import write_model_card
+from kilogpt.convert.model_card import write_adapter_card, write_model_card
 from kilogpt.convert.safetensors_files import write_safetensors
 from kilogpt.convert.tensors import checked, pad_rows
 from kilogpt.optim import build_adamw
@@ -285,20 +285,48 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
         else:
             with naming(path, 'exported'):
                 entries = families.entries_of(plain_config(config), family)
-            if adapter:
-                weights = open_weights(path, config, open_base(state['base'], path))
-                peft.write_adapter(target, weights, config, state['base'], entries['model_type'],
-                                   getattr(torch, dtype))
-                print(f'wrote {target} from {path}')
-                return
-            config, weights = open_run(path, state)
-            tensors = families.to_theirs(weights, entries, config)
             tokenizer = get_tokenizer(state['tokenizer']) if describe_tokenizer(state['tokenizer']) else None
             end = tokenizer.eot if tokenizer else None
             entries |= dict(bos_token_id=end, eos_token_id=end, pad_token_id=None)
-            write = write_gguf_file if to_gguf else write_hugging_face
-            write(target, config, state, entries, tensors, tokenizer, dtype)
+            if adapter:
+                write_adapters(target, path, state, entries, tokenizer, dtype)
+            else:
+                config, weights = open_run(path, state)
+                tensors = families.to_theirs(weights, entries, config)
+                write = write_gguf_file if to_gguf else write_hugging_face
+                write(target, config, state, entries, tensors, tokenizer, dtype)
     print(f'wrote {target} from {path}')
+
+
+def write_adapters(target, path, state, entries, tokenizer, dtype):
+    """Write a folder for PEFT: a run's adapters, the tokenizer, and the base, for transformers, if only we can read it.
+
+    path: of the checkpoint. The other arguments are those of write_hugging_face.
+    """
+    config, base = GPTConfig(**state['model']), state['base']
+    weights = open_base(base, path)
+    if not is_for_transformers(base['source']):
+        base = base | dict(source=os.path.join(os.path.abspath(target), 'base'))
+    try:
+        peft.write_adapter(target, open_weights(path, config, weights), config, base, entries['model_type'],
+                           getattr(torch, dtype))
+        if tokenizer:
+            save_tokenizer(tokenizer, target, config, state)
+        write_adapter_card(target, config, state, base['source'])
+        if base is not state['base']:
+            untrained = state | dict(iteration=0, val_loss=None, config={})  # the base is not what the run trained
+            write_hugging_face(base['source'], plain_config(config), untrained, entries,
+                               families.to_theirs(weights, entries, plain_config(config)), tokenizer, dtype)
+            print(f'{state["base"]["source"]} is nothing that peft can load: it is in {base["source"]} too')
+    except BaseException:
+        shutil.rmtree(target, ignore_errors=True)
+        raise
+
+
+def is_for_transformers(source):
+    """Whether a source of read_weights is one that transformers loads too: a name on the hub, or its folder."""
+    is_folder = os.path.exists(os.path.join(source, 'config.json')) and not checkpoint.choose(source)
+    return source in GPT2_NAMES or is_folder
 
 
 def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):

@@ -1,4 +1,5 @@
 """Adapters in other forms: merged in a folder for transformers, and in the files of PEFT, both ways."""
+import importlib.util
 import json
 
 import pytest
@@ -60,6 +61,28 @@ def test_merged_export_and_adapters_in_files_of_peft_are_the_same_model(tuned, t
     assert entries['base_model_name_or_path'] == str(base) and entries['use_rslora']
     assert entries['target_modules'] == ['mlp.down_proj', 'mlp.gate_proj', 'mlp.up_proj', 'self_attn.k_proj',
                                          'self_attn.o_proj', 'self_attn.q_proj', 'self_attn.v_proj']
+
+
+def test_base_that_others_cannot_load_is_exported_too(train, dataset, tuned, tmp_path):
+    """A run whose weights came from a GGUF file. The folder has the tokenizer, and a page that says how to load it."""
+    base, _ = tuned('llama')
+    run_forked('kilogpt.convert', 'import', base, tmp_path / 'base-run')
+    run_forked('kilogpt.convert', 'export', tmp_path / 'base-run', tmp_path / 'base.gguf')
+    run_forked('kilogpt.convert', 'import', tmp_path / 'base.gguf', tmp_path / 'from-gguf', f'--tokenizer={dataset}')
+    run = train(f'--init_from={tmp_path / "from-gguf"}', '--lora_rank=3', '--max_iters=6', '--eval_interval=6',
+                '--learning_rate=3e-2').out_dir
+    said = run_forked('kilogpt.convert', 'export', run, tmp_path / 'adapter', '--adapter').stdout
+    entries = json.loads((tmp_path / 'adapter/adapter_config.json').read_text())
+    assert entries['base_model_name_or_path'] == str(tmp_path / 'adapter/base')
+    assert 'is nothing that peft can load' in said and (tmp_path / 'adapter/tokenizer.json').exists()
+    assert_equal(logits_of(tmp_path / 'adapter/base'), logits_of(base))
+    run_forked('kilogpt.convert', 'import', tmp_path / 'adapter', tmp_path / 'imported')
+    assert_equal(logits_of(tmp_path / 'imported'), logits_of(run))
+    if importlib.util.find_spec('peft'):
+        from peft import AutoPeftModelForCausalLM
+        assert_equal(logits_of(AutoPeftModelForCausalLM.from_pretrained(tmp_path / 'adapter')), logits_of(run))
+    card = (tmp_path / 'adapter/README.md').read_text()
+    assert 'of rank 3' in card and "from_pretrained('" in card and (tmp_path / 'adapter/base/README.md').exists()
 
 
 def test_imported_adapters_are_trained_on(train, tuned, tmp_path):
@@ -125,6 +148,7 @@ def test_peft_loads_our_adapters_and_we_load_those_of_peft(tuned, family, tmp_pa
     ours = logits_of(run)
     assert (ours - logits_of(base)).abs().max() > 1e-2
     assert_equal(logits_of(theirs), ours)
+    assert_equal(logits_of(peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / 'adapter')), ours)
     assert_equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / 'merged')), ours)
     if family == 'llama':  # an adapter that peft has made
         config = peft.LoraConfig(r=2, lora_alpha=5, target_modules=['q_proj', 'down_proj'], task_type='CAUSAL_LM',
