@@ -144,6 +144,7 @@ class ConversationEncoder(Tokenizer):
 
     roles: those whose messages are targets, separated by commas.
     """
+    document_end = []  # flags say where a conversation begins
 
     def __init__(self, tokenizer, roles):
         self.tokenizer = tokenizer
