@@ -62,10 +62,10 @@ def expect_closed_pipe():
 
 
 def _report_error(kind, error, trace):
-    """sys.excepthook: print the traceback, a sentence if memory is lacking, but nothing for a closed pipe."""
+    """sys.excepthook: print the traceback, or a sentence if memory is lacking; nothing for a closed pipe or Ctrl-C."""
     if sentence := lack_of_memory(error):
         print(f'error: {sentence}', file=sys.stderr)
-    elif not is_of_closed_pipe(error):
+    elif not issubclass(kind, KeyboardInterrupt) and not is_of_closed_pipe(error):
         sys.__excepthook__(kind, error, trace)
 
 

@@ -26,7 +26,7 @@ FLOORS = [
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
      'kilogpt/replay', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},
-    {'bench.py', 'sample.py', 'train.py'},
+    {'bench.py', 'kilogpt/__main__.py', 'sample.py', 'train.py'},
 ]
 # What one person reads in an evening, and how long it may be.
 LONGEST = {'train.py': 320, 'model.py': 537, 'data/loader.py': 220}
@@ -108,6 +108,14 @@ def test_every_room_says_what_happens_in_it_and_where_to_begin():
         assert any(name in text for name in files - {'__init__.py'}), f'{path} names no file to read first'
 
 
+def test_commands_are_listed():
+    listed = run_script('kilogpt').stdout.splitlines()
+    commands = [f'python -m {path.removesuffix("/__main__.py").replace("/", ".")}' for path in PATHS
+                if path.endswith('/__main__.py') and path != 'kilogpt/__main__.py']
+    assert len(listed) == 3 + len(commands) and all(line.count(' ') > 4 for line in listed)
+    assert all(any(line.startswith(f'{command} ') for line in listed) for command in commands)
+
+
 def test_model_imports_torch_and_layers_alone():
     for path in OF_THE_MODEL:
         foreign = {name.partition('.')[0] for name in modules_imported(TREES[path])} - sys.stdlib_module_names
@@ -129,7 +137,7 @@ def test_what_one_reads_in_an_evening_stays_short():
     for path, text in TEXTS.items():
         if path.startswith('kilogpt/') or path in LONGEST:
             assert text.count('\n') <= LONGEST.get(path, LONGEST_OTHERS), path
-    assert len(list(HOME.glob('kilogpt/*.py'))) <= 9
+    assert len(list(HOME.glob('kilogpt/*.py'))) <= 10
 
 
 def test_classes_and_functions_of_the_machinery_stay_short():

@@ -12,7 +12,8 @@ from data.datasets import find_meta
 from data.json_tokenizer import JsonTokenizer
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from data.tokenizer_base import until_end
-from kilogpt.convert.weights import export_weights, import_weights
+from kilogpt.convert.exporting import export_weights
+from kilogpt.convert.weights import import_weights
 
 WORDS = "the quick brown fox's 12345 words.\nIt was a dark and stormy night\nÄÖ are not in it\n" * 20
 TEXT = 'It was <|end|> a fox\'s "night" 🙂 \x00 foo\n'

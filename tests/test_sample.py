@@ -1,5 +1,6 @@
 """sample.py as a user runs it."""
 import re
+import signal
 
 import pytest
 import torch
@@ -81,6 +82,15 @@ def test_conversation_survives_a_character_outside_the_alphabet(trained):
 def test_number_of_samples_follows_from_interactive_unless_it_is_given(trained, arguments, count):
     done = sample(trained, '--start=A', '--max_new_tokens=1', *arguments, stdin='A\n')
     assert len(re.findall(r'-{15}', done.stdout)) == count
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_without_a_traceback(trained):
+    with sample(trained, '--max_new_tokens=100000', runner=start_script) as process:
+        process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        first, *rest = process.stderr.read().splitlines()
+    assert 'val loss' in first and rest == [] and process.returncode == -signal.SIGINT
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Reads and writes the weights of other programs: `python -m kilogpt.convert`.
 
-weights.py exports and imports whole models; folders.py, safetensors_files.py and nanogpt.py read and write their
-files; families.py has the names of tensors and the config entries of each family; tensors.py has the tensors,
-which are read when they are needed; start.py chooses what a run starts from. Read weights.py first;
-docs/weights.md has examples.
+weights.py opens and imports whole models, and exporting.py exports them; folders.py, safetensors_files.py and
+nanogpt.py read and write their files; families.py has the names of tensors and the config entries of each family;
+tensors.py has the tensors, which are read when they are needed. Read weights.py first; docs/weights.md has examples.
 """

@@ -39,6 +39,11 @@ class LoadedRun:
         is_checkpoint = 'config' in state  # out_dir/ckpt/iter_*
         self.metrics = _metrics(os.path.dirname(os.path.dirname(self.path))) if is_checkpoint else []
 
+    def __repr__(self):
+        tokenizer = f'tokenizer {self.tokenizer.name}' if self.tokenizer.name else 'no tokenizer'
+        size, n_lines = self.model.describe_size(), len(self.metrics)
+        return f'LoadedRun({self.path!r}: {size}, {tokenizer}, {n_lines} iterations in metrics)'
+
     @torch.inference_mode()
     def generate(self, prompt='\n', max_new_tokens=500, num_samples=None, temperature=0.8, top_k=200,
                  top_p=1.0, stop=False, seed=1337):

@@ -16,7 +16,8 @@ from test_weights import assert_same_predictions, assert_same_tensors, model_fro
 
 from helpers import ROOT
 from kilogpt.convert.families import FAMILIES, arguments_of, entries_of
-from kilogpt.convert.weights import export_weights, import_weights, read_weights
+from kilogpt.convert.exporting import export_weights
+from kilogpt.convert.weights import import_weights, read_weights
 from model import GPTConfig
 
 ENDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, vocab_size=97)

@@ -13,7 +13,8 @@ from test_families import make_theirs
 from test_weights import FORMS, PROMPT, change_json, make_run, model_from
 
 from kilogpt.convert.model_card import describe_training
-from kilogpt.convert.weights import export_weights, import_weights, read_weights
+from kilogpt.convert.exporting import export_weights
+from kilogpt.convert.weights import import_weights, read_weights
 
 KINDS = 'gpt2', 'llama', 'qwen3'
 INDEX = 'model.safetensors.index.json'

@@ -13,10 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_weights import FORMS, make_run, model_from, save_run
 
-from kilogpt.convert import safetensors_files, tensors, weights
+from kilogpt.convert import exporting, safetensors_files, tensors
 from kilogpt.convert.checkpoint_tensors import open_checkpoint
 from kilogpt.convert.safetensors_files import open_safetensors
-from kilogpt.convert.weights import export_weights, read_weights
+from kilogpt.convert.exporting import export_weights
+from kilogpt.convert.weights import read_weights
 from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
 
@@ -171,7 +172,7 @@ def test_export_that_fails_leaves_no_folder(tmp_path, monkeypatch):
         pathlib.Path(folder, 'model.safetensors').write_bytes(b'half')
         raise OSError('No space left on device')
 
-    monkeypatch.setattr(weights, 'write_safetensors', full_disk)
+    monkeypatch.setattr(exporting, 'write_safetensors', full_disk)
     with pytest.raises(OSError, match='No space'):
         export_weights(out_dir, str(tmp_path / 'hf'))
     assert not os.path.exists(tmp_path / 'hf')

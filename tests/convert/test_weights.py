@@ -22,7 +22,8 @@ from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt.convert import weights
 from kilogpt.convert.__main__ import inspect
 from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import export_weights, import_weights, read_weights
+from kilogpt.convert.exporting import export_weights
+from kilogpt.convert.weights import import_weights, read_weights
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
 from model import GPT, GPTConfig

@@ -13,7 +13,7 @@ from helpers import ROOT, run_forked
 
 import kilogpt
 from data.tokenizer import ByteTokenizer
-from kilogpt.convert.weights import export_weights
+from kilogpt.convert.exporting import export_weights
 from kilogpt.run import checkpoint
 
 PAGE = pathlib.Path(ROOT, 'docs', 'notebook.md')
@@ -54,6 +54,7 @@ def test_run_has_its_model_config_and_metrics(trained):
     last = trained.evals[3] | trained.lines[3]
     assert {key: run.metrics[3][key] for key in last} == last and {'loss', 'val_loss'} <= last.keys()
     assert run.metrics[0]['val_loss'] == trained.evals[0]['val_loss']
+    assert repr(run).startswith(f"LoadedRun('{run.path}': ") and repr(run).endswith('char, 4 iterations in metrics)')
     assert not run.model.training and run.model.transformer.wte.weight.dtype == torch.float32
     latest, first = checkpoint.find(trained.out_dir)[0], checkpoint.find(trained.out_dir)[-1]
     assert load(trained.out_dir, which='latest').path == latest
