@@ -73,6 +73,7 @@ SESSIONS = dict(
         step('python sample.py --init_from=nanoGPT/out/ckpt.pt --tokenizer=shakespeare_char', FEW_TOKENS),
     ],
     help=[
+        step('python -m kilogpt'),
         step('python train.py --help'),
         step('python train.py --help islands'),
     ],
