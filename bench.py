@@ -40,7 +40,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from data.prepare import write_random_tokens
-from kilogpt import script_runs
+from kilogpt import launch_train
 from kilogpt.configurator import expect_closed_pipe
 from kilogpt.machines import Machine, write_machine
 from kilogpt.plan.time_model import bubble
@@ -69,7 +69,7 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
     if profile:
         warmup = max(warmup, 9)  # tracing slows down iterations 6 to 9
     with tempfile.TemporaryDirectory() as out_dir:
-        run = script_runs.train(arguments, out_dir, processes, max_iters=warmup + iters, profile=profile,
+        run = launch_train.train(arguments, out_dir, processes, max_iters=warmup + iters, profile=profile,
                                 **keys)
         row = {key: run.median(key, warmup) for key in ('tokens_per_sec', 'dt_ms', 'mfu', 'mem_gb')}
         row['gradient_accumulation_steps'] = run.config['gradient_accumulation_steps']
@@ -77,7 +77,7 @@ def measure(arguments, processes, iters, warmup, profile=False, trace=None, gpu=
         if profile:
             row |= profile_row(run)
         if gpu:
-            row |= script_runs.predict(arguments, processes, gpu)
+            row |= launch_train.predict(arguments, processes, gpu)
         if trace:
             row['trace'] = shutil.move(os.path.join(out_dir, 'trace.json'), trace)
             if processes == 1:
@@ -128,7 +128,7 @@ def roofline(arguments, config):
         with tempfile.TemporaryDirectory() as folder:
             path = os.path.join(folder, 'machine.json')
             write_machine(machine, path)
-            return script_runs.predict(arguments, 1, path)['predicted_ms']
+            return launch_train.predict(arguments, 1, path)['predicted_ms']
 
     products_ms = predicted_ms(math.inf)
     return dict(products_ms=products_ms, products_rate=peak, memory_ms=predicted_ms(bandwidth) - products_ms,
@@ -326,7 +326,7 @@ def parse_arguments():
 def main():
     expect_closed_pipe()
     options, arguments = parse_arguments()
-    layouts = script_runs.parse_layouts(options.layouts, options.nproc_per_node)
+    layouts = launch_train.parse_layouts(options.layouts, options.nproc_per_node)
     layouts = layouts or [('', options.nproc_per_node, [])]
     combinations = parse_sweep(options.sweep)
     run = functools.partial(measure, iters=options.iters, warmup=options.warmup,

@@ -294,7 +294,7 @@ while True:
             continue  # a run that resumes, or has gone back, makes this iteration again
         with record_function('optimizer'):
             grad_norm = guard.step(lr, loss_sum, grad_clip)
-        sums = parallel.take_sums()
+        sums = parallel.pop_sums()
     hooks.after_update()
     run.advance()
     watchdog.first_iteration_done()

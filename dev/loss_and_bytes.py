@@ -18,7 +18,7 @@ from matplotlib import pyplot
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from kilogpt import script_runs
+from kilogpt import launch_train
 
 PARAMETERS = 64_752
 ISLANDS, ITERATIONS = 4, 2600
@@ -42,7 +42,7 @@ def train(dataset, out_dir, seed, options, nproc):
     """(final validation loss, bytes that an island sent) of a run."""
     delay = 2 if 'delay' in options else 0  # iterations until the last exchange ends
     if not (out_dir / 'ended').exists():
-        script_runs.train([*SHAPE, *options.split()], out_dir, nproc, log_interval=100, eval_iters=100,
+        launch_train.train([*SHAPE, *options.split()], out_dir, nproc, log_interval=100, eval_iters=100,
                           seed=seed, max_iters=ITERATIONS + delay, dataset=os.path.abspath(dataset))
         (out_dir / 'ended').touch()
     with open(out_dir / 'metrics.jsonl', encoding='utf-8') as file:

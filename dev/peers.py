@@ -39,9 +39,9 @@ from kilogpt.compare import recipes
 from kilogpt.compare.candidates import cost_of_reaching
 from kilogpt.compare.report import table
 from kilogpt.configurator import config_of
+from kilogpt.launch_train import timed, train_command
 from kilogpt.parallel.processes import resolve_dtype
 from kilogpt.plot.sources import read_run
-from kilogpt.script_runs import timed, train_command
 
 CPU = torch.device('cpu')
 EVALUATIONS = 15  # of a run, besides the one at its start

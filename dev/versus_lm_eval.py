@@ -21,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 
 from kilogpt.evaluate.harness import HarnessModel
-from kilogpt.evaluate.opening import open_model
+from kilogpt.evaluate.open_model import open_model
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.tasks import read_task
 

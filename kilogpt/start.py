@@ -172,7 +172,7 @@ def find_initial(init_from, processes):
     """The weights of a new run: (checkpoint, tensors, GPTConfig arguments, tokenizer meta, base).
 
     init_from: a run's folder, for its best checkpoint, or a checkpoint (tensors are None), or a source of
-    read_weights, for tensors ({name: Stored}; checkpoint is None). Raises the errors of read_weights, and
+    read_weights, for tensors ({name: LazyTensor}; checkpoint is None). Raises the errors of read_weights, and
     ValueError for a damaged checkpoint.
     """
     path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)

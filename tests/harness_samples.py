@@ -12,7 +12,7 @@ from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
 from kilogpt.evaluate.harness import HarnessModel
-from kilogpt.evaluate.opening import open_model
+from kilogpt.evaluate.open_model import open_model
 from kilogpt.evaluate.scorer import Scorer
 
 if __name__ == '__main__':

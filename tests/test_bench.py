@@ -7,7 +7,7 @@ import pytest
 from helpers import ROOT, TINY, run_script
 
 import bench
-from kilogpt import script_runs
+from kilogpt import launch_train
 from kilogpt.configurator import config_of
 from kilogpt.run import profiler
 from model import GPT, GPTConfig
@@ -80,14 +80,14 @@ def test_error_of_a_failed_run_has_the_line_that_someone_may_have_edited():
             ((loop, machinery, torch_call), ' (kilogpt/parallel/context.py, line 4, in forward)'),
             ((loop,), ' (train.py, line 1, in forward)'),
             ((torch_call,), '')):
-        assert script_runs.last_error(traceback(*places)) == f'RuntimeError: no{expected}'
-    assert script_runs.last_error(traceback(model) + '\nerror: a sentence') == 'error: a sentence'
-    assert script_runs.last_error('') == 'no message'
+        assert launch_train.last_error(traceback(*places)) == f'RuntimeError: no{expected}'
+    assert launch_train.last_error(traceback(model) + '\nerror: a sentence') == 'error: a sentence'
+    assert launch_train.last_error('') == 'no message'
 
 
 def test_words_of_a_layout_become_arguments_and_a_number_of_processes():
     text = ' dp8; zero3 ;tp2 pp2  dp2 zbv full; cp=2 dp1 zero2 rep2 offload bf16 mlp=swiglu;'
-    assert script_runs.parse_layouts(text, 4) == [
+    assert launch_train.parse_layouts(text, 4) == [
         ('dp8', 8, []),
         ('zero3', 4, ['--zero_stage=3']),
         ('tp2 pp2 dp2 zbv full', 8, [
@@ -105,7 +105,7 @@ def test_words_of_a_layout_become_arguments_and_a_number_of_processes():
 ])
 def test_wrong_layout_is_a_sentence(text, message):
     with pytest.raises(SystemExit, match=message):
-        script_runs.parse_layouts(text, 2)
+        launch_train.parse_layouts(text, 2)
 
 
 BYTES_TOLERANCE = 256  # losses, signals and gradient norms are summed over processes, too

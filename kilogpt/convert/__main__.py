@@ -88,7 +88,7 @@ def print_row(title, entries):
 def print_parameters(weights, moments):
     """Print a table of weights, with one row for all blocks, and the number of bytes.
 
-    weights: {name: a tensor or Stored}.
+    weights: {name: a tensor or LazyTensor}.
     """
     blocks_of_row = {}
     for name, tensor in weights.items():

@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from kilogpt.convert.tensors import Stored
+from kilogpt.convert.tensors import LazyTensor
 from kilogpt.layers.lora import scale_of
 from kilogpt.layers.options import ADAPTER_KEYS
 from model import GPTConfig
@@ -18,7 +18,7 @@ DIGEST_VALUES = 2 ** 12  # values of each tensor of which the digest is made
 
 
 def digest_of(weights):
-    """A hexadecimal digest of {name: Stored}: of the names, the shapes, and the first values of each tensor.
+    """A hexadecimal digest of {name: LazyTensor}: of the names, the shapes, and the first values of each tensor.
 
     Another model has another digest, and so has a finetuned one. A change of a few values can go unnoticed.
     """
@@ -37,7 +37,7 @@ def plain_config(config):
 
 
 def merged(weights, config):
-    """{name: Stored} without adapters: W + scale B A takes the place of each weight W that has one."""
+    """{name: LazyTensor} without adapters: W + scale B A takes the place of each weight W that has one."""
     found = {name: stored for name, stored in weights.items() if '.lora_' not in name}
     for name in weights:
         linear, _, kind = name.rpartition('.')
@@ -48,9 +48,9 @@ def merged(weights, config):
 
 
 def _with_update(weight, a, b, scale):
-    """The Stored of a weight (outputs, inputs) plus scale B A, in float32."""
+    """The LazyTensor of a weight (outputs, inputs) plus scale B A, in float32."""
 
     def read(rows):
         return torch.addmm(weight[rows].float(), b[rows].float(), a.whole().float(), alpha=scale)
 
-    return Stored(weight.shape, torch.float32, read)
+    return LazyTensor(weight.shape, torch.float32, read)

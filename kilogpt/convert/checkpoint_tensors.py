@@ -4,7 +4,7 @@ import os
 import torch
 
 from data import storage
-from kilogpt.convert.tensors import Stored, checked, have_same_values, narrowed
+from kilogpt.convert.tensors import LazyTensor, checked, have_same_values, narrowed
 from kilogpt.run.checkpoint_files import safe_reader
 from model import GPT
 
@@ -25,15 +25,15 @@ def expected_shapes(config):
 
 
 def drop_copied_head(tensors):
-    """Delete the output head from {name: Stored} if it equals the token table: tied weights are one."""
+    """Delete the output head from {name: LazyTensor} if it equals the token table: tied weights are one."""
     if tensors.keys() >= {*TOKEN_TABLES} and have_same_values(*(tensors[name] for name in TOKEN_TABLES)):
         del tensors['lm_head.weight']
 
 
 def open_weights(path, config, base=()):
-    """{name: Stored} of a checkpoint's weights, without the padding of the vocabulary.
+    """{name: LazyTensor} of a checkpoint's weights, without the padding of the vocabulary.
 
-    base: {name: Stored} of the weights that a checkpoint of adapters does not hold.
+    base: {name: LazyTensor} of the weights that a checkpoint of adapters does not hold.
     ValueError if the checkpoint has another model than `config`, or, when a tensor is read, NaN or infinity.
     """
     found = open_checkpoint(path)
@@ -50,7 +50,7 @@ def open_weights(path, config, base=()):
 
 
 def open_checkpoint(path):
-    """{key: Stored} of a checkpoint's tensors that have rows. The metadata is read once."""
+    """{key: LazyTensor} of a checkpoint's tensors that have rows. The metadata is read once."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.utils import _create_file_view
     metadata = safe_reader(path).read_metadata()
@@ -85,7 +85,7 @@ def open_checkpoint(path):
                     whole[(slice(first - start, last - start), *columns)] = part
             return whole
 
-        return Stored(shape, dtype, read)
+        return LazyTensor(shape, dtype, read)
 
     return {key: stored_in_checkpoint(key, found) for key, found in metadata.state_dict_metadata.items()
             if found.size}

@@ -125,7 +125,7 @@ def save_tokenizer(tokenizer, folder, config, state):
 def write_hugging_face(target, config, state, entries, tensors, tokenizer, dtype):
     """Write a folder for transformers.
 
-    state: of the checkpoint. entries: of config.json. tensors: {their name: Stored}. tokenizer: or None.
+    state: of the checkpoint. entries: of config.json. tensors: {their name: LazyTensor}. tokenizer: or None.
     """
     theirs = entries | dict(torch_dtype=dtype, dtype=dtype, kilogpt=dict(
         model=dataclasses.asdict(config), tokenizer=portable(state['tokenizer'])))

@@ -410,7 +410,7 @@ def families_of(config):
 # --- tensors ------------------------------------------------------------------------------------------------
 
 def to_ours(tensors, theirs, arguments):
-    """{our name: Stored} from {their name: Stored}. theirs: config.json; arguments: those that it gave."""
+    """{our name: LazyTensor} from {their name: LazyTensor}. theirs: config.json; arguments: those that it gave."""
     family, config = FAMILIES[theirs['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
     if theirs['model_type'] == 'glm4_moe':
@@ -426,7 +426,7 @@ def to_ours(tensors, theirs, arguments):
 
 
 def to_theirs(tensors, entries, config):
-    """{their name: Stored} from {our name: Stored}. entries: those of `entries_of`."""
+    """{their name: LazyTensor} from {our name: LazyTensor}. entries: those of `entries_of`."""
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
     if entries['model_type'] == 'glm4_moe':

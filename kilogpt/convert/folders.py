@@ -9,7 +9,7 @@ import zipfile
 import torch
 
 from kilogpt.convert.safetensors_files import ADVICE, open_safetensors
-from kilogpt.convert.tensors import Stored, checked, in_memory
+from kilogpt.convert.tensors import LazyTensor, checked, in_memory
 
 # The number of blocks, as the families name it in config.json.
 LAYER_KEYS = 'num_hidden_layers', 'n_layer', 'n_layers', 'num_layers'
@@ -19,7 +19,7 @@ QUANTIZATION_FILES = 'quantize_config.json', 'quant_config.json', 'hf_quant_conf
 
 
 def open_folder(folder):
-    """(content of config.json, {their name: Stored}) of a Hugging Face folder.
+    """(content of config.json, {their name: LazyTensor}) of a Hugging Face folder.
 
     OSError if a file is missing, ValueError if one is damaged, or if the weights are quantized or an adapter.
     """
@@ -75,7 +75,7 @@ def refuse_quantized(folder, theirs):
 
 
 def open_tensors(folder):
-    """{name: Stored} of the files with tensors: one file, or shards with an index."""
+    """{name: LazyTensor} of the files with tensors: one file, or shards with an index."""
     for name, open_file in (('model.safetensors', open_safetensors), ('pytorch_model.bin', open_pickled)):
         path = os.path.join(folder, name)
         if os.path.exists(path):
@@ -96,7 +96,7 @@ def _open_checked(path, open_file):
 
 
 def _open_shards(folder, index, open_file):
-    """{name: Stored} of all shards. Of a tensor in two shards, the one that the index names is taken."""
+    """{name: LazyTensor} of all shards. Of a tensor in two shards, the one that the index names is taken."""
     shard_of = read_json(index).get('weight_map')
     if not isinstance(shard_of, dict) or not all(isinstance(name, str) for name in shard_of.values()):
         raise ValueError(f'{index} has no weight_map that names the file of each tensor: {ADVICE}')
@@ -121,7 +121,7 @@ def _open_shards(folder, index, open_file):
 
 
 def open_pickled(path):
-    """{name: Stored} of a pytorch_model.bin."""
+    """{name: LazyTensor} of a pytorch_model.bin."""
     is_mapped = zipfile.is_zipfile(path)  # the format before 2020 cannot be mapped into memory
 
     def load():
@@ -129,7 +129,7 @@ def open_pickled(path):
 
     def stored_in_file(name, tensor):
         # The file is mapped at each read, so that the pages of earlier reads do not stay in memory.
-        return Stored(tuple(tensor.shape), tensor.dtype, lambda rows: load()[name][rows].clone())
+        return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda rows: load()[name][rows].clone())
 
     try:
         content = load()

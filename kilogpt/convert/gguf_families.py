@@ -288,7 +288,7 @@ def shortest(value):
 
 
 def entries_from_gguf(metadata, tensors):
-    """config.json's entries from {key: value} and {name: Stored} of a file. ValueError for unknown models."""
+    """config.json's entries from {key: value} and {name: LazyTensor} of a file. ValueError for unknown models."""
     kind = find_kind(metadata)
     family = FAMILIES[kind]
     prefix = metadata['general.architecture'] + '.'

@@ -16,7 +16,7 @@ import torch
 from kilogpt.convert.gguf_families import entries_from_gguf, entries_to_gguf, find_family
 from kilogpt.convert.gguf_tensors import tensors_from_gguf, tensors_to_gguf
 from kilogpt.convert.gguf_tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
-from kilogpt.convert.tensors import Stored
+from kilogpt.convert.tensors import LazyTensor
 
 NUMBERS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', 6: 'f', 7: '?', 10: 'Q', 11: 'q', 12: 'd'}
 STRING, ARRAY = 8, 9  # types of metadata, besides the numbers, which are given as the module struct has them
@@ -39,7 +39,7 @@ def import_gguf():
 # --- read ---------------------------------------------------------------------------------------------------
 
 class Header:
-    """What precedes the numbers in a file: `metadata` {key: value} and `tensors` {name: Stored}.
+    """What precedes the numbers in a file: `metadata` {key: value} and `tensors` {name: LazyTensor}.
 
     gguf.GGUFReader reads the same, but takes seconds for the tokens of a vocabulary.
     """
@@ -94,7 +94,7 @@ class Header:
         return name, self.number('Q'), tuple(reversed(shape)), kind
 
     def open(self, start, shape, kind):
-        """The Stored of a tensor. Types of fewer bits than float16 are read as float32."""
+        """The LazyTensor of a tensor. Types of fewer bits than float16 are read as float32."""
         gguf = import_gguf()
         kind = gguf.GGMLQuantizationType(kind)
         rows_of_bytes = gguf.quants.quant_shape_to_byte_shape(shape, kind)
@@ -106,7 +106,7 @@ class Header:
             numbers, dtype = PLAIN[kind.name]
             plain = data.view(numbers).reshape(shape)
             # a copy, since the file is mapped read-only
-            return Stored(shape, dtype, lambda rows: torch.from_numpy(np.array(plain[rows])).view(dtype))
+            return LazyTensor(shape, dtype, lambda rows: torch.from_numpy(np.array(plain[rows])).view(dtype))
         packed = data.reshape(-1, rows_of_bytes[-1])
         try:
             gguf.quants.dequantize(packed[:1], kind)
@@ -120,11 +120,11 @@ class Header:
             values = torch.from_numpy(gguf.quants.dequantize(some, kind))
             return values if len(shape) > 1 else values[0][rows]
 
-        return Stored(shape, torch.float32, read)
+        return LazyTensor(shape, torch.float32, read)
 
 
 def read_gguf(path):
-    """(config.json's entries, {name in transformers: Stored}, write_tokenizer) of a GGUF file.
+    """(config.json's entries, {name in transformers: LazyTensor}, write_tokenizer) of a GGUF file.
 
     write_tokenizer(folder) writes tokenizer.json and tokenizer_config.json into a folder that exists; it is
     None for a file without a tokenizer. ValueError if the file is damaged or its model is not supported.
@@ -168,7 +168,7 @@ def read_gguf(path):
 def write_gguf(path, theirs, tensors, tokenizer_folder, dtype='float16'):
     """Write a GGUF file for llama.cpp.
 
-    theirs: config.json's entries. tensors: {name in transformers: Stored}. dtype: 'float32', 'float16',
+    theirs: config.json's entries. tensors: {name in transformers: LazyTensor}. dtype: 'float32', 'float16',
     'bfloat16' or 'q8_0'; norms, biases and routers stay in float32, and matrices whose rows are not whole
     blocks of 32 become float16 instead of q8_0. tokenizer_folder: a folder with a tokenizer.json, or None.
     ValueError if llama.cpp cannot represent the model.

@@ -44,7 +44,7 @@ def rotary_order(stem, theirs):
 
 
 def tensors_to_gguf(theirs, tensors):
-    """{name in GGUF: Stored} from {name in transformers: Stored}. ValueError for a tensor without a place."""
+    """{name in GGUF: LazyTensor} from {name in transformers: LazyTensor}. ValueError for a tensor without a place."""
     family, names = find_family(theirs), tensor_names(theirs)
     theirs = complete(theirs)
     tensors = renaming.drop_leftovers(tensors)
@@ -80,7 +80,7 @@ def rope_tensors(theirs):
 
 
 def tensors_from_gguf(theirs, tensors):
-    """{name in transformers: Stored} from {name in GGUF: Stored}. ValueError if a tensor is unknown."""
+    """{name in transformers: LazyTensor} from {name in GGUF: LazyTensor}. ValueError if a tensor is unknown."""
     family = find_family(theirs)
     stems = {name: stem for stem, name in tensor_names(theirs).items()}
     found = {}

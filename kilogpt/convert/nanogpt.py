@@ -18,7 +18,7 @@ MOMENTS = ('exp_avg', 'exp_avg_sq')  # in AdamW's state
 # --- names --------------------------------------------------------------------------------------------------
 
 def split_qkv(tensors):
-    """Split each c_attn (rows of queries, keys, values) into c_q, c_k and c_v. tensors: {name: Stored}."""
+    """Split each c_attn (rows of queries, keys, values) into c_q, c_k and c_v. tensors: {name: LazyTensor}."""
     split = {}
     for name, stored in tensors.items():
         if '.attn.c_attn.' in name:
@@ -47,7 +47,7 @@ def keys_without_form(config):
 # --- reading ------------------------------------------------------------------------------------------------
 
 def load_nanogpt(path):
-    """The content of a ckpt.pt, with tensors mapped into memory; its `model` is {name: Stored}.
+    """The content of a ckpt.pt, with tensors mapped into memory; its `model` is {name: LazyTensor}.
 
     torch.compile's prefix is removed from the names in `model`. The causal masks of old versions are dropped,
     and so is the head, which is a copy of the token table unless someone has changed nanoGPT's model.
@@ -69,14 +69,14 @@ def load_nanogpt(path):
 
 
 def open_model(saved):
-    """(GPTConfig arguments, {our name: Stored}) of the content of a ckpt.pt."""
+    """(GPTConfig arguments, {our name: LazyTensor}) of the content of a ckpt.pt."""
     arguments = {key: value for key, value in saved['model_args'].items() if key in KEYS}
     arguments['tie_weights'] = 'lm_head.weight' not in saved['model']
     return arguments, split_qkv(saved['model'])
 
 
 def open_moments(path, saved):
-    """{our name: {kind: Stored}} of AdamW's moments in a ckpt.pt; {} if it has none.
+    """{our name: {kind: LazyTensor}} of AdamW's moments in a ckpt.pt; {} if it has none.
 
     saved: the content of the ckpt.pt.
     """

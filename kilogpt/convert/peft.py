@@ -50,7 +50,7 @@ def place_in(family, linear, config):
 def write_adapter(folder, weights, config, base, model_type, dtype):
     """Write the adapters of a model into a new folder.
 
-    weights: {our name: Stored}, the adapters among them. base: as in state.json. model_type: of the family
+    weights: {our name: LazyTensor}, the adapters among them. base: as in state.json. model_type: of the family
     whose names the base has. dtype: of the tensors.
     """
     tensors, ranks = {}, {}
@@ -113,7 +113,7 @@ def read_entries(folder):
 
 
 def read_adapter(folder, entries, config):
-    """({key of the model: value}, {our name: Stored}) of an adapter for a base with that GPTConfig.
+    """({key of the model: value}, {our name: LazyTensor}) of an adapter for a base with that GPTConfig.
 
     It may have the names of any family that can be such a base.
     ValueError if a name is missing, or is of a linear that cannot have an adapter.

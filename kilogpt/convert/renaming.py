@@ -1,6 +1,6 @@
 """Tensors of other programs as ours, and ours as theirs: other names, packed matrices, experts one by one.
 
-Every function takes and returns {name: Stored}. Reads nothing: a Stored is read when it is needed.
+Every function takes and returns {name: LazyTensor}. Reads nothing: a LazyTensor is read when it is needed.
 """
 import re
 

@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from kilogpt.convert.tensors import Stored
+from kilogpt.convert.tensors import LazyTensor
 from kilogpt.run.checkpoint_files import write_json
 
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16, I64=torch.int64,
@@ -24,7 +24,7 @@ ADVICE = 'copy or download it again'
 # --- reading ------------------------------------------------------------------------------------------------
 
 def open_safetensors(path):
-    """{name: Stored} of a safetensors file. ValueError if the file is damaged."""
+    """{name: LazyTensor} of a safetensors file. ValueError if the file is damaged."""
     size = os.path.getsize(path)
     with open(path, 'rb') as file:
         start = 8 + int.from_bytes(file.read(8), 'little')
@@ -56,7 +56,7 @@ def open_safetensors(path):
 
 
 def _open_tensor(path, start, dtype, shape, data_offsets):
-    """The Stored of an entry of a header. start: where the first tensor is in the file."""
+    """The LazyTensor of an entry of a header. start: where the first tensor is in the file."""
     dtype, shape = DTYPES[dtype], tuple(shape)
     first, end = data_offsets
     if any(type(number) is not int or number < 0 for number in (*shape, first)):
@@ -74,7 +74,7 @@ def _open_tensor(path, start, dtype, shape, data_offsets):
             raise ValueError(f'{path} has become shorter while it was read: {ADVICE}')
         return tensor
 
-    return Stored(shape, dtype, read)
+    return LazyTensor(shape, dtype, read)
 
 
 def _bytes_of(tensor):
@@ -85,7 +85,7 @@ def _bytes_of(tensor):
 # --- writing ------------------------------------------------------------------------------------------------
 
 def write_safetensors(folder, tensors, dtype):
-    """Write {name: Stored} in a dtype into files of at most SHARD_BYTES in a folder, one tensor at a time.
+    """Write {name: LazyTensor} in a dtype into files of at most SHARD_BYTES in a folder, one tensor at a time.
 
     One file is model.safetensors. Several have numbers, and model.safetensors.index.json says which tensor is
     in which file, as transformers writes it. A tensor larger than SHARD_BYTES has a file to itself.
@@ -113,7 +113,7 @@ def write_safetensors(folder, tensors, dtype):
 
 
 def write_tensors(path, tensors, dtype):
-    """Write {name: Stored} in a dtype into one file."""
+    """Write {name: LazyTensor} in a dtype into one file."""
     header, end = {'__metadata__': dict(format='pt')}, 0
     for name, stored in tensors.items():
         start, end = end, end + math.prod(stored.shape) * dtype.itemsize

@@ -1,6 +1,6 @@
 """Tensors that are read when they are needed, and how one is made of others. Nothing here knows a format.
 
-A model that is larger than memory is converted tensor by tensor: each conversion is a Stored whose `read`
+A model that is larger than memory is converted tensor by tensor: each conversion is a LazyTensor whose `read`
 calls the `read` of others.
 """
 import functools
@@ -14,7 +14,7 @@ from kilogpt.run.checkpoint_files import check_finite, count_nonfinite
 BLOCK_BYTES = 2 ** 25  # of rows that are read at a time where a whole tensor is not needed
 
 
-class Stored(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor in a file. `stored[start:stop]` and `read(slice)` return these rows, in the file's dtype."""
     shape: tuple
     dtype: torch.dtype
@@ -28,8 +28,8 @@ class Stored(NamedTuple):
 
 
 def in_memory(tensor):
-    """The Stored of a tensor that is in memory."""
-    return Stored(tuple(tensor.shape), tensor.dtype, lambda rows: tensor[rows])
+    """The LazyTensor of a tensor that is in memory."""
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, lambda rows: tensor[rows])
 
 
 def blocks(stored, rows=slice(None)):
@@ -52,7 +52,7 @@ def checked(stored, path, name, advice):
             check_finite(path, [(name, stored.whole())], advice)
         return found
 
-    return Stored(stored.shape, stored.dtype, read)
+    return LazyTensor(stored.shape, stored.dtype, read)
 
 
 def pad_rows(stored, shape, rows=slice(None)):
@@ -77,12 +77,12 @@ def narrowed(stored, start, stop):
         first, last, _ = rows.indices(stop - start)
         return stored[start + first:start + last]
 
-    return Stored((stop - start, *stored.shape[1:]), stored.dtype, read)
+    return LazyTensor((stop - start, *stored.shape[1:]), stored.dtype, read)
 
 
 def transposed(stored):
     """The transpose of a matrix, which is read whole."""
-    return Stored(stored.shape[::-1], stored.dtype, lambda rows: stored.whole().t()[rows])
+    return LazyTensor(stored.shape[::-1], stored.dtype, lambda rows: stored.whole().t()[rows])
 
 
 def selected(stored, indices):
@@ -95,7 +95,7 @@ def selected(stored, indices):
         first, last = int(wanted.min()), int(wanted.max())
         return stored[first:last + 1][wanted - first]
 
-    return Stored((len(indices), *stored.shape[1:]), stored.dtype, read)
+    return LazyTensor((len(indices), *stored.shape[1:]), stored.dtype, read)
 
 
 def _common_dtype(parts, shapes):
@@ -122,7 +122,7 @@ def joined(parts):
             first += part.shape[0]
         return found
 
-    return Stored(shape, dtype, read)
+    return LazyTensor(shape, dtype, read)
 
 
 def stacked(parts):
@@ -136,14 +136,14 @@ def stacked(parts):
             row.copy_(part.whole())
         return found
 
-    return Stored((len(parts), *parts[0].shape), dtype, read)
+    return LazyTensor((len(parts), *parts[0].shape), dtype, read)
 
 
 def unstacked(stored):
     """The inverse of `stacked`: a list."""
 
     def element(number):
-        return Stored(stored.shape[1:], stored.dtype,
+        return LazyTensor(stored.shape[1:], stored.dtype,
                       lambda rows: stored[number:number + 1][0][rows])
 
     return [element(number) for number in range(stored.shape[0])]
@@ -151,7 +151,7 @@ def unstacked(stored):
 
 def mapped(stored, function):
     """function(tensor), which changes elements but neither shape nor dtype."""
-    return Stored(stored.shape, stored.dtype, lambda rows: function(stored[rows]))
+    return LazyTensor(stored.shape, stored.dtype, lambda rows: function(stored[rows]))
 
 
 def zeros(shape, dtype=torch.float32):
@@ -161,4 +161,4 @@ def zeros(shape, dtype=torch.float32):
         count = len(range(*rows.indices(shape[0])))
         return torch.zeros(count, *shape[1:], dtype=dtype)
 
-    return Stored(tuple(shape), dtype, read)
+    return LazyTensor(tuple(shape), dtype, read)

@@ -42,7 +42,7 @@ def read_weights(source):
 
     source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a file that ends with
     .gguf, a ckpt.pt of nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
-    Returns (GPTConfig arguments, {our name: Stored}, meta of the tokenizer). Tensors have the file's dtype.
+    Returns (GPTConfig arguments, {our name: LazyTensor}, meta of the tokenizer). Tensors have the file's dtype.
     The meta is None if the tokenizer is not one of ours. A head that differs from the token table is kept,
     even if the file says that the two are tied.
     OSError if the weights are not available, ValueError if our model cannot represent them. NaN and infinity
@@ -101,7 +101,7 @@ def check_types(source, arguments, meta):
 
 
 def check_finite_values(weights):
-    """Read all of {name: Stored}, one tensor at a time: ValueError if a tensor has NaN or infinity."""
+    """Read all of {name: LazyTensor}, one tensor at a time: ValueError if a tensor has NaN or infinity."""
     for stored in weights.values():
         stored.whole()
 
@@ -120,7 +120,7 @@ def choose_tokenizer(name, stored, source, vocab_size):
 
 
 def read_hugging_face(source):
-    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
+    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
     folder = source if os.path.isdir(source) else download_gpt2(source)
     theirs, tensors = open_folder(folder)
     arguments, tensors = from_standard_form(theirs, tensors, folder)
@@ -128,7 +128,7 @@ def read_hugging_face(source):
 
 
 def read_gguf_file(path):
-    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a GGUF file."""
+    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a GGUF file."""
     theirs, tensors, write_tokenizer = read_gguf(path)
     tensors = {name: checked(stored, path, name, 'use other weights') for name, stored in tensors.items()}
     arguments, tensors = from_standard_form(theirs, tensors, path)
@@ -142,7 +142,7 @@ def read_gguf_file(path):
 
 
 def from_standard_form(theirs, tensors, source):
-    """(GPTConfig arguments, {our name: Stored}) from config.json's entries and {their name: Stored}."""
+    """(GPTConfig arguments, {our name: LazyTensor}) from config.json's entries and {their name: LazyTensor}."""
     arguments = families.arguments_of(theirs, source)
     ours = theirs.get('kilogpt', {})  # added by our own export
     arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
@@ -160,7 +160,7 @@ def from_standard_form(theirs, tensors, source):
 
 
 def read_nanogpt(path):
-    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a ckpt.pt."""
+    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a ckpt.pt."""
     saved = nanogpt.load_nanogpt(path)
     arguments, tensors = nanogpt.open_model(saved)
     default_meta = GPT2_META if arguments['vocab_size'] in GPT2_VOCAB_SIZES else None
@@ -206,7 +206,7 @@ def download_gpt2(name):
 # --- from a run ---------------------------------------------------------------------------------------------
 
 def open_run(path, state):
-    """(GPTConfig, {our name: Stored}) of a checkpoint, whose adapters are merged into their base.
+    """(GPTConfig, {our name: LazyTensor}) of a checkpoint, whose adapters are merged into their base.
 
     state: its state.json. ValueError if the base is not there, or if it is another one.
     """
@@ -218,7 +218,7 @@ def open_run(path, state):
 
 
 def open_source(source):
-    """(GPTConfig arguments, {our name: Stored}, tokenizer meta) of a run, or of a source of read_weights."""
+    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a run, or of a source of read_weights."""
     path = checkpoint.choose(source)
     if not path:
         return read_weights(source)
@@ -228,7 +228,7 @@ def open_source(source):
 
 
 def open_base(base, path):
-    """{our name: Stored} of the base of adapters.
+    """{our name: LazyTensor} of the base of adapters.
 
     base: as in state.json. path: of the checkpoint of the adapters.
     """
@@ -289,7 +289,7 @@ def import_weights(source, out_dir, tokenizer='', base=''):
 
 
 def read_adapter(folder, base):
-    """(GPTConfig arguments, {our name: Stored}, tokenizer meta, base for state.json) of adapters of PEFT.
+    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta, base for state.json) of adapters of PEFT.
 
     base: the source of its base, or '' for the one that adapter_config.json names.
     """
@@ -307,7 +307,7 @@ def read_adapter(folder, base):
 
 
 def describe_base(source, weights):
-    """What state.json keeps of a base. source: as in open_source. weights: {our name: Stored}."""
+    """What state.json keeps of a base. source: as in open_source. weights: {our name: LazyTensor}."""
     if not storage.is_url(source) and source not in GPT2_NAMES:
         source = os.path.abspath(checkpoint.choose(source) or source)
     return dict(source=source, digest=digest_of(weights))

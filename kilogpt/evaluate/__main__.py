@@ -22,7 +22,7 @@ import time
 
 from data.storage import is_url
 from kilogpt.configurator import exit_on_error
-from kilogpt.evaluate.opening import open_model
+from kilogpt.evaluate.open_model import open_model
 from kilogpt.evaluate.reference import write_reference
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, details

@@ -169,7 +169,7 @@ class Parallel:
             self.forward_backward(batch)
             self.zero_grad()
             self.balance.forget()
-        self.take_sums()
+        self.pop_sums()
 
     def forward_backward(self, batch, n_targets=0, last=True, scale=lambda loss: loss):
         """Add the gradients of a micro-batch (pipeline: of all); returns the sum of this process's losses.
@@ -208,7 +208,7 @@ class Parallel:
         with self._autocast:
             return self.stages[0](*batch)
 
-    def take_sums(self):
+    def pop_sums(self):
         """{name: sum over this process's tokens} that the model has added to `sums` since the last call."""
         taken = {}
         for stage in self.stages.values():
@@ -221,7 +221,7 @@ class Parallel:
         """Switch dropout on or off, and drop the `sums` of passes that belong to no update."""
         for stage in self.stages.values():
             stage.train(mode)
-        self.take_sums()
+        self.pop_sums()
 
     def sum_losses(self, loss_sum):
         """The sum of all processes' losses. Tensor-parallel ranks have one loss, which counts once."""
@@ -312,7 +312,7 @@ def take_means(parallel, key, count):
 
     key: that of the loss in an evaluation. reward_margin beside val_loss has the name val_reward_margin.
     """
-    sums = {key.replace('loss', name): float(value) for name, value in parallel.take_sums().items()}
+    sums = {key.replace('loss', name): float(value) for name, value in parallel.pop_sums().items()}
     totals = parallel.processes.sums(list(sums.values())) if sums else []
     return {name: total / parallel.layout.tp / (count or math.nan) for name, total in zip(sums, totals)}
 

@@ -22,12 +22,12 @@ from unittest import mock
 import torch
 
 from kilogpt.configurator import announced, config_of, exit_on_error
+from kilogpt.launch_train import ROOT
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
 from kilogpt.plan.models import NEW_MODELS, arguments_of_weights
 from kilogpt.plan.planner import Planner
-from kilogpt.script_runs import ROOT
 from kilogpt.settings import check_settings
 
 # --- printing -----------------------------------------------------------------------------------------------

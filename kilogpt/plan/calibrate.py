@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from kilogpt import metrics
 from kilogpt.configurator import announced
-from kilogpt.script_runs import ROOT, last_error
-from kilogpt.parallel.layout import Layout
+from kilogpt.launch_train import ROOT, last_error
 from kilogpt.machines import Machine, read_machine, write_machine
-from kilogpt.parallel.whole_matrices import all_gather
+from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype
+from kilogpt.parallel.whole_matrices import all_gather
 
 ROUNDS = 5  # the fastest round counts
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of matrix products

@@ -25,16 +25,16 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional as F
 
-from kilogpt.devices import cpu
-from kilogpt.parallel import apply, ddp
 from kilogpt.configurator import config_of, exit_on_error
+from kilogpt.devices import cpu
 from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, replace_parts
-from kilogpt.script_runs import ROOT, last_error
-from kilogpt.parallel.layout import Layout
+from kilogpt.launch_train import ROOT, last_error
 from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
+from kilogpt.parallel import apply, ddp
+from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.plan.byte_counter import PARTS, ByteCounter
 from kilogpt.plan.models import model_config

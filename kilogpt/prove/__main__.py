@@ -45,13 +45,13 @@ import time
 import torch
 from tqdm import tqdm
 
-from kilogpt.prove import diagnosis, draws, forked, random_draws
 from kilogpt.configurator import config_of, exit_on_error
-from kilogpt.script_runs import ROOT, parse_layout, parse_layouts
+from kilogpt.launch_train import ROOT, parse_layout, parse_layouts
 from kilogpt.parallel.layout import Layout, check_layout
-from kilogpt.settings import check_settings
+from kilogpt.prove import diagnosis, draws, forked, random_draws
 from kilogpt.prove.data import VOCABULARY, write_text
 from kilogpt.prove.runs import LayoutRuns
+from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 
 ITERATIONS = 3  # iterations compared before the save

@@ -8,8 +8,8 @@ import itertools
 import math
 import random
 
+from kilogpt.launch_train import parse_layout
 from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, LAYOUT, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
-from kilogpt.script_runs import parse_layout
 
 CANDIDATES = 25  # random draws, of which the one with the most new pairs for its time is taken
 COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
@@ -175,7 +175,7 @@ class Drawer:
 
 
 def draw_layouts(generator, count, needs, most_processes, is_possible):
-    """Up to `count` different random layouts, as [words of script_runs.parse_layouts].
+    """Up to `count` different random layouts, as [words of launch_train.parse_layouts].
 
     generator: a random.Random. needs: as in `complete`. is_possible(words): whether a layout can be.
     """

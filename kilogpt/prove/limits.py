@@ -3,7 +3,7 @@ import functools
 import os
 import re
 
-from kilogpt.script_runs import ROOT
+from kilogpt.launch_train import ROOT
 
 PAGE = os.path.join(ROOT, 'docs', 'layouts.md')
 

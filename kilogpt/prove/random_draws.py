@@ -17,10 +17,10 @@ from tqdm import tqdm
 import kilogpt.layers
 import kilogpt.parallel
 from kilogpt.configurator import config_of
+from kilogpt.launch_train import ROOT
 from kilogpt.prove import forked, trial
 from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, shrink, without
 from kilogpt.prove.space import DRAWN, LAYOUT, count_processes, plain
-from kilogpt.script_runs import ROOT
 
 WORKERS = 2  # draws at a time
 MORE_MODULES = ('data.documents', 'data.mixture_loader', 'data.pair_loader', 'kilogpt.convert.weights',

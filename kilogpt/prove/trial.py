@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
+from kilogpt.launch_train import as_arguments, parse_layout
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.prove import compare, data, forked, observer
 from kilogpt.prove.diagnosis import describe
 from kilogpt.prove.limits import is_documented
 from kilogpt.prove.runs import LayoutRuns
 from kilogpt.prove.space import LAYOUT, MODEL, TRAINING, count_processes, plain
-from kilogpt.script_runs import as_arguments, parse_layout
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 

@@ -20,10 +20,10 @@ import sys
 import tempfile
 
 from kilogpt.configurator import config_of, exit_on_error
+from kilogpt.launch_train import ROOT, as_arguments
 from kilogpt.learning_rate import decay_iters
 from kilogpt.replay.comparison import Comparison, RecordedRun, write_batch
 from kilogpt.run import checkpoint
-from kilogpt.script_runs import ROOT, as_arguments
 
 # The keys of a replay that differ from the run: it only trains, and saves its last iteration.
 REPLAY_KEYS = dict(log_interval=1, eval_iters=0, eval_interval=2 ** 31, eval_only=False, save_interval=0,

@@ -24,7 +24,7 @@ from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
 from kilogpt.convert.gguf_tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, PROBE, build_pre_tokenizer
 from kilogpt.convert.gguf_tokenizer import find_pre_tokenizer, tokenizer_from_gguf, tokenizer_to_gguf
-from kilogpt.convert.tensors import Stored, in_memory
+from kilogpt.convert.tensors import LazyTensor, in_memory
 from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
 
 MODERN = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
@@ -85,7 +85,7 @@ def make_model(form, **changes):
 
 
 def save(model, folder):
-    """(entries of config.json, {name: Stored}) of a model of transformers that is saved in a folder."""
+    """(entries of config.json, {name: LazyTensor}) of a model of transformers that is saved in a folder."""
     model.save_pretrained(folder)
     tensors = {name: in_memory(tensor) for name, tensor in load_file(folder / 'model.safetensors').items()}
     return json.loads((folder / 'config.json').read_text()), tensors
@@ -244,7 +244,7 @@ def test_one_tensor_at_a_time_is_in_memory(tmp_path):
             alive.add(tensor)
             most = max(most, len(alive))
             return tensor
-        return Stored(stored.shape, stored.dtype, read)
+        return LazyTensor(stored.shape, stored.dtype, read)
 
     path = str(tmp_path / 'model.gguf')
     write_gguf(path, theirs, {name: tracked(stored) for name, stored in tensors.items()}, None, 'q8_0')

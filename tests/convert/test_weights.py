@@ -107,7 +107,7 @@ def assert_same_predictions(ours, theirs):
 
 
 def whole(tensors):
-    """{name: tensor} of {name: Stored}."""
+    """{name: tensor} of {name: LazyTensor}."""
     return {name: stored.whole() for name, stored in tensors.items()}
 
 
