@@ -50,7 +50,7 @@ from kilogpt.launch_train import ROOT, parse_layout, parse_layouts
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.prove import diagnosis, draws, forked, random_draws
 from kilogpt.prove.data import VOCABULARY, write_text
-from kilogpt.prove.runs import LayoutRuns
+from kilogpt.prove.runs import MORE, LayoutRuns
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
 
@@ -167,7 +167,7 @@ def shrink(config, layouts, keep):
         device='cpu', backend='auto', dtype='float32', compile=False, fp8=False, deterministic=False,
         profile=False, wandb_log=False, tensorboard=False, init_from='scratch', loss='cross_entropy', eval_only=False,
         async_tp=False, grad_compress='none', dropout=0.0, zero_init=False, on_nonfinite='abort',
-        warmup_iters=1, lr_decay_iters=max(10, config['lr_decay_iters']),
+        warmup_iters=1, max_iters=ITERATIONS + MORE, lr_decay_iters=max(10, config['lr_decay_iters']),
         eval_iters=MICRO_STEPS, eval_interval=ITERATIONS, log_interval=1, save_interval=0,
         save_minutes=0.0, keep_checkpoints=2, always_save_checkpoint=True, async_checkpoint=False,
         comm_timeout=120, mixture_phases='', max_epochs=0, **LAYOUT_KEYS)  # the tokens are random

@@ -28,9 +28,10 @@ MORE = 2  # iterations of a run that continues: wrong moments change the loss on
 class LayoutRuns:
     """Runs of one config in several layouts. Each run has its own folder in `folder`.
 
-    config: train.py's config for one process, or for one process in each of its islands.
-    iterations: number of iterations to compare; then a run saves. All runs have a max_iters of MORE iterations, which
-    the reference makes, and the runs that continue: what an edit may read is the same in all of them.
+    config: train.py's config for one process, or for one process in each of its islands. All runs have its
+    max_iters, MORE iterations than are compared, which the reference makes, and the runs that continue: what an
+    edit may read is the same in all of them.
+    iterations: number of iterations to compare; then a run saves.
     limit: seconds after which a run is killed. ports: an iterator. is_brief: as in observer.install.
     """
 
@@ -43,7 +44,7 @@ class LayoutRuns:
         self.number = 0  # runs started so far
         self.config_file = os.path.join(folder, 'config.json')
         with open(self.config_file, 'w', encoding='utf-8') as file:
-            json.dump(config | dict(max_iters=iterations + MORE), file)
+            json.dump(config, file)
 
     def train(self, processes, arguments, to_end=False, **keys):
         """Run train.py, to_end or for the compared iterations; returns the run, an object with these attributes:
@@ -112,7 +113,8 @@ class LayoutRuns:
         if run.error:
             return [f'cannot resume from the checkpoint of {source.layout}: {run.error}']
         later = {i: line for i, line in self.reference.lines.items() if i > self.iterations}
-        differences = self._compare_curves(SimpleNamespace(lines=run.lines, evals={}), SimpleNamespace(lines=later, evals={}))
+        differences = self._compare_curves(SimpleNamespace(lines=run.lines, evals={}),
+                                           SimpleNamespace(lines=later, evals={}))
         return [f'resumed from the checkpoint of {source.layout}, iteration {each.iteration} has {each.what} '
                 f'{each.found:.10g}, on one process {each.expected:.10g}' for each in differences]
 

@@ -18,7 +18,7 @@ from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.prove import compare, data, forked, observer
 from kilogpt.prove.diagnosis import describe
 from kilogpt.prove.limits import is_documented
-from kilogpt.prove.runs import LayoutRuns
+from kilogpt.prove.runs import MORE, LayoutRuns
 from kilogpt.prove.space import LAYOUT, MODEL, TRAINING, count_processes, plain
 from kilogpt.settings import check_settings
 from model import GPT, GPTConfig
@@ -73,6 +73,7 @@ def config_of(draw, datasets, base):
     """
     config = base | FIXED | {key: draw[key] for key in (*MODEL, *TRAINING, 'islands')}
     config['eval_interval'] = iterations_of(draw)
+    config['max_iters'] = iterations_of(draw) + MORE
     folder, config['documents'], config['loss'] = DATA[draw['data']]
     config['dataset'] = os.path.join(datasets, folder)
     if 'mixture' in draw['data']:
