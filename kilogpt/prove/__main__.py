@@ -8,7 +8,8 @@ A small version of the model trains on one process, and then in each layout on C
 with the same data. Each layout is compared with the one process: the starting weights; for three iterations,
 the loss, the gradient norm, and every parameter's gradient and update on every process; then the evaluation
 and the saved weights; and at last two iterations that resume from the previous layout's checkpoint. A failure
-names the first iteration and the parameters that differ, with the likely cause. The exit code is then 1.
+names the first iteration and the parameters that differ, the likely cause, the file to look at, and what git says has
+changed since the last commit. The exit code is then 1.
 
 Config files and keys are those of train.py. These keys are shrunk: n_layer to 3, n_head to 4 (grouped heads
 stay grouped), n_embd to 8 for each head, block_size to 32, window to 5, n_experts to 4 of width 16, the
