@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from helpers import run_forked
 
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
-from kilogpt.convert import weights
+from kilogpt.convert import exporting
 from kilogpt.convert.__main__ import inspect
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.exporting import export_weights
@@ -496,7 +496,7 @@ def pairs(tmp_path_factory, vocabulary):
         forms = [{}, LLAMA, LLAMA | dict(qk_norm=True), LLAMA, {}]
         for (name, tokenizer), form in zip(tokenizers.items(), forms):
             folder = tmp_path_factory.mktemp(name)
-            patch.setattr(weights, 'get_tokenizer', lambda meta, tokenizer=tokenizer: tokenizer)
+            patch.setattr(exporting, 'get_tokenizer', lambda meta, tokenizer=tokenizer: tokenizer)
             export_weights(make_run(folder / 'run', form)[0], str(folder / 'hf'))
             pairs[name] = tokenizer, AutoTokenizer.from_pretrained(folder / 'hf')
         yield pairs
