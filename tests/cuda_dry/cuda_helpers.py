@@ -46,7 +46,7 @@ def calls_in_streams(run, call):
 def copies_from_pageable_memory(run):
     """The places at which checkpoints copy more than a number to or from memory that is not pinned."""
     return {without_line(place) for calls in run.calls.values() for call, place in calls
-            if call == 'copy of pageable memory' and place.startswith('kilogpt/checkpoint')}
+            if call == 'copy of pageable memory' and place.startswith('kilogpt/run/checkpoint')}
 
 
 def products_of(run):
