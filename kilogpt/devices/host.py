@@ -11,6 +11,7 @@ from kilogpt.machines import available_cpus, read_text
 
 BUSY = 0.2  # share of the time for which the main thread waits for a core, above which threads should sleep
 CALM = 0.05  # and below which they can spin again
+COSTLY = 1 / 3  # share above which this is worth a line
 
 
 def prepare(say):
@@ -53,14 +54,14 @@ def share_cores(say):
         calm_seconds = calm_seconds + 1 if share < CALM else 0
         if not team and share > BUSY:
             team = IdleTeam()
-            if not has_said_so:
-                say(f'  the machine is busy: this process waits for a core {share:.0%} of the time, '
-                    'so its threads sleep at barriers instead of spinning')
-                has_said_so = True
         elif team and calm_seconds >= needed_seconds:
             team.end()
             team = None
             needed_seconds = min(2 * needed_seconds, 60)  # a load that comes and goes costs less each time
+        if share > COSTLY and not has_said_so:
+            say(f'  the machine is busy: this process waits for a core {share:.0%} of the time, '
+                'so its threads sleep at barriers instead of spinning')
+            has_said_so = True
         time.sleep(1)
 
 
