@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 STORAGE_LIMIT = 1800  # seconds that storage may take for a checkpoint before a process counts as hung
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
 class Watchdog:
