@@ -231,9 +231,7 @@ signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write
 guard = Guard(run, parallel, optimizer, dtype, log, train_loader, config)
 # What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
 hooks = Hooks([all_islands] if are_on(config) else [])
-if config['on_spike'] == 'rollback':
-    from kilogpt.run.rollback import Rollback
-    hooks.append(Rollback(guard, out_dir, saver, hooks, save))
+hooks += guard.rollback_hooks(out_dir, saver, hooks, save)
 if profile and processes.is_main:
     from kilogpt.run.profiler import Profiler
     hooks.append(Profiler(folder.path, max_iters - run.iteration))

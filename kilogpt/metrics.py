@@ -187,7 +187,8 @@ class Metrics:
     def save_written(self, iteration, clock):
         """Write the line of a save that is complete: iter ckpt_stall_ms, the time that training waited.
 
-        A save that failed has no line. The iterations during the save may be slower than those before. The difference counts as waiting.
+        A save that failed has no line. The iterations during the save may be slower than those before. The
+        difference counts as waiting.
         """
         if self.save is None or self.save[0].under_way:
             return

@@ -58,6 +58,13 @@ class Guard:
         self.spikes.load_state(state.get('spikes', {}))
         self.scaler.load_state_dict(state['scaler'])
 
+    def rollback_hooks(self, *arguments):
+        """[Rollback] with on_spike=rollback, else []. arguments: those of Rollback after the guard."""
+        if self.spikes.on_spike != 'rollback':
+            return []
+        from kilogpt.run.rollback import Rollback
+        return [Rollback(self, *arguments)]
+
     def scale(self, loss):
         """The loss whose gradients are computed."""
         return self.scaler.scale(loss)

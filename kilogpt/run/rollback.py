@@ -6,7 +6,7 @@ from kilogpt.run import Hook
 
 
 class Rollback(Hook):
-    """Goes back to the checkpoint before a row of spikes, and skips the batches since .
+    """Goes back to the checkpoint before a row of spikes, and skips the batches since.
 
     hooks: all hooks of the run, which also continue from the checkpoint. save(): saves a checkpoint.
     """

@@ -7,18 +7,15 @@ import re
 
 import pytest
 
+import test_prove
 from helpers import copy_repository, run_forked
 from test_edits import EDITS, apply_diff
+from test_prove import ONE_MICRO_STEP, SMALL
 
-ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
-SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 SCHEDULE = 'train.py', '    return lr_of(config, iteration)\n'
 HOOKS = 'train.py', "hooks = Hooks([all_islands] if are_on(config) else [])\n"
 STEP = 'train.py', '            grad_norm = guard.step(lr, loss_sum, grad_clip)\n'
-MODEL = 'train.py', "        model = GPT(GPTConfig(**model_args | dict(dropout=config['dropout'])), seed=None)\n"
-BLOCK = 'model.py', ("        x = x + self.scaled(self.ln_1_after("
-                     "self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)))\n")
-PRODUCT = 'model.py', "        return F.scaled_dot_product_attention(\n"
+BLOCK, PRODUCT = ('model.py', test_prove.BLOCK), ('model.py', test_prove.PRODUCT)
 OPTIMIZER = 'SGD, or any other optimizer'
 
 
