@@ -26,7 +26,7 @@ from kilogpt.launch_train import ROOT
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
-from kilogpt.plan.models import NEW_MODELS, arguments_of_weights
+from kilogpt.plan.models import NEW_MODELS, arguments_of_weights, missing_dataset
 from kilogpt.plan.planner import Planner
 from kilogpt.settings import check_settings
 
@@ -231,6 +231,8 @@ def main():
         elif config['init_from'] not in NEW_MODELS:
             print(f'init_from is {config["init_from"]!r}, which is not here: the model is that of the keys',
                   file=sys.stderr)
+        elif missing := missing_dataset(config):
+            print(f'{missing} is not prepared: the vocabulary is GPT-2\'s', file=sys.stderr)
         planner = Planner(dict(config), machine, options.gpus, options.tokens_per_iter, options.load_imbalance)
         is_given = options.as_given or options.check
         rows = [planner.row_as_given()] if is_given else planner.search()

@@ -2,7 +2,7 @@
 import dataclasses
 import os
 
-from data.datasets import dataset_folder, read_meta
+from data.datasets import dataset_folder, find_shards, read_meta
 from data.mixtures import parse_mixture
 from kilogpt.convert.weights import read_weights
 from kilogpt.layers.options import ADAPTER_KEYS
@@ -19,6 +19,13 @@ def arguments_of_weights(init_from):
     if path := checkpoint.choose(init_from):
         return checkpoint.read_state(path)['model']
     return read_weights(init_from)[0] if os.path.exists(init_from) else None
+
+
+def missing_dataset(config):
+    """The folder that a new model's vocabulary would come from, if nothing is prepared there; else None."""
+    first, *_ = parse_mixture(config['dataset'])
+    folder = dataset_folder(first)
+    return None if find_shards(folder, 'train') else folder
 
 
 def model_config(config):

@@ -60,11 +60,20 @@ def test_plan_prints_the_fastest_layouts_their_command_and_popular_layouts(run_p
     assert 'tp=8 ' in tried and 'n_head=25 cannot be split over tp=8' in tried
 
 
-def test_config_that_asks_for_the_device_is_asked_on_the_planned_one(run_plan, machine_file):
+def test_config_that_asks_for_the_device_is_asked_on_the_planned_one(run_plan, machine_file, dataset):
     """config/quickstart.py has another model on a CPU than on a GPU, wherever the plan is made."""
     for gpu, n_params in (('H100', '9,492,096'), (machine_file, '426,752')):
-        printed, problem = run_plan('config/quickstart.py', '--gpus=2', f'--gpu={gpu}')
+        printed, problem = run_plan('config/quickstart.py', f'--dataset={dataset}', '--gpus=2', f'--gpu={gpu}')
         assert problem is None and printed.startswith(f'{n_params} parameters on 2 × ')
+
+
+def test_plan_of_a_dataset_that_is_not_prepared_says_whose_vocabulary_it_takes(tmp_path, capsys, monkeypatch):
+    arguments = 'config/quickstart.py', f'--dataset={tmp_path}', '--gpus=1', '--as_given'
+    monkeypatch.setattr(sys, 'argv', ['plan', *arguments])
+    plan.main()
+    printed, note = capsys.readouterr()
+    assert printed.startswith('28,759,680 parameters on 1 × ')
+    assert note == f"{tmp_path} is not prepared: the vocabulary is GPT-2's\n"
 
 
 def test_links_of_processes_that_share_cores_are_as_measured_on_shared_cores():
