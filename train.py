@@ -12,15 +12,13 @@ On two nodes, the first of which is 10.0.0.1, the same command on each:
 import gc
 import os
 import time
-from functools import partial
 
 _started = time.perf_counter()
 # Less fragmentation of GPU memory; must be set before torch is imported.
 os.environ.setdefault('PYTORCH_CUDA_ALLOC_CONF', 'expandable_segments:True')
 
-from data.datasets import check_exists, fingerprint, open_dataset
+from data.datasets import check_exists
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.keys.islands import are_on
 from kilogpt.settings import check_settings, lr_of, settle_settings
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -85,104 +83,37 @@ with exit_on_error():
 # PyTorch takes a second or more to import, so a mistyped key is told before.
 gc.disable()  # until the loop: imports and set-up leave little garbage
 import torch
-from torch.profiler import record_function
 
-from data.shares import Shares
-from data.splits import add_figures, evaluations, open_splits
-from kilogpt import metrics
-from kilogpt.devices import host
-from kilogpt.optim import build_optimizer, set_lr
-from kilogpt.parallel.apply import LAID_OUT_BY, Parallel, describe_layout, take_means
+from data.splits import TrainingData
+from kilogpt.metrics import Meter
+from kilogpt.optim import build_optimizer
+from kilogpt.parallel.apply import Parallel, take_means
 from kilogpt.parallel.bits_per_byte import BitsPerByte
-from kilogpt.parallel.dtensor import fill
-from kilogpt.parallel.layout import Layout
-from kilogpt.parallel.network import describe_nodes
-from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
-from kilogpt.plan.fits import describe_memory
-from kilogpt.run import Hooks, checkpoint
-from kilogpt.run.guard import Guard
-from kilogpt.run.signals import Signals, StopRequest
-from kilogpt.run.state import NoIslands, Run, RunFolder
-from kilogpt.run.watchdog import Watchdog
-from kilogpt.start import find_start, initial_values
+from kilogpt.training.cluster import Cluster
+from kilogpt.training.run import Run
+from kilogpt.start import find_start
 from model import GPT, GPTConfig
 
-# --- set-up: processes, data, and what the run starts from --------------------------------------------------
-stop_request = StopRequest()
-torch.set_float32_matmul_precision('high')  # TF32 on GPUs that have it
-
+# --- set-up -------------------------------------------------------------------------------------------------
 with exit_on_error():
-    if deterministic:
-        make_deterministic()
-    processes = Processes(device, 1 if config['outer_store'] else config['islands'])
-    layout = Layout.of(processes.world_size, config)
-    processes.join(layout, backend, config['comm_timeout'])
-    host.prepare(processes.say)
-    parallel = Parallel(processes, layout)
-    dtype = resolve_dtype(dtype, processes.device)
-    all_islands = NoIslands(processes, config)
-    if are_on(config):
-        from kilogpt.islands.jobs import open_islands
-        all_islands = open_islands(processes, layout, config)
-    out_dir = all_islands.out_dir
-    folder = RunFolder(out_dir, processes, is_written=not eval_only)
-    watchdog = Watchdog(processes, os.path.join(folder.path, 'hang'), config['comm_timeout'])
-    sources = open_dataset(dataset, processes)
-    shards = processes.share(fingerprint(sources) if processes.is_main else None)
-    watchdog.beat()
-    # source: a checkpoint; tensors: weights from elsewhere, or the base of adapters; saved: a state to resume
-    source, tensors, saved, model_args, meta, base = find_start(
-        init_from, config, next(iter(sources.values())).meta, all_islands.find_checkpoint, processes, out_dir)
-    watchdog.beat()
-
-# --- set-up: model and optimizer ----------------------------------------------------------------------------
-block_size = config['block_size']
-global_batch = batch_size * gradient_accumulation_steps // config['islands']  # sequences in an iteration of an island
-
-with exit_on_error():
+    cluster = Cluster(config)  # the processes, how the model is laid out on them, and the folder of the run
+    processes = cluster.processes
+    data = TrainingData(config, processes)
+    start = find_start(config, data.meta, cluster)  # a checkpoint, other weights, or a new model
     with torch.device('meta'):  # shapes alone: each process makes the values of its own part
-        model = GPT(GPTConfig(**model_args | dict(dropout=config['dropout'])), seed=None)
-    config = settle_settings(config, model.config, shards, saved, source or init_from, processes.say)
-    train_loader, val_loader = open_splits(sources, model_args['vocab_size'], config, processes)
-    size, n_params = model.describe_size(), model.num_params()
-    flops_per_token = model.flops_per_token(train_loader.document_lengths())
-    parallel.lay_out(model, global_batch=global_batch, dtype=dtype, **{key: config[key] for key in LAID_OUT_BY})
-    optimizer = build_optimizer(
-        optimizer, parallel.optimizer_parameters(), learning_rate, weight_decay, (beta1, beta2),
-        muon_momentum, model.split_plan, dtype, parallel.apply_to_whole_matrices, lr_factors)
-    parallel.attach(optimizer)
-    all_islands.attach(parallel, model)
-    if tensors or not source:
-        fill(parallel.named_parameters(), initial_values(tensors, model, seed))
-    if source:  # with adapters, it holds these alone, and the tensors are their base
-        checkpoint.load(source, all_islands.parameters(), optimizer if saved else None)
-    watchdog.beat()
-    bits = BitsPerByte(parallel, sources)
-    run = Run(partial(Shares, global_batch, block_size, config['islands']), all_islands.island, saved, config)
-    batches = parallel.batches(train_loader.train_batch, run.sequences, train_loader.read_ahead)
-    parallel.warm_up(lambda: batches(run.iteration, 0))
-
-# --- set-up: what the run will be, its folder and its log ---------------------------------------------------
-available = metrics.available_memory(processes.device) - all_islands.bytes_on(processes.device)
-processes.say(f'{processes.world_size} process(es) on {processes.device}, {dtype}, {size}, '
-              f'{train_loader.n_tokens:,} training tokens in {train_loader.place}')
-for line in (*describe_layout(parallel, optimizer, batch_size, config['islands']), *all_islands.describe(),
-             *train_loader.describe(), *describe_nodes(out_dir, train_loader.place),
-             *describe_memory(model, layout, config | dict(dtype=dtype), available, processes.device)):
-    processes.say(f'  {line}')
-if saved:
-    processes.say(f'resuming {source} at iteration {run.iteration}')
-
-saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
-saves_in_background = saves_checkpoints and async_checkpoint and not config['cpu_offload']
-with exit_on_error():
-    folder.begin(config, meta, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
-    wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(folder.path, processes.is_main,
-                          wandb if wandb_log and all_islands.island == 0 else None,
-                          tensorboard and not eval_only, run.iteration, prints=processes.is_first)
-    saver = checkpoint.Saver(out_dir, keep_checkpoints, all_islands.needed_checkpoint)
-meter = metrics.Meter(log, run, processes, dtype, n_params, flops_per_token, layout.tp, _started)
+        model = GPT(GPTConfig(**start.model_args), seed=None)
+    config = settle_settings(config, model.config, data.shards, start, processes.say)
+    data.open_splits(model.config.vocab_size, config)
+    meter = Meter(model, data.train.document_lengths(), cluster, _started)
+    parallel = Parallel(processes, cluster.layout)
+    parallel.parallelize(model, config, cluster.dtype)
+    optimizer = build_optimizer(config, parallel.optimizer_parameters(), model.split_plan, cluster.dtype,
+                                parallel.apply_to_whole_matrices)
+    parallel.attach_optimizer(optimizer)
+    cluster.islands.attach_model(parallel, model)
+    start.load(parallel, model, optimizer, cluster, seed)
+    bits = BitsPerByte(parallel, data.sources)
+    run = Run(config, cluster, data, start, model, parallel, optimizer, meter)
 
 
 # --- what the loop calls ------------------------------------------------------------------------------------
@@ -196,123 +127,63 @@ def evaluate():
     """{'train_loss', 'val_loss', ...: mean over a split's fixed sequences}; None at a signal to stop."""
     means, text = {}, {}
     parallel.train(False)
-    for key, loader, count in evaluations(train_loader, val_loader, eval_iters * batch_size):
-        starts = loader.eval_starts(count)
-        eval_batches = parallel.batches(loader.batch, lambda _: starts, loader.read_ahead)
+    for key, loader, count in data.evaluations(eval_iters * batch_size):
+        batches = parallel.batches(loader, loader.batch, lambda _: loader.eval_starts(count))
         loss_sum = torch.zeros((), device=processes.device)
-        for step in range(eval_batches.count(0)):
-            if signals.poll():
+        for batch, _ in batches.of(0):
+            if run.stops():
                 break
-            with exit_on_error():
-                batch = eval_batches(0, step)
             loss_sum += bits.evaluate(batch)
-        nats, n_targets = parallel.sum_losses(loss_sum), loader.count_targets(loader.batch, starts)
-        means[key], text[key] = guard.check(nats, key) / (n_targets or float('nan')), bits.take(nats, n_targets)
+        nats, n_targets = parallel.sum_losses(loss_sum), batches.count_targets(0)
+        means[key] = run.guard.check(nats, key) / (n_targets or float('nan'))
+        text[key] = bits.take(nats, n_targets)
         means |= take_means(parallel, key, n_targets)
     parallel.train(True)
-    return None if signals.stop else add_figures(means, text, train_loader, val_loader, run.tokens // block_size)
+    return None if run.signals.stop else data.add_figures(means, text, run.tokens // run.block_size)
 
 
 def save(in_background=False):
-    """Save a checkpoint of the present iteration. The log has its line once it is written."""
-    state = run.state() | guard.state() | hooks.state() | dict(
-        wandb_id=log.wandb_id, model=vars(model.config), tokenizer=meta, config=config,
-        shards=shards, base=base, machine=processes.machine())
-    with watchdog.waits_for_storage():
-        saver.wait()
-        log.save_written(run.iteration, run.clock.now())
-        began = time.perf_counter()
-        path = saver.save(run.iteration, all_islands.parameters(), optimizer, state, in_background,
-                          hooks.tensors())
-        log.save_started(saver, path, run.iteration, time.perf_counter() - began, run.clock.now())
+    """Save a checkpoint of the current iteration."""
+    run.write(dict(model=vars(model.config), tokenizer=start.meta, config=config, shards=data.shards,
+                   base=start.base), in_background)
 
 
-signals = Signals(processes, stop_request, watchdog, run.wants_save, meter.write)
-guard = Guard(run, parallel, optimizer, dtype, log, train_loader, config)
-# What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
-hooks = Hooks([all_islands] if are_on(config) else [])
-hooks += guard.rollback_hooks(out_dir, saver, hooks, save)
-if profile and processes.is_main:
-    from kilogpt.run.profiler import Profiler
-    hooks.append(Profiler(folder.path, max_iters - run.iteration))
+# What acts between iterations, in this order. Append a class of your own, a kilogpt.run.Hook.
+hooks = run.hooks
 with exit_on_error():
-    if config['eval_tasks'] or config['sample_interval']:
-        from kilogpt.evaluate.hooks import evaluation_hooks
-        hooks += evaluation_hooks(parallel, model.config, dtype, meta, config, hooks, log, meter.stamp, signals.poll)
-    if saved:
-        guard.load_state(saved)
-        hooks.restore(source, saved, processes)
-    all_islands.begin(run, signals, saver, log, saved, bool(source), train_loader.n_tokens)
-
+    run.begin(save)
 gc.enable()
-run.clock.start_lap(run.iteration)
 
 # --- the loop -----------------------------------------------------------------------------------------------
 while True:
     # Usually nothing is due between two updates, and the host does not wait for the device.
-    if run.is_due(signals, hooks):
-        signals.flush()
-        metrics.synchronize(processes.device)  # work still under way counts as training time
-        guard.settle()  # now the last update is made or skipped, or the run ends before it
-        run.end_if_stopped(signals)
-        if not run.ending and hooks.act(run):
+    if run.is_due():
+        run.settle()
+        if run.has_moved:
             continue  # from the iteration to which a hook has moved the run
         with run.clock.paused():
-            if run.evaluates and eval_iters and not run.ending:
+            if run.evaluates:
                 with hooks.weights_for_evaluation():
                     losses = evaluate()
-                if losses:
-                    run.note(losses['val_loss'])
-                    log.eval(meter.stamp() | losses | parallel.balance.loads())
-            run.end_if_stopped(signals)
-            run.end_if_finished()
-            if run.needs_save(signals, saver):
-                if saves_checkpoints:
-                    save(in_background=saves_in_background and not run.ending)
-                run.note_save(signals)
+                run.note(losses)
+            run.end_if_due()
+            if run.saves:
+                save(in_background=not run.ending)
         if run.ending:
             break
 
-    # update
     with processes.waits_counted():
-        processes.seed(seed, run.iteration, all_islands.rank)  # for dropout
-        lr = lr_at(run.iteration)
-        set_lr(optimizer, lr)
-        loss_sum = torch.zeros((), device=processes.device)
-        n_tokens, steps = run.batch * block_size, batches.count(run.iteration)
-        n_targets = train_loader.count_targets(train_loader.train_batch, run.sequences(run.iteration))
-        for step in range(steps):
-            if signals.poll():
+        processes.seed(seed, run.iteration, cluster.islands.rank)  # for dropout
+        lr, loss_sum = lr_at(run.iteration), 0.0
+        n_targets = run.batches.count_targets(run.iteration)
+        for batch, is_last in run.batches.of(run.iteration):
+            if run.stops():
                 break
-            with record_function('data'), exit_on_error():
-                batch = batches(run.iteration, step)
-            loss_sum += parallel.forward_backward(batch, n_targets, step == steps - 1, guard.scale)
+            loss_sum += parallel.forward_backward(batch, n_targets, is_last, run.guard.scale)
         # The device has made the previous update long ago, so the guard does not wait here.
-        if signals.stop or not guard.settle():
+        if run.signals.stop or not run.guard.settle():
             continue  # a run that resumes, or has gone back, makes this iteration again
-        with record_function('optimizer'):
-            grad_norm = guard.step(lr, loss_sum, grad_clip)
-        sums = parallel.pop_sums()
-    hooks.after_update()
-    run.advance()
-    watchdog.first_iteration_done()
-    if saves_in_background and not saver.host_copies:
-        saver.allocate(all_islands.parameters(), optimizer, hooks.tensors())
+        grad_norm = run.guard.step(lr, loss_sum, grad_clip)
+    run.advance(lr, loss_sum, grad_norm, n_targets)
 
-    # log
-    line = None
-    if run.iteration % log_interval == 0:
-        metrics.synchronize(processes.device)
-        if not guard.settle():
-            continue
-        line = meter.line(n_tokens, n_targets, lr, loss_sum, grad_norm, sums, guard.figures())
-    signals.exchange(line)
-    log.save_written(run.iteration, run.clock.now())
-
-# --- the end ------------------------------------------------------------------------------------------------
-with watchdog.waits_for_storage():
-    saver.wait()
-log.save_written(run.iteration, run.clock.now())
-hooks.close()
-log.close()
-processes.leave(run.report_ending(processes, saver.problem))
+run.leave()

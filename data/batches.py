@@ -1,31 +1,43 @@
 """The micro-batches of a process: which rows and positions of a global batch it takes, read ahead by threads."""
+import contextlib
 import itertools
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
+from torch.profiler import record_function
 
 
 class Batches:
     """The micro-batches that this process takes of one split, on its device.
 
-    Threads read the next `ahead` micro-batches while one is in use.
+    loader: the loader of the split. Threads read the next `read_ahead` micro-batches while one is in use.
     read(numbers): inputs, targets, and whatever else a model takes, of the sequences with these numbers, an
-        integer array in which -1 is padding: arrays (B, block_size).
+        integer array in which -1 is padding: arrays (B, block_size). loader.train_batch, say.
     sequences(batch): the numbers of the sequences in a global batch.
     steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
     rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence's inputs and targets that this process takes.
+    reading(): the context in which `of` waits for a micro-batch.
     """
 
-    def __init__(self, read, sequences, steps, rows, positions, device, ahead=1):
-        self.read, self.sequences, self.steps, self.rows = read, sequences, steps, rows
-        self.positions, self.device = positions, device
-        self._read_ahead = Prefetcher(self._read, ahead)
+    def __init__(self, loader, read, sequences, steps, rows, positions, device,
+                 reading=contextlib.nullcontext):
+        self.loader, self.read, self.sequences, self.steps, self.rows = loader, read, sequences, steps, rows
+        self.positions, self.device, self.reading = positions, device, reading
+        self._read_ahead = Prefetcher(self._read, loader.read_ahead)
 
-    def count(self, batch):
-        """The number of micro-batches of a global batch on each process."""
-        return self.steps(len(self.sequences(batch)))
+    def of(self, batch):
+        """Yield (micro-batch, whether it is the last) of a global batch."""
+        count = self.steps(len(self.sequences(batch)))
+        for step in range(count):
+            with record_function('data'), self.reading():
+                micro_batch = self(batch, step)
+            yield micro_batch, step == count - 1
+
+    def count_targets(self, batch):
+        """The number of targets in a global batch, on all processes."""
+        return self.loader.count_targets(self.read, self.sequences(batch))
 
     def __call__(self, batch, step):
         """Inputs and targets of one micro-step (micro-batch, positions), int64, and what else `read` returns.

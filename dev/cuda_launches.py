@@ -71,7 +71,7 @@ def count(folder, arguments):
     elif folder == ROOT:
         from kilogpt.run import guard, state
         in_phase(guard.Guard, 'step', 'update')
-        ends_iteration(state.Run, 'advance')
+        ends_iteration(state.Progress, 'count_update')
     else:
         in_phase(torch.nn.utils, 'clip_grad_norm_', 'update')
         in_phase(torch.optim.AdamW, 'step', 'update')

@@ -100,9 +100,9 @@ def measure(place, options):
     copying = start_copying([loader], options.cache_gb)
     opened = time.perf_counter() - began
     rows = options.batch_size
-    batches = Batches(loader.train_batch, lambda batch: batch * rows + np.arange(rows), steps=lambda total: 1,
+    batches = Batches(loader, loader.train_batch, lambda batch: batch * rows + np.arange(rows), steps=lambda total: 1,
                       rows=lambda total, step: np.arange(rows), positions=slice(None),
-                      device=torch.device('cpu'), ahead=loader.read_ahead)
+                      device=torch.device('cpu'))
     waits = []
     for batch in range(options.batches):
         if batch == FIRST:

@@ -9,7 +9,7 @@ import time
 import torch
 
 from data import storage
-from kilogpt.machines import GPUS, read_text
+from kilogpt.devices.cpus import read_text
 
 # Matrix products (rows, inner, columns) to time on a CPU. Caches and vector units decide which shape is
 # fastest: with AMX, bfloat16 reaches three times as many FLOP/s with the last two as with the first.
@@ -26,6 +26,7 @@ def peak_flops(device, dtype):
     TIMED_PRODUCTS, with the threads of this process.
     """
     if device.type == 'cuda':
+        from kilogpt.machines import GPUS
         name = torch.cuda.get_device_name(device)
         for key, figures in GPUS.items():
             if re.search(rf'\b{key}\b', name):
@@ -283,29 +284,27 @@ def _is_not_finite(value):
 class Meter:
     """Builds the training lines of the log, and writes each once its sums over all processes have arrived.
 
-    log: a Metrics. run: the Run. n_params: the parameters of the model. flops_per_token: those of forward and
-    backward together.
-    loss_copies: how many processes compute the same loss (tensor parallelism), which counts once.
+    model: the whole model. lengths: those of documents, as in GPT.flops_per_token. cluster: the run's Cluster.
     started: the time.perf_counter() at which the process started.
     """
 
-    def __init__(self, log, run, processes, dtype, n_params, flops_per_token, loss_copies, started):
-        self.log, self.run, self.device = log, run, processes.device
-        self.n_params, self.flops_per_token = n_params, flops_per_token
-        self.loss_copies, self.started = loss_copies, started
-        peak = peak_flops(processes.device, dtype)
-        self.peak_flops = peak and peak * processes.world_size
+    def __init__(self, model, lengths, cluster, started):
+        self.size, self.n_params = model.describe_size(), model.num_params()
+        self.flops_per_token = model.flops_per_token(lengths)
+        self.loss_copies = cluster.layout.tp  # how many processes compute the same loss, which counts once
+        self.started, self.device = started, cluster.processes.device
+        peak = peak_flops(self.device, cluster.dtype)
+        self.peak_flops = peak and peak * cluster.processes.world_size
 
-    def stamp(self):
+    def stamp(self, run):
         """The first keys of an evaluation line: where the run is, and what it has cost so far.
 
         seconds: since the process started. flops: by the formula of GPT.flops_per_token.
         """
-        return dict(iter=self.run.iteration, tokens=self.run.tokens,
-                    seconds=time.perf_counter() - self.started,
-                    params=self.n_params, flops=self.flops_per_token * self.run.tokens)
+        return dict(iter=run.iteration, tokens=run.tokens, seconds=time.perf_counter() - self.started,
+                    params=self.n_params, flops=self.flops_per_token * run.tokens)
 
-    def line(self, n_tokens, n_targets, lr, loss_sum, grad_norm, sums, others):
+    def line(self, run, n_tokens, n_targets, lr, loss_sum, grad_norm, sums, others):
         """The line of the last update. Its times are means over the iterations since the previous line.
 
         n_tokens, n_targets: the number of tokens in the iteration, and of those that are targets, on all
@@ -314,28 +313,28 @@ class Meter:
         `write`, these are to be summed over the processes.
         others: {name: value} of further values of the line.
         """
-        iterations, seconds = self.run.clock.lap(self.run.iteration)
+        iterations, seconds = run.clock.lap(run.iteration)
         tokens_per_sec = n_tokens / seconds
         flops = self.flops_per_token * n_tokens / seconds
         if self.device.type == 'cpu':  # the products were timed while the machine was slower
             self.peak_flops = max(self.peak_flops, flops)
         return dict(
-            iter=self.run.iteration, n_targets=n_targets, loss_sum=loss_sum.item(),
+            iter=run.iteration, n_targets=n_targets, loss_sum=loss_sum.item(),
             sums={name: float(value) for name, value in sums.items()}, grad_norm=grad_norm.item(), lr=lr,
             dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec,
             mfu=flops / self.peak_flops if self.peak_flops else None,
-            mem_gb=peak_memory_gb(self.device), tokens=self.run.tokens,
+            mem_gb=peak_memory_gb(self.device), tokens=run.tokens,
             seconds=time.perf_counter() - self.started, iterations=iterations) | others
 
-    def write(self, line):
+    def write(self, run, line):
         """Log a line that `line` returned and whose sums have become those over all processes."""
         n_targets, sums = line.pop('n_targets'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
         means = {name: value / self.loss_copies / max(1, n_targets) for name, value in sums.items()}
         iterations = line.pop('iterations')
         if 'lag_ms' in line:
             line['lag_ms'] /= iterations
-        self.log.train(dict(iter=line['iter']) | means | line,
-                       eta_seconds=(self.run.max_iters - line['iter']) * line['dt_ms'] / 1000)
+        run.log.train(dict(iter=line['iter']) | means | line,
+                      eta_seconds=(run.max_iters - line['iter']) * line['dt_ms'] / 1000)
 
 
 _bytes_of_graphs = []

@@ -7,23 +7,24 @@ import torch
 from kilogpt.learning_rate import parse_lr_factors
 
 
-def build_optimizer(kind, named_parameters, learning_rate, weight_decay, betas, momentum, split_plan, dtype,
-                    apply_to_whole_matrices, lr_factors=''):
+def build_optimizer(config, named_parameters, split_plan, dtype, apply_to_whole_matrices):
     """The optimizer of a run: 'adamw', or 'muon' for the matrices of the blocks and AdamW for the rest.
 
-    momentum, split_plan, apply_to_whole_matrices: those of Muon. dtype: the dtype of training, a string. Muon
-    computes in bfloat16 if training does, and else in the parameters' dtype. lr_factors: as `parse_lr_factors`.
+    config: the keys of train.py. split_plan, apply_to_whole_matrices: those of Muon. dtype: that of training, a
+    string. Muon computes in bfloat16 if training does, and else in the parameters' dtype.
     """
-    factors = parse_lr_factors(lr_factors)
+    factors = parse_lr_factors(config['lr_factors'])
+    learning_rate, weight_decay, betas = (
+        config['learning_rate'], config['weight_decay'], (config['beta1'], config['beta2']))
 
     def factor_of(name, parameter):
         return factors.get(kind_of_parameter(name, parameter, split_plan), 1.0)
 
-    if kind == 'adamw':
+    if config['optimizer'] == 'adamw':
         return build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of)
     muon_dtype = torch.bfloat16 if dtype == 'bfloat16' else torch.get_default_dtype()
     return Muon(named_parameters, learning_rate, weight_decay, betas, split_plan, dtype=muon_dtype,
-                momentum=momentum, apply_to_whole_matrices=apply_to_whole_matrices, factor_of=factor_of)
+                momentum=config['muon_momentum'], apply_to_whole_matrices=apply_to_whole_matrices, factor_of=factor_of)
 
 
 def kind_of_parameter(name, parameter, split_plan):

@@ -39,14 +39,14 @@ def check_sampling(config):
             raise ValueError(f'{key} is {config[key]}: it must be {values}')
 
 
-def settle_settings(config, model, shards, saved, source, say):
+def settle_settings(config, model, shards, start, say):
     """The config of the run that begins, with the keys of the model that it has. Prints what is odd.
 
     config: the keys as they were given. model: the GPTConfig of the model. shards: data.datasets.fingerprint
-    of the dataset. saved: the state of the checkpoint from which the run continues, or {}. source: where the
-    weights come from. say(text): prints.
+    of the dataset. start: the Start of the run. say(text): prints.
     Raises ValueError if the run cannot continue from the checkpoint with these keys or these data.
     """
+    saved, source = start.saved, start.source or config['init_from']
     decided = _keys_of_model(config, model)
     if decided:
         ignored = ', '.join(f'{key}={value!r} (not {config[key]!r})' for key, value in decided.items())

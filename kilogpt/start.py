@@ -13,6 +13,7 @@ from data.tokenizer import describe_tokenizer
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
+from kilogpt.parallel.dtensor import fill
 from kilogpt.run import checkpoint
 from model import GPTConfig
 
@@ -20,31 +21,50 @@ REFERENCE_FILE = 'reference.json'  # in a dataset of pairs: of which weights the
 TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 
 
-def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
-    """The start of a run: (checkpoint, tensors, state to resume, GPTConfig arguments, meta, base).
-
-    Values that do not apply are None, or {} for the state. ValueError if init_from does not exist, or if its
-    model has another tokenizer than the dataset. With adapters (LoRA), base is what state.json keeps of their
-    base, the tensors are its weights, and the checkpoint, if any, holds the adapters.
-    keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
-    meta: the dataset's meta.json. The meta that is returned names the model's tokenizer if the dataset does
-        not name one.
-    find_checkpoint(): (path, state) of the checkpoint to resume, or (None, {}).
+@dataclasses.dataclass
+class Start:
+    """What a run starts from. With adapters (LoRA), the tensors are those of their base, and the checkpoint, if any,
+    holds the adapters.
     """
+    source: str | None  # a checkpoint
+    tensors: dict | None  # {name: LazyTensor} of weights from elsewhere
+    saved: dict  # the state of the checkpoint, if the run resumes it; else {}
+    model_args: dict  # the GPTConfig arguments
+    meta: dict  # the dataset's meta.json, which names the model's tokenizer if the dataset does not name one
+    base: dict | None  # what state.json keeps of the base of adapters
+
+    def load(self, parallel, model, optimizer, cluster, seed):
+        """Give a model that is laid out its values: loaded ones, or those of a new model, by the seed."""
+        if self.tensors or not self.source:
+            fill(parallel.named_parameters(), initial_values(self.tensors, model, seed))
+        if self.source:
+            checkpoint.load(self.source, cluster.islands.parameters(), optimizer if self.saved else None)
+        cluster.watchdog.beat()
+
+
+def find_start(keys, meta, cluster):
+    """The Start of a run.
+
+    ValueError if init_from does not exist, or if its model has another tokenizer than the dataset.
+    keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
+    meta: the dataset's meta.json.
+    """
+    cluster.watchdog.beat()
+    init_from = keys['init_from']
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
     block_size = new_model['block_size']
     source, tensors, saved, arguments, model_meta, base = None, None, {}, new_model, None, None
     if init_from in ('resume', 'auto'):
-        source, saved = find_checkpoint()
+        source, saved = cluster.islands.find_checkpoint()
         arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
         base = saved.get('base')
     elif init_from != 'scratch':
-        source, tensors, arguments, model_meta, base = find_initial(init_from, processes)
+        source, tensors, arguments, model_meta, base = find_initial(init_from, cluster.processes)
         if keys['rope_scaling'] not in ('', arguments.get('rope_scaling')):
             arguments = with_longer_context(arguments, keys)
     if init_from == 'resume' and not source:
-        raise ValueError(f'there is no checkpoint to resume in {out_dir}/ckpt: '
+        raise ValueError(f'there is no checkpoint to resume in {cluster.out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
     longest = arguments['block_size']
     if block_size > longest:
@@ -66,7 +86,8 @@ def find_start(init_from, keys, meta, find_checkpoint, processes, out_dir):
                              'python -m kilogpt.convert export writes them')
     elif keys['lora_rank'] and not saved:
         source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys)
-    return source, tensors, saved, arguments, meta, base
+    cluster.watchdog.beat()
+    return Start(source, tensors, saved, arguments | dict(dropout=keys['dropout']), meta, base)
 
 
 def describe_weights(source):
@@ -106,7 +127,7 @@ def check_reference(keys, meta):
 
 
 def with_adapters(source, tensors, arguments, keys):
-    """A start of `find_start` to which the keys add adapters: (None, tensors, GPTConfig arguments, base)."""
+    """What a Start to which the keys add adapters has: (None, tensors, GPTConfig arguments, base)."""
     if not source and not tensors:
         raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: '
                          'set init_from to its weights, or lora_rank to 0')
@@ -150,7 +171,7 @@ def join_tokenizers(model_meta, source, meta, dataset):
 def initial_values(tensors, model, seed):
     """The function for parallel.dtensor.fill that returns loaded weights, or the values of a new model.
 
-    tensors: as returned by `find_start`.
+    tensors: of a Start.
     """
     scales = {name for name, _ in model.named_parameters() if name.endswith('.weight_scale')}
 

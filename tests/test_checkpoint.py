@@ -15,7 +15,7 @@ from test_weights import make_run
 
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint, checkpoint_files
-from kilogpt.run.state import lock_folder, set_aside
+from kilogpt.training.cluster import lock_folder, set_aside
 
 pytestmark = pytest.mark.quick
 
@@ -213,7 +213,7 @@ def test_save_plans_again_when_the_optimizer_has_state(tmp_path):
 
 HOLDER = """
 import sys, time
-from kilogpt.run.state import lock_folder
+from kilogpt.training.cluster import lock_folder
 lock = lock_folder(sys.argv[1])
 print('locked', flush=True)
 time.sleep(100)
@@ -269,7 +269,7 @@ import sys
 sys.modules['fcntl'] = sys.modules['resource'] = None
 import kilogpt.convert.__main__
 from kilogpt.convert import weights
-from kilogpt.run.state import lock_folder
+from kilogpt.training.cluster import lock_folder
 lock_folder(sys.argv[1], patience=0)
 lock_folder(sys.argv[1], patience=0)
 print('imported')

@@ -56,9 +56,8 @@ def lay_out(monkeypatch, world_size, rank, arguments):
         n_parameters = model.num_params()
         global_batch = config.batch_size * config.gradient_accumulation_steps
         micro_batch, micro_steps = layout.split_batch(global_batch, config.batch_size)
-        parallel.lay_out(model, global_batch=global_batch, batch_size=config.batch_size,
-                         block_size=config.block_size, dtype='bfloat16',
-                         activation_checkpoint=config.activation_checkpoint)
+        keys = 'batch_size', 'gradient_accumulation_steps', 'block_size', 'activation_checkpoint'
+        parallel.parallelize(model, {key: getattr(config, key) for key in keys}, 'bfloat16')
     finally:
         dist.destroy_process_group()
     return parallel, n_parameters, micro_batch, micro_steps, config

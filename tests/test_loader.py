@@ -54,11 +54,11 @@ def test_every_token_of_an_epoch_is_seen_once(data, block_size, world_size, batc
         assert micro_batch <= batch_size
         iterations = -(-3 * per_epoch // global_batch)
         for rank in range(world_size):
-            batches = Batches(loader.train_batch, lambda i: i * global_batch + np.arange(global_batch),
+            batches = Batches(loader, loader.train_batch, lambda i: i * global_batch + np.arange(global_batch),
                               steps=lambda total: -(-total // (micro_batch * world_size)),
                               rows=lambda total, step: layout.rows(rank, total, micro_batch, step),
                               positions=layout.positions(rank, block_size), device=torch.device('cpu'))
-            assert batches.count(0) == micro_steps
+            assert [is_last for _, is_last in batches.of(0)] == [False] * (micro_steps - 1) + [True]
             for iteration, micro_step in np.ndindex(iterations, micro_steps):
                 rows = layout.rows(rank, global_batch, micro_batch, micro_step)
                 sequences = np.where(rows < 0, -1, iteration * global_batch + rows)

@@ -11,7 +11,7 @@ import torch
 
 from helpers import ROOT
 from kilogpt import metrics
-from kilogpt.run.state import set_aside
+from kilogpt.training.cluster import set_aside
 
 pytestmark = pytest.mark.quick
 
@@ -167,7 +167,9 @@ def test_iteration_faster_than_the_timed_products_raises_the_peak(monkeypatch):
     monkeypatch.setattr(metrics, 'peak_flops', lambda device, dtype: 100.0)
     seconds = iter([1.0, 0.25, 1.0])
     run = SimpleNamespace(iteration=1, tokens=10, clock=SimpleNamespace(lap=lambda _: (1, next(seconds))))
-    processes = SimpleNamespace(device=torch.device('cpu'), world_size=1)
-    meter = metrics.Meter(None, run, processes, 'float32', n_params=7, flops_per_token=5, loss_copies=1, started=0)
-    lines = [meter.line(10, 8, 1e-3, torch.ones(()), torch.ones(()), {}, {}) for _ in range(3)]
+    cluster = SimpleNamespace(processes=SimpleNamespace(device=torch.device('cpu'), world_size=1),
+                              layout=SimpleNamespace(tp=1), dtype='float32')
+    model = SimpleNamespace(describe_size=str, num_params=lambda: 7, flops_per_token=lambda lengths: 5)
+    meter = metrics.Meter(model, [], cluster, started=0)
+    lines = [meter.line(run, 10, 8, 1e-3, torch.ones(()), torch.ones(()), {}, {}) for _ in range(3)]
     assert [line['mfu'] for line in lines] == [0.5, 1.0, 0.25]

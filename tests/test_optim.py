@@ -77,9 +77,10 @@ def test_lr_factors_are_those_of_each_kind_of_parameter(kind):
     def updates(lr_factors, weight_decay=0.0):
         model = GPT(GPTConfig(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=8, tie_weights=False,
                               qk_norm=True, value_pattern='V', attention_gate=True, attention_conv=3, mlp_conv=2))
-        optimizer = build_optimizer(kind, list(model.named_parameters()), 1e-3, weight_decay, (0.9, 0.95), 0.9,
-                                    model.split_plan, 'float32', lambda function, parameter, parts: function(parts),
-                                    lr_factors)
+        config = dict(optimizer=kind, learning_rate=1e-3, weight_decay=weight_decay, beta1=0.9, beta2=0.95,
+                      muon_momentum=0.9, lr_factors=lr_factors)
+        optimizer = build_optimizer(config, list(model.named_parameters()), model.split_plan, 'float32',
+                                    lambda function, parameter, parts: function(parts))
         set_lr(optimizer, 2e-3)  # as each iteration does
         before = {name: p.detach().clone() for name, p in model.named_parameters()}
         generator = torch.Generator().manual_seed(0)
@@ -177,8 +178,10 @@ def test_update_of_an_eager_run_does_not_import_the_compiler():
             model = GPT(GPTConfig(n_layer=1, n_embd=8, n_head=1, block_size=8, vocab_size=8), seed=None)
         model = model.to_empty(device='cpu')
         model(torch.zeros(1, 8, dtype=torch.long), torch.zeros(1, 8, dtype=torch.long)).backward()
-        optimizer = build_optimizer('muon', list(model.named_parameters()), 1e-3, 0.1, (0.9, 0.95), 0.95,
-                                    model.split_plan, 'bfloat16', lambda function, parameter, parts: parts)
+        config = dict(optimizer='muon', learning_rate=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95,
+                      muon_momentum=0.95, lr_factors='')
+        optimizer = build_optimizer(config, list(model.named_parameters()), model.split_plan, 'bfloat16',
+                                    lambda function, parameter, parts: parts)
         optimizer.step()
         sys.exit('torch._dynamo' in sys.modules)'''
     subprocess.run([sys.executable, '-c', script], cwd=ROOT, check=True)

@@ -1,6 +1,7 @@
 """kilogpt.settings: schedules that do not fit their run, and what a resumed run does not take from its keys."""
 import dataclasses
 import pathlib
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,7 +27,8 @@ def model_of(config):
 def settle(config, model=None, shards=SHARDS, saved=None, source='out/ckpt/iter_00000012'):
     """(config of the run, the lines that it prints)."""
     said = []
-    config = settle_settings(config, model or model_of(config), shards, saved or {}, source, said.append)
+    start = SimpleNamespace(saved=saved or {}, source=source)
+    config = settle_settings(config, model or model_of(config), shards, start, said.append)
     return config, said
 
 

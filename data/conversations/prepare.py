@@ -10,7 +10,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.machines import available_cpus
+from kilogpt.devices.cpus import available_cpus
 from data.messages import ConversationEncoder, conversation_splits
 from data.prepare import write_dataset
 from data.readers import file_versions, find_files

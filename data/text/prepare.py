@@ -9,7 +9,7 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.machines import available_cpus
+from kilogpt.devices.cpus import available_cpus
 from data.prepare import text_splits, write_dataset
 from data.readers import DOCUMENTS, file_versions, find_files, form_of, measure, read_texts
 from data.tokenizer import CharTokenizer, get_tokenizer

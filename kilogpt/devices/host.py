@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from kilogpt.machines import available_cpus, read_text
+from kilogpt.devices.cpus import available_cpus, read_text
 
 BUSY = 0.2  # share of the time for which the main thread waits for a core, above which threads should sleep
 CALM = 0.05  # and below which they can spin again

@@ -13,37 +13,36 @@ SHOWN = 200  # characters of a sample on the console
 class Evaluation(Hook):
     """Evaluates the model every `interval` iterations and at the end, and changes nothing in training."""
 
-    def __init__(self, interval, scorer, hooks, log):
-        """hooks: those of the run, which choose the weights to evaluate. log: the run's Metrics."""
-        self.interval, self.scorer, self.hooks, self.log = interval, scorer, hooks, log
+    def __init__(self, interval, scorer):
+        self.interval, self.scorer = interval, scorer
 
     def is_due(self, run):
         return run.eval_only or run.iteration % self.interval == 0 or run.iteration == run.max_iters
 
     def act(self, run):
-        with run.clock.paused(), self.hooks.weights_for_evaluation():
+        with run.clock.paused(), run.hooks.weights_for_evaluation():
             self.evaluate(run)
         return False
 
 
 class Tasks(Evaluation):
-    """Scores tasks. suite: a Suite. stamp(): the first keys of a line of the log."""
+    """Scores tasks. suite: a Suite."""
 
-    def __init__(self, interval, scorer, hooks, log, suite, stamp):
-        super().__init__(interval, scorer, hooks, log)
-        self.suite, self.stamp = suite, stamp
+    def __init__(self, interval, scorer, suite):
+        super().__init__(interval, scorer)
+        self.suite = suite
 
     def evaluate(self, run):
         scores = self.suite.score(self.scorer)
         if scores is not None:
-            self.log.tasks(self.stamp() | as_line(scores), describe(scores))
+            run.log.tasks(run.meter.stamp(run) | as_line(scores), describe(scores))
 
 
 class Samples(Evaluation):
     """Continues prompts. prompts: texts. n_tokens: of each sample."""
 
-    def __init__(self, interval, scorer, hooks, log, tokenizer, prompts, n_tokens, seed):
-        super().__init__(interval, scorer, hooks, log)
+    def __init__(self, interval, scorer, tokenizer, prompts, n_tokens, seed):
+        super().__init__(interval, scorer)
         self.tokenizer, self.prompts, self.n_tokens = tokenizer, prompts, n_tokens
         self.draw = seeded_draw(seed)
         begin = 0 if tokenizer.bos is None else tokenizer.bos  # the model needs at least one token
@@ -56,32 +55,30 @@ class Samples(Evaluation):
         samples = []
         for prompt, ids in zip(self.prompts, drawn):
             samples.append(dict(prompt=prompt, text=self.tokenizer.decode(until_end(ids, self.tokenizer))))
-        self.log.samples(run.iteration, samples, SHOWN)
+        run.log.samples(run.iteration, samples, SHOWN)
 
 
-def evaluation_hooks(parallel, config, dtype, meta, keys, hooks, log, stamp, poll):
-    """The hooks that the keys eval_tasks and sample_interval ask for, in a list.
+def evaluation_hooks(run):
+    """The hooks that the keys eval_tasks and sample_interval of a Run ask for, in a list.
 
-    parallel, config, dtype, poll: as in Scorer. meta: the tokenizer's. keys: the values of train.py's keys.
-    hooks, log: as in Evaluation. stamp: as in Tasks.
     ValueError, OSError or ImportError, with one sentence, if the keys ask for what does not exist.
     """
-    if not (keys['eval_tasks'] or keys['sample_interval']):
-        return []
+    keys, meta = run.config, run.start.meta
     if not meta.get('tokenizer'):
         raise ValueError('eval_tasks and sample_interval need the tokenizer, which the meta.json of the '
                          'dataset does not name: name it there, or leave these keys out')
     separator = separator_in(dict(config=keys, tokenizer=meta))
-    scorer, tokenizer, found = Scorer(parallel, config, dtype, separator, poll=poll), get_tokenizer(meta), []
+    scorer = Scorer(run.parallel, run.model_config, run.cluster.dtype, separator, poll=run.signals.poll)
+    tokenizer, found = get_tokenizer(meta), []
     if keys['eval_tasks']:
-        suite = Suite(keys['eval_tasks'], parallel.processes, tokenizer, config.block_size,
+        suite = Suite(keys['eval_tasks'], run.processes, tokenizer, run.model_config.block_size,
                       limit=keys['eval_tasks_limit'] or None)
         for note in suite.notes:
-            parallel.processes.say(f'warning: {note}')
+            run.processes.say(f'warning: {note}')
         interval = keys['eval_tasks_interval'] or keys['eval_interval']
-        found.append(Tasks(interval, scorer, hooks, log, suite, stamp))
+        found.append(Tasks(interval, scorer, suite))
     if keys['sample_interval']:
         prompts = keys['sample_prompts'].split('||')
-        found.append(Samples(keys['sample_interval'], scorer, hooks, log, tokenizer, prompts,
+        found.append(Samples(keys['sample_interval'], scorer, tokenizer, prompts,
                              keys['sample_tokens'], keys['seed']))
     return found

@@ -42,8 +42,8 @@ def open_model(source, which, tokenizer, device, dtype, **degrees):
         model = GPT(config, seed=None)
     parallel = Parallel(processes, layout)
     dtype = resolve_dtype(dtype, processes.device)
-    parallel.lay_out(model, global_batch=layout.dp * layout.n_stages, batch_size=1,
-                     block_size=config.block_size, dtype=dtype)
+    shape = dict(batch_size=1, gradient_accumulation_steps=layout.dp * layout.n_stages, block_size=config.block_size)
+    parallel.parallelize(model, shape, dtype)
     fill_model(parallel.named_parameters(), path, tensors)
     parallel.train(False)
     return OpenModel(parallel, config, dtype, get_tokenizer(meta), separator_in(state), path or source, state)

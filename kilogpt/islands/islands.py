@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from data import storage
-from data.shares import ranges
+from data.schedule import ranges
 from kilogpt.islands.client import ExchangeResult
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.keys.islands import INTERVAL
@@ -108,7 +108,7 @@ class Islands(Hook):
     """The hook that exchanges parameters with the other islands of a run.
 
     A run with one island and without outer_interval has neither other islands nor an outer optimizer, and has
-    kilogpt.run.state.NoIslands instead.
+    kilogpt.training.cluster.NoIslands instead.
 
     settings: an IslandSettings. island: the number of this island, if not that of `processes`.
     out_dir: the folder of this island. main_dir: the folder of island 0.
@@ -146,7 +146,7 @@ class Islands(Hook):
         self.continues = bool(found and found[0])
         return found or checkpoint.find_undamaged(self.main_dir, self.processes)
 
-    def attach(self, parallel, model):
+    def attach_model(self, parallel, model):
         """Build the outer optimizer for a model that is laid out. model: the whole model."""
         self.parallel, settings = parallel, self.settings
         trained = parallel.optimizer_parameters()
@@ -189,21 +189,16 @@ class Islands(Hook):
                 tensors = [(key, tensor) for key, tensor in tensors if key.endswith('.momentum')]
             checkpoint.load_tensors(path, tensors)
 
-    def begin(self, run, signals, saver, log, saved, has_loaded, training_tokens):
-        """Begin or continue a run: connect the islands.
-
-        saved: the state of the checkpoint that the run continues, or {}. has_loaded: whether parameters were
-        loaded into the outer ones. If not, the outer parameters become those of this island.
-        training_tokens: the number in the dataset, on which all islands must agree.
-        """
-        self.training_tokens, self.signals, self.saver, self.log = training_tokens, signals, saver, log
-        self.shares = run.shares
-        state = saved.get(self.name, {}) if self.continues else {}
-        self.shares.parts = state.get('shares') or self.shares.parts
+    def begin(self, run):
+        """Connect the islands of a Run that begins or continues."""
+        self.training_tokens = run.data.train.n_tokens  # on which all islands must agree
+        self.signals, self.saver, self.log, self.schedule = run.signals, run.saver, run.log, run.schedule
+        state = run.start.saved.get(self.name, {}) if self.continues else {}
+        self.schedule.parts = state.get('shares') or self.schedule.parts
         self.base = state.get('base', run.iteration)
         self.started, self.merged = state.get('started', 0), state.get('merged', 0)
-        if not self.continues:
-            self.optimizer.reset(to_outer=has_loaded and self.islands > 1)
+        if not self.continues:  # parameters from elsewhere were loaded into the outer ones, a new model's were not
+            self.optimizer.reset(to_outer=bool(run.start.source) and self.islands > 1)
         refresh(self.parallel)
         self._connect(state)
 
@@ -224,7 +219,7 @@ class Islands(Hook):
     def state(self):
         """What state.json of a checkpoint keeps."""
         return dict(keys=self._fixed_settings, base=self.base, started=self.started, merged=self.merged,
-                    shares=self.shares.parts)
+                    shares=self.schedule.parts)
 
     # --- running --------------------------------------------------------------------------------------------
 
@@ -321,8 +316,8 @@ class Islands(Hook):
         self.optimizer.step(means)
         refresh(self.parallel)
         since, until = self._start_of(number - 1), self._start_of(number)
-        sequences = ranges(self.shares.assigned(since, until, members))
-        self.shares.change_islands(iteration, sorted({*members, *joining}), since, members)
+        sequences = ranges(self.schedule.assigned(since, until, members))
+        self.schedule.change_islands(iteration, sorted({*members, *joining}), since, members)
         self.merged += 1
         distance, size, bytes_sent = map(self.processes.sum, (distance, size, self._bytes_sent))
         return dict(iter=iteration, exchange=number, fragment=number % self.settings.outer_fragments,

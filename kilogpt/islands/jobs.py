@@ -115,7 +115,7 @@ class IslandJob(Islands):
         line = super()._merge(iteration, result, waited)
         joining = self.processes.share(result.joining)
         if joining and self.island == line['islands'][0] and self._is_sender:
-            state = dict(iteration=iteration, base=self.base, merged=self.merged, shares=self.shares.parts)
+            state = dict(iteration=iteration, base=self.base, merged=self.merged, shares=self.schedule.parts)
             self.link.send_state(state, self.optimizer.snapshot())
         return line
 

@@ -2,5 +2,5 @@
 
 layout.py decides by arithmetic which process has which part. apply.py carries the layout out with PyTorch's
 DDP, FSDP2, DTensor and pipelines. The other files implement what PyTorch does not provide. Read apply.py
-first, from `Parallel.lay_out` on.
+first, from `Parallel.parallelize` on.
 """

@@ -1,6 +1,6 @@
 """How a model is laid out on the processes, and how it then runs.
 
-`Parallel.lay_out` and stages.py apply a layout in one order, with parts that PyTorch has:
+`Parallel.parallelize` and stages.py apply a layout in one order, with parts that PyTorch has:
 
   pipeline (pp)  pipeline.py: each rank has one or two runs of blocks (GPipe, Huang et al. 2019)
   expert (ep)    expert.py: each rank has some of the experts of a mixture (GShard, Lepikhin et al. 2020)
@@ -22,11 +22,11 @@ import warnings
 import torch
 
 from data.batches import Batches
-from kilogpt.configurator import announced
+from kilogpt.configurator import announced, exit_on_error
 from kilogpt.devices.parts import find_experts, replace_parts
 from kilogpt.optim import local_part
 from kilogpt.parallel.dtensor import bytes_held, name_parameters, take_whole_logits, tensor_context, total_norm
-from kilogpt.parallel.layout import SPLIT_BACKWARD, check_layout
+from kilogpt.parallel.layout import CHECKED_KEYS, SPLIT_BACKWARD, check_layout
 from kilogpt.parallel.processes import autocast
 from kilogpt.parallel.stages import lay_out_stage, multiply_finite
 
@@ -36,9 +36,10 @@ warnings.filterwarnings('ignore', 'Mismatch dtype between input and weight')
 logging.getLogger('torch.distributed.tensor._redistribute').setLevel(logging.ERROR)
 
 
-# The keys of train.py that `lay_out` takes.
-LAID_OUT_BY = ('batch_size', 'block_size', 'compile', 'cpu_offload', 'fp8', 'async_tp', 'activation_checkpoint',
-               'grad_compress', 'documents', 'cuda_graph', 'loss', 'dpo_beta')
+# The keys of train.py that `Parallel.parallelize` takes, besides batch_size, gradient_accumulation_steps and
+# block_size, and their values where a config does not have them.
+DEFAULTS = dict(islands=1, compile=False, cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none',
+                grad_compress='none', documents='stream', cuda_graph=False, loss='cross_entropy', dpo_beta=0.1)
 
 
 class Parallel:
@@ -54,22 +55,21 @@ class Parallel:
         self._contexts = contextlib.ExitStack()  # stays open, since the backward pass needs the contexts too
         self._zero1 = self._powersgd = None
 
-    def lay_out(self, model, *, global_batch, batch_size, block_size, dtype='float32', compile=False,
-                cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none', grad_compress='none',
-                documents='stream', cuda_graph=False, loss='cross_entropy', dpo_beta=0.1):
+    def parallelize(self, model, config, dtype='float32'):
         """Put a model that was built on the meta device onto the processes.
 
         Afterwards `forward_backward` and `evaluate` run the model. `named_parameters` have memory, but values
         only after `fill` or the load of a checkpoint. Raises ValueError if check_layout does.
         model: has a `split_plan`, a table `replaceable`, and a `config` with n_head, n_kv_head and n_embd.
-        global_batch: the sequences of an iteration. batch_size: the most sequences in a micro-batch.
-        documents, cuda_graph, loss, dpo_beta: as in train.py.
+        config: keys of train.py (DEFAULTS). dtype: that of training.
         """
-        self.global_batch, self.block_size = global_batch, block_size
-        self.micro_batch, self.micro_steps = self.layout.split_batch(global_batch, batch_size)
-        check_layout(model, self.layout, block_size=block_size, dtype=dtype, cpu_offload=cpu_offload, fp8=fp8,
-                     activation_checkpoint=activation_checkpoint, grad_compress=grad_compress,
-                     async_tp=async_tp)
+        config = DEFAULTS | config
+        compile, documents, cpu_offload = config['compile'], config['documents'], config['cpu_offload']
+        activation_checkpoint, grad_compress = config['activation_checkpoint'], config['grad_compress']
+        batch_size, self.block_size = config['batch_size'], config['block_size']
+        self.global_batch = batch_size * config['gradient_accumulation_steps'] // config['islands']
+        self.micro_batch, self.micro_steps = self.layout.split_batch(self.global_batch, batch_size)
+        check_layout(model, self.layout, dtype=dtype, **{key: config[key] for key in CHECKED_KEYS})
         layout, processes = self.layout, self.processes
         # A pipeline takes all micro-batches of an iteration in one step.
         self._rows_per_step = self.micro_batch * (self.micro_steps if layout.pp > 1 else 1)
@@ -83,7 +83,7 @@ class Parallel:
             from kilogpt.parallel.compiler import set_up_compiler
             compile = set_up_compiler(processes, layout, self.notes)
         self.compiles = compile
-        if async_tp:
+        if config['async_tp']:
             from kilogpt.parallel.compiler import set_up_async_tp
             set_up_async_tp(processes, compile, self.mesh.get_group('tp'), self.notes)
         self._contexts.enter_context(tensor_context() if layout.tp > 1 else contextlib.nullcontext())
@@ -91,19 +91,19 @@ class Parallel:
         if compile and self.device.type == 'cpu':
             from kilogpt.devices import cpu_kernels
             use_kernels = cpu_kernels.is_usable(processes, self.notes)
-        if loss == 'dpo':
+        if config['loss'] == 'dpo':
             from kilogpt.layers.preferences import use_preferences
-            use_preferences(model, dpo_beta)
+            use_preferences(model, config['dpo_beta'])
         self.stages = {0: model}
         if layout.pp > 1:
             from kilogpt.parallel.pipeline import Pipeline, cut_stage
             mine = layout.stages_of(self.mesh.get_local_rank('pp'))
-            self.stages = {index: cut_stage(model, index, layout.n_stages, block_size) for index in mine}
+            self.stages = {index: cut_stage(model, index, layout.n_stages, self.block_size) for index in mine}
         for stage in self.stages.values():
             if splits_backward and torch.__version__ < '2.13':  # autograd loses LossInParts between halves
                 replace_parts(stage, 'loss', take_whole_logits)
             lay_out_stage(stage, self, dtype=dtype, compile=compile, use_kernels=use_kernels, documents=documents,
-                          fp8=fp8, activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload)
+                          fp8=config['fp8'], activation_checkpoint=activation_checkpoint, cpu_offload=cpu_offload)
             if model.tied and layout.pp == 1:
                 came_apart = model.tied.keys() & dict(stage.named_parameters()).keys()
                 assert not came_apart, 'the tied weights came apart'
@@ -121,13 +121,13 @@ class Parallel:
         if layout.pp > 1:
             self.pipeline = Pipeline(
                 self.stages, layout, self.mesh, self.device, micro_batch=self.micro_batch,
-                micro_steps=self.micro_steps, block_size=block_size, n_embd=model.config.n_embd, dtype=dtype,
+                micro_steps=self.micro_steps, block_size=self.block_size, n_embd=model.config.n_embd, dtype=dtype,
                 tied={} if self.has_adapters else model.tied, splits_backward=splits_backward)
         self._named_parameters = [pair for stage in self.stages.values()
                                   for pair in name_parameters(stage, model.tied, processes)]
         self._passes = functools.partial(run_passes, self.network, self._autocast)
         self._records = False
-        if cuda_graph and compile and layout.world_size == 1 and activation_checkpoint == 'none':
+        if config['cuda_graph'] and compile and layout.world_size == 1 and activation_checkpoint == 'none':
             from kilogpt.devices.cuda_graph import GraphedPasses, can_record
             self._records = not layout.uses_fsdp and can_record(model, self.device, dtype)
             if self._records:
@@ -139,12 +139,13 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def batches(self, read, sequences, ahead=1):
-        """The data.batches.Batches of this process. read, sequences, ahead: as in Batches."""
+    def batches(self, loader, read, sequences):
+        """The data.batches.Batches of this process. loader, read, sequences: as in Batches."""
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
-        return Batches(read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
+        return Batches(loader, read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
-                       positions=layout.positions(rank, self.block_size), device=self.device, ahead=ahead)
+                       positions=layout.positions(rank, self.block_size), device=self.device,
+                       reading=exit_on_error)
 
     def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.
@@ -270,7 +271,7 @@ class Parallel:
             return self._zero1.named_rows
         return [(name, parameter) for name, parameter in self._named_parameters if parameter.requires_grad]
 
-    def attach(self, optimizer):
+    def attach_optimizer(self, optimizer):
         """Let ZeRO-1 gather the parameters after each step of the optimizer."""
         if self._zero1:
             optimizer.register_step_post_hook(self._zero1.gather_parameters)
@@ -281,6 +282,8 @@ class Parallel:
         parts (n, rows, columns): this process's parts of n matrices that are laid out as `parameter` is.
         The processes divide the n matrices: DDP's replicas, or the ranks of each mesh dimension in turn.
         """
+        if self.layout.world_size == 1:
+            return function(parts)
         from kilogpt.parallel.whole_matrices import apply_to_whole_matrices, matrix_dimensions
         dimensions = matrix_dimensions(parameter, self.layout.world_size)
         # With cpu_offload the parts come from host memory.

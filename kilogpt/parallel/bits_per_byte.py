@@ -3,7 +3,6 @@ import numpy as np
 import torch
 
 from data.tokenizer import bytes_of_tokens
-from kilogpt.parallel.scoring import Recorder
 
 
 class BitsPerByte:
@@ -43,6 +42,7 @@ class BitsPerByte:
             return
         others = torch.where((targets >= 0) & (self.sizes[targets] == 0), targets, -1)
         if (others >= 0).any():
+            from kilogpt.parallel.scoring import Recorder
             self.other_nats = self.other_nats + Recorder(loss)(x, head, others)
 
     def take(self, nats, n_tokens):

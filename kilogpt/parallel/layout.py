@@ -233,6 +233,10 @@ def balance(costs, parts):
 
 # --- impossible layouts -------------------------------------------------------------------------------------
 
+# The keys that `check_layout` takes besides dtype
+CHECKED_KEYS = ('block_size', 'activation_checkpoint', 'cpu_offload', 'grad_compress', 'fp8', 'async_tp')
+
+
 def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu_offload, grad_compress, fp8,
                  async_tp=False):
     """Raise ValueError, with the keys to change, if a model cannot run under a Layout with these options.

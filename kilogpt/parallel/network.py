@@ -1,4 +1,4 @@
-"""Limits and networks of a process before it can join others: open files, gloo's interface, the store."""
+"""Networks of a process before it can join others: gloo's interface, the store."""
 import contextlib
 import ipaddress
 import os
@@ -13,25 +13,6 @@ import torch.distributed as dist
 from data.storage import is_url
 
 SIOCGIFADDR = 0x8915  # Linux: the request for an interface's IPv4 address (linux/sockios.h)
-
-
-def raise_file_limit():
-    """Raise the limit of open files to the hard limit, in this process and in the torchrun that started it.
-
-    gloo has a socket for each other process, once for the run and once for the saves: 2N sockets, while many
-    systems allow 1,024 files. torchrun on the first node, which keeps the store, has as many. A dataset needs
-    a file for each of its shards.
-    """
-    try:
-        import resource
-    except ImportError:  # Windows
-        return
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    if 'TORCHELASTIC_RUN_ID' in os.environ and hasattr(resource, 'prlimit'):  # Linux
-        with contextlib.suppress(OSError, ValueError):
-            resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def spans_nodes():

@@ -15,9 +15,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kilogpt.parallel.errors import report_errors
-from kilogpt.parallel.network import choose_gloo_interface, fresh_store, raise_file_limit
-
 
 class Processes:
     """This process among all of torchrun's: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
@@ -56,7 +53,8 @@ class Processes:
         is_alone = self.world_size == 1 and not layout.uses_fsdp
         if is_alone and self.islands == 1:
             return
-        choose_gloo_interface()
+        from kilogpt.parallel import errors, network
+        network.choose_gloo_interface()
         if backend == 'nccl' and self.device.type != 'cuda':
             raise ValueError(f'backend=nccl needs CUDA GPUs, but the device is {self.device}: '
                              'use --backend=gloo')
@@ -73,17 +71,17 @@ class Processes:
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
         # An event before each collective lets the watchdog see which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
-        store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else fresh_store()
+        store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else network.fresh_store()
         store = store_of_all
         if self.islands > 1:
             self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)
         if is_alone:
-            report_errors(store_of_all)
+            errors.report_errors(store_of_all)
             return
         dist.init_process_group(backend, store=store, rank=self.rank, world_size=self.world_size,
                                 timeout=timeout)
-        report_errors(store_of_all)  # after init_process_group, which sets a hook of its own
+        errors.report_errors(store_of_all)  # after init_process_group, which sets a hook of its own
         # Without this line the groups of meshes would have NCCL's own timeout, which comm_timeout may exceed.
         dist.distributed_c10d.default_pg_nccl_timeout = timeout
         self.build_meshes(layout)
@@ -307,6 +305,25 @@ class Between:
         keys = {island: f'{subject} {island}' for island in range(self.islands)}
         return {island: self.store.get(key).decode() for island, key in keys.items()
                 if self.store.check([key])}
+
+
+def raise_file_limit():
+    """Raise the limit of open files to the hard limit, in this process and in the torchrun that started it.
+
+    gloo has a socket for each other process, once for the run and once for the saves: 2N sockets, while many
+    systems allow 1,024 files. torchrun on the first node, which keeps the store, has as many. A dataset needs
+    a file for each of its shards.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows
+        return
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with contextlib.suppress(OSError, ValueError):  # macOS refuses its own hard limit
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    if 'TORCHELASTIC_RUN_ID' in os.environ and hasattr(resource, 'prlimit'):  # Linux
+        with contextlib.suppress(OSError, ValueError):
+            resource.prlimit(os.getppid(), resource.RLIMIT_NOFILE, (hard, hard))
 
 
 # --- device and dtype ---------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Recorder(torch.nn.Module):
 class Scoring:
     """A context in which a Parallel scores targets. All processes enter, call `run` alike, and leave.
 
-    parallel: a Parallel that is laid out. config: the model's. dtype: that of the forward pass, as in lay_out.
+    parallel: a Parallel that is laid out. config: the model's. dtype: that of the forward pass, as in Parallel.parallelize.
     wants_logits: whether Scores have logits.
     """
 

@@ -56,7 +56,7 @@ SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attenti
 def use_parts_of_device(stage, device, use_kernels, documents, notes):
     """Put the forms that a device has in the place of the model's parts, before any hook is on them.
 
-    use_kernels, documents: as in `cpu.use_faster_parts` and `lay_out`. notes: gets what the device lacks.
+    use_kernels, documents: as in `cpu.use_faster_parts` and `Parallel.parallelize`. notes: gets what the device lacks.
     """
     if device.type == 'cpu':
         from kilogpt.devices import cpu

@@ -34,7 +34,7 @@ from kilogpt.launch_train import ROOT, last_error
 from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
 from kilogpt.parallel import apply, ddp
-from kilogpt.parallel.layout import Layout
+from kilogpt.parallel.layout import CHECKED_KEYS, Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.plan.byte_counter import PARTS, ByteCounter
 from kilogpt.plan.models import model_config
@@ -122,18 +122,13 @@ def run_rank(config):
                            + substitutes_for_gpus(dtype) * on_gpu):
             substitutes.enter_context(substitute)
         laid_out = apply.Parallel(processes, layout)
-        laid_out.lay_out(
-            model, global_batch=global_batch, batch_size=config['batch_size'],
-            block_size=block_size, dtype=dtype, cpu_offload=config['cpu_offload'], fp8=config['fp8'],
-            activation_checkpoint=config['activation_checkpoint'], grad_compress=config['grad_compress'],
-            async_tp=config['async_tp'])
+        keys = *CHECKED_KEYS, 'batch_size', 'gradient_accumulation_steps'
+        laid_out.parallelize(model, {key: config[key] for key in keys}, dtype)
         lay_out_seconds = time.perf_counter() - began
         with memory:
-            optimizer = build_optimizer(
-                config['optimizer'], laid_out.optimizer_parameters(), config['learning_rate'],
-                config['weight_decay'], (config['beta1'], config['beta2']), config['muon_momentum'],
-                model.split_plan, dtype, laid_out.apply_to_whole_matrices)
-            laid_out.attach(optimizer)
+            optimizer = build_optimizer(config, laid_out.optimizer_parameters(), model.split_plan, dtype,
+                                        laid_out.apply_to_whole_matrices)
+            laid_out.attach_optimizer(optimizer)
             rows = micro_batch * (micro_steps if layout.pp > 1 else 1)
             x, y = torch.zeros(2, rows, block_size // layout.cp, dtype=torch.int64)
             steps = 1 if layout.pp > 1 else micro_steps

@@ -1,7 +1,7 @@
 """Predict before the first iteration whether a run fits into the memory of its device (memory_model.py)."""
 import dataclasses
 
-from kilogpt.parallel.layout import check_layout
+from kilogpt.parallel.layout import CHECKED_KEYS, check_layout
 from kilogpt.plan import memory_model
 from kilogpt.plan.shape import Shape
 
@@ -33,9 +33,7 @@ def predict_memory(model, layout, config, device_type, available):
         changed = config | change
         try:
             other = dataclasses.replace(layout, zero_stage=changed['zero_stage'])
-            options = ('block_size', 'dtype', 'activation_checkpoint', 'cpu_offload', 'grad_compress', 'fp8',
-                       'async_tp')
-            check_layout(model, other, **{key: changed[key] for key in options})
+            check_layout(model, other, **{key: changed[key] for key in (*CHECKED_KEYS, 'dtype')})
         except ValueError:
             continue
         if _bytes_of(shape, other, changed, device_type) <= available:

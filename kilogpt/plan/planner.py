@@ -11,7 +11,7 @@ from tqdm import tqdm
 from data.datasets import dataset_folder, find_shards, find_sources, read_meta
 from data.mixtures import parse_mixture
 from data.splits import open_training_split
-from kilogpt.parallel.layout import LAYOUT_KEYS, SPLIT_BACKWARD, Layout, check_layout
+from kilogpt.parallel.layout import CHECKED_KEYS, LAYOUT_KEYS, SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.models import model_config
 from kilogpt.plan.shape import Shape
@@ -58,9 +58,7 @@ class Planner:
         """The Layout of keys, checked as by train.py. ValueError with train.py's message if it is refused."""
         config = self.config | keys
         layout = Layout.of(self.gpus, config)
-        options = ('dtype', 'activation_checkpoint', 'cpu_offload', 'grad_compress', 'fp8', 'async_tp')
-        check_layout(self.model, layout, block_size=config['block_size'],
-                     **{key: config[key] for key in options})
+        check_layout(self.model, layout, **{key: config[key] for key in (*CHECKED_KEYS, 'dtype')})
         return layout
 
     def row(self, keys, layout=None, split=None):

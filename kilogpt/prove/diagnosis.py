@@ -203,7 +203,7 @@ def advise(keys, facts, differences, first_wrong='', random=()):
     kinds = {each.what for each in differences}
     if 'starting weight' in kinds and not found:
         found.append('a process starts from other weights than one process does: see GPT.initial_value in model.py '
-                     'and initial_values in train.py, and check whether a parameter belongs to two pipeline stages')
+                     'and start.load in train.py, and check whether a parameter belongs to two pipeline stages')
     if found:
         return found
     if 'gradient' in kinds:

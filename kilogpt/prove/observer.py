@@ -12,7 +12,7 @@ import torch
 from kilogpt import metrics
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
-from kilogpt.run.state import Run
+from kilogpt.run.state import Progress
 
 
 class Observation(NamedTuple):
@@ -50,13 +50,13 @@ def install(folder, in_float64=False, traces_forward=False, is_brief=False, stop
     if in_float64:
         torch.set_default_dtype(torch.float64)
     metrics.peak_flops = lambda device, dtype: 1e12  # to measure it takes half a second
-    lay_out, warm_up, clip_gradients = Parallel.lay_out, Parallel.warm_up, Parallel.clip_gradients
-    end_if_finished = Run.end_if_finished
+    parallelize, warm_up, clip_gradients = Parallel.parallelize, Parallel.warm_up, Parallel.clip_gradients
+    end_if_finished = Progress.end_if_finished
     hooks = ModuleHooks()
     iteration = 0
 
-    def observed_lay_out(self, model, **options):
-        lay_out(self, model, **options)
+    def observed_parallelize(self, model, config, dtype):
+        parallelize(self, model, config, dtype)
         if not self.compiles and not is_brief:  # otherwise the hooks would be compiled, too
             for stage in self.stages.values():
                 hooks.register(stage)
@@ -87,8 +87,8 @@ def install(folder, in_float64=False, traces_forward=False, is_brief=False, stop
             self.end('finished')
         end_if_finished(self)
 
-    Run.end_if_finished = finish_early
-    Parallel.lay_out, Parallel.warm_up = observed_lay_out, unobserved_warm_up
+    Progress.end_if_finished = finish_early
+    Parallel.parallelize, Parallel.warm_up = observed_parallelize, unobserved_warm_up
     Parallel.clip_gradients = observed_clip_gradients
 
 

@@ -6,7 +6,7 @@ import torch
 
 from data import storage
 from data.datasets import find_sources
-from data.shares import Shares
+from data.schedule import DataSchedule
 from data.splits import open_training_split
 from data.tokenizer import get_tokenizer
 from kilogpt.learning_rate import decay_iters
@@ -188,7 +188,7 @@ def write_batch(folder, run, iteration, config):
     begin = max((saved for saved in run.paths if saved < iteration), default=0)
     tokens = run.states[begin]['tokens'] if begin else 0
     n_sequences = config['batch_size'] * config['gradient_accumulation_steps']
-    sequences = Shares(n_sequences, config['block_size'], 1, begin, tokens).sequences(iteration - 1, 0)
+    sequences = DataSchedule(n_sequences, config['block_size'], 1, begin, tokens).sequences(iteration - 1, 0)
     sources = find_sources(config['dataset'])
     meta = next(iter(sources.values())).meta
     tokenizer = get_tokenizer(meta)

@@ -4,8 +4,10 @@ import statistics
 from typing import NamedTuple
 
 import torch
+from torch.profiler import record_function
 
 from kilogpt.metrics import HostCopy
+from kilogpt.optim import set_lr
 
 NO_LIMIT = torch.finfo(torch.float32).max  # any finite norm is at most this; infinity and NaN are not
 # {quantity: what it often is if it is not finite, and what to do}
@@ -30,23 +32,20 @@ class Guard:
     `step` skips an update if the gradient norm is NaN, infinite or above the limit. If the device makes this
     decision, the host does not wait for the norm: it learns the decision in `settle`, before the next update.
 
-    config: the keys; on_nonfinite is 'abort', or 'skip' (up to MOST_SKIPPED in a row).
-    dtype: with 'float16', a GradScaler scales the loss. Then an infinite loss is an error, but an infinite
-    gradient is not.
-    log, loader: the run's metrics.Metrics and TokenLoader, which write down the batch of a skipped update.
+    run: the Run. Its key on_nonfinite is 'abort', or 'skip' (up to MOST_SKIPPED in a row). With the dtype float16
+    a GradScaler scales the loss. Then an infinite loss is an error, but an infinite gradient is not.
     """
 
-    def __init__(self, run, parallel, optimizer, dtype, log, loader, config):
-        self.run, self.parallel, self.optimizer = run, parallel, optimizer
-        device = parallel.processes.device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=dtype == 'float16')
-        self.log, self.loader, self.on_nonfinite = log, loader, config['on_nonfinite']
-        self.spikes = Spikes(config['on_spike'], config['spike_factor'])
+    def __init__(self, run):
+        self.run, self.parallel, self.optimizer = run, run.parallel, run.optimizer
+        self.scaler = torch.amp.GradScaler(run.processes.device.type, enabled=run.cluster.dtype == 'float16')
+        self.log, self.loader, self.on_nonfinite = run.log, run.data.train, run.config['on_nonfinite']
+        self.spikes = Spikes(run.config['on_spike'], run.config['spike_factor'])
         self.skipped = self.skipped_in_a_row = 0  # updates whose gradient or loss was not finite
         self.last_update = None  # the last Update, until `settle` knows whether it was made
-        self.say = parallel.processes.say
+        self.say = run.processes.say
         # For an optimizer that cannot skip on the device, the host waits for the norm and decides.
-        self._skips_on_device = getattr(optimizer, 'skips_on_device', False)
+        self._skips_on_device = getattr(run.optimizer, 'skips_on_device', False)
 
     def state(self):
         """The values of the guard that a checkpoint keeps."""
@@ -58,22 +57,17 @@ class Guard:
         self.spikes.load_state(state.get('spikes', {}))
         self.scaler.load_state_dict(state['scaler'])
 
-    def rollback_hooks(self, *arguments):
-        """[Rollback] with on_spike=rollback, else []. arguments: those of Rollback after the guard."""
-        if self.spikes.on_spike != 'rollback':
-            return []
-        from kilogpt.run.rollback import Rollback
-        return [Rollback(self, *arguments)]
-
     def scale(self, loss):
         """The loss whose gradients are computed."""
         return self.scaler.scale(loss)
 
+    @record_function('optimizer')
     def step(self, lr, loss_sum, grad_clip):
         """Clip the gradients, and make or skip the update; returns the norm before clipping.
 
         loss_sum: the sum of the losses of this process's tokens.
         """
+        set_lr(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer)
         limit = self.spikes.limit()
         grad_norm = self.parallel.clip_gradients(grad_clip, limit)

@@ -8,12 +8,12 @@ from kilogpt.run import Hook
 class Rollback(Hook):
     """Goes back to the checkpoint before a row of spikes, and skips the batches since.
 
-    hooks: all hooks of the run, which also continue from the checkpoint. save(): saves a checkpoint.
+    run: the Run, whose hooks also continue from the checkpoint. save(): saves a checkpoint.
     """
 
-    def __init__(self, guard, out_dir, saver, hooks, save):
-        self.guard, self.spikes, self.out_dir, self.saver = guard, guard.spikes, out_dir, saver
-        self.hooks, self.save = hooks, save
+    def __init__(self, run, save):
+        self.guard, self.spikes, self.save = run.guard, run.guard.spikes, save
+        self.out_dir = run.cluster.out_dir
         self._failed_at = 0  # the number of skipped updates when a checkpoint was last missing
 
     def is_due(self, run):
@@ -23,7 +23,7 @@ class Rollback(Hook):
         parallel, spikes = self.guard.parallel, self.spikes
         processes = parallel.processes
         with run.clock.paused():
-            self.saver.wait()
+            run.saver.wait()
             path, state = checkpoint.find_undamaged(self.out_dir, processes, newest=spikes.row_began)
             if not path:
                 processes.say(f'cannot go back: there is no checkpoint of iteration {spikes.row_began} '
@@ -34,7 +34,7 @@ class Rollback(Hook):
                           'to continue with the batches after the spikes')
             with exit_on_error():  # a checkpoint with NaN
                 checkpoint.load(path, saved_parameters(parallel), self.guard.optimizer)
-            self.hooks.restore(path, state, processes)
+            run.hooks.restore(path, state, processes)
             parallel.zero_grad()
             parallel.balance.forget()
             run.restore(state, tokens=run.tokens)

@@ -26,7 +26,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 out_dir = next(argument for argument in sys.argv if argument.startswith('--out_dir=')).partition('=')[2]
 path = f'{out_dir}.memory.{os.environ.get("RANK", "0")}'
 finds_places = os.environ.get('MEMORY_PLACES') == '1'
-found, memory, advance = {}, memory_model.memory, state.Run.advance
+found, memory, count_update = {}, memory_model.memory, state.Progress.count_update
 
 
 def noted_memory(shape, layout, work):
@@ -35,8 +35,8 @@ def noted_memory(shape, layout, work):
     return parts
 
 
-def measured_advance(self):
-    advance(self)
+def measured_count(self):
+    count_update(self)
     if self.iteration == 2:  # the optimizer has its state, and everything is compiled
         torch.cuda.reset_peak_memory_stats()
         if finds_places:
@@ -82,4 +82,4 @@ def place_of(frames):
     return ' < '.join(lines[:2]) or 'backward'
 
 
-memory_model.memory, state.Run.advance, dtensor.fill = noted_memory, measured_advance, lambda *_: None
+memory_model.memory, state.Progress.count_update, dtensor.fill = noted_memory, measured_count, lambda *_: None

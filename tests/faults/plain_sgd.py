@@ -4,8 +4,8 @@ import torch
 from kilogpt import optim
 
 
-def build_sgd(kind, named_parameters, learning_rate, *_):
-    return torch.optim.SGD(named_parameters, learning_rate)
+def build_sgd(config, named_parameters, *_):
+    return torch.optim.SGD(named_parameters, config['learning_rate'])
 
 
 optim.build_optimizer = build_sgd

@@ -221,7 +221,7 @@ def convolution_across_documents():
     def keep_part(parallel, network, _):
         part[0] = parallel.layout.positions(parallel.processes.rank, parallel.block_size).start
 
-    plant_after(Parallel, 'lay_out', keep_part)
+    plant_after(Parallel, 'parallelize', keep_part)
     right, Convolution.forward = Convolution.forward, forward
 
 
@@ -344,7 +344,7 @@ def window_of_a_part():
         if part[0] and 0 < window < T:
             return torch.maximum(first, torch.arange(T, device=device) // part[0] * part[0])
 
-    plant_after(Parallel, 'lay_out', keep_part)
+    plant_after(Parallel, 'parallelize', keep_part)
     plant_after(model, 'first_seen', limit)
 
 
@@ -398,7 +398,7 @@ def lr_factors_lost():
         if parallel._zero1:
             optim.parse_lr_factors = lambda text: {}
 
-    plant_after(Parallel, 'lay_out', forget)
+    plant_after(Parallel, 'parallelize', forget)
 
 
 def adapters_averaged_over_tp():

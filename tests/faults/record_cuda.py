@@ -1,7 +1,7 @@
 """Record what each iteration asks of CUDA, and where, in OUT_DIR.cuda.RANK, under dev/cuda_without_gpu.
 
-The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of Run.advance
-to the next; what an evaluation or a save asks for counts in the iteration that follows. A place is the innermost line
+The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of
+Progress.count_update to the next; what an evaluation or a save asks for counts in the iteration that follows. A place is the innermost line
 of ours. OUT_DIR.streams.RANK has the same with the number of a stream instead of a place: 0 is the stream in which
 PyTorch computes unless it is told otherwise, and the others have numbers in the order of their first use.
 """
@@ -42,8 +42,8 @@ def place():
     return f'{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno} {frame.f_code.co_name}'
 
 
-def advance(self):
-    advance_uncounted(self)
+def count_and_write(self):
+    count_update(self)
     for name, counts, found in (('cuda', calls, iterations),
                                 ('streams', calls_of_streams, iterations_of_streams)):
         found[self.iteration] = [[*key, count] for key, count in counts.items()]
@@ -52,7 +52,7 @@ def advance(self):
             json.dump(found, file)
 
 
-advance_uncounted, state.Run.advance = state.Run.advance, advance
+count_update, state.Progress.count_update = state.Progress.count_update, count_and_write
 torch.cuda.init()
 callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p)(record)
 ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'on_cuda_call').value = ctypes.cast(callback, ctypes.c_void_p).value

@@ -2,15 +2,15 @@
 import os
 import signal
 
-from kilogpt.run.state import Run
+from kilogpt.run.state import Progress
 
-advance = Run.advance
+count_update = Progress.count_update
 
 
-def advance_and_stop(self):
-    advance(self)
+def count_and_stop(self):
+    count_update(self)
     if self.iteration == int(os.environ['FAULT_ITERATION']):
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-Run.advance = advance_and_stop
+Progress.count_update = count_and_stop

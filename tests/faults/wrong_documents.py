@@ -14,7 +14,7 @@ from kilogpt.parallel.pipeline import Pipeline
 from model import GPT, Block
 
 fault = os.environ['FAULT']
-lay_out, forward_backward = Parallel.lay_out, Parallel.forward_backward
+parallelize, forward_backward = Parallel.parallelize, Parallel.forward_backward
 first_seen, rope_tables, call_batches = model.first_seen, model.rope_tables, Batches.__call__
 forward, run_pipeline, evaluate = GPT.forward, Pipeline._run, Pipeline.evaluate
 order_rows, block_forward = PackedLoader._order, Block.forward
@@ -25,10 +25,10 @@ def rank():
     return int(os.environ.get('RANK', 0))
 
 
-def lay_out_wrong(self, network, **options):
+def parallelize_wrong(self, network, config, dtype):
     global part
-    lay_out(self, network, **options)
-    part = self.layout.positions(self.processes.rank, options['block_size'])
+    parallelize(self, network, config, dtype)
+    part = self.layout.positions(self.processes.rank, config['block_size'])
     for stage in self.stages.values():
         if fault == 'positions of the row':
             stage.first_position = 0
@@ -96,7 +96,7 @@ def block_forward_wrong(self, x, rope=None, mask=None, *others):
 
 
 if fault in ('positions of the row', 'layers of a stage', 'positions of a part', 'window of a part'):
-    Parallel.lay_out = lay_out_wrong
+    Parallel.parallelize = parallelize_wrong
 if fault in ('starts cut', 'starts of other sequences'):
     Batches.__call__ = call_batches_wrong
 if fault == 'stages without starts':

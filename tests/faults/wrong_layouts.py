@@ -13,15 +13,15 @@ from kilogpt.parallel.apply import Parallel
 from kilogpt.run import checkpoint
 
 fault = os.environ['FAULT']
-lay_out, forward_backward, layout_rows = Parallel.lay_out, Parallel.forward_backward, layout.Layout.rows
+parallelize, forward_backward, layout_rows = Parallel.parallelize, Parallel.forward_backward, layout.Layout.rows
 
 
 def is_first():
     return os.environ.get('RANK', '0') == '0'
 
 
-def lay_out_wrong(self, model, **options):
-    lay_out(self, model, **options)
+def parallelize_wrong(self, model, config, dtype):
+    parallelize(self, model, config, dtype)
     if fault == 'evaluation counts twice':
         self.sum_losses = lambda loss_sum: self.processes.sum(loss_sum.item())
     if fault == 'torchtitan 3412' and self.layout.tp > 1:
@@ -83,7 +83,7 @@ def run_pipeline_wrong(self, *arguments):
     return losses
 
 
-Parallel.lay_out, Parallel.forward_backward = lay_out_wrong, forward_backward_wrong
+Parallel.parallelize, Parallel.forward_backward = parallelize_wrong, forward_backward_wrong
 if fault in ('padding counts', 'same batch everywhere'):
     layout.Layout.rows = rows_wrong
 if fault == 'tied pair':

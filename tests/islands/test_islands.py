@@ -13,7 +13,7 @@ import torch
 
 from data.datasets import read_meta
 from data.loader import TokenLoader
-from data.shares import Shares
+from data.schedule import DataSchedule
 from helpers import (FAULTS, ROOT, TINY, assert_near, assert_same_tensors, curve, newest_state,
                      newest_tensors, newest_weights, read_run, torchrun, wait_until, worker_pids)
 from kilogpt.configurator import config_of
@@ -212,7 +212,7 @@ def test_compression_sends_less_and_ends_at_the_same_loss(train_all):
 @pytest.mark.quick
 def test_every_sequence_is_trained_on_once_although_islands_leave_and_return():
     """Each island has 3 sequences in an iteration. A missing island loses those of a round, 4 iterations."""
-    shares, trained = Shares(3, 8, 4), []
+    shares, trained = DataSchedule(3, 8, 4), []
     rounds = [{0, 1, 2, 3}, {0, 2, 3}, {0, 2}, {0, 1, 2}, {0, 1, 2, 3}, {3}, {0, 1, 2, 3}, {0, 1, 2, 3}]
     for number, present in enumerate(rounds):
         begin, end = 4 * number, 4 * number + 4
@@ -222,7 +222,7 @@ def test_every_sequence_is_trained_on_once_although_islands_leave_and_return():
         shares.change_islands(end, sorted(present), begin, members=present)
         assert shares.tokens_before(end) == 8 * sum(map(len, trained))
     assert sorted(np.concatenate(trained).tolist()) == list(range(240))
-    continued = Shares(3, 8, 4, parts=json.loads(json.dumps(shares.parts)))
+    continued = DataSchedule(3, 8, 4, parts=json.loads(json.dumps(shares.parts)))
     assert np.array_equal(continued.sequences(40, 2), shares.sequences(40, 2))
 
 

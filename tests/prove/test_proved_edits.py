@@ -13,8 +13,8 @@ from test_edits import EDITS, apply_diff
 from test_prove import ONE_MICRO_STEP, SMALL
 
 SCHEDULE = 'train.py', '    return lr_of(config, iteration)\n'
-HOOKS = 'train.py', "hooks = Hooks([all_islands] if are_on(config) else [])\n"
-STEP = 'train.py', '            grad_norm = guard.step(lr, loss_sum, grad_clip)\n'
+HOOKS = 'train.py', 'hooks = run.hooks\n'
+STEP = 'train.py', '        grad_norm = run.guard.step(lr, loss_sum, grad_clip)\n'
 BLOCK, PRODUCT = ('model.py', test_prove.BLOCK), ('model.py', test_prove.PRODUCT)
 OPTIMIZER = 'SGD, or any other optimizer'
 
@@ -76,7 +76,7 @@ def correct_edits(draw):
         'RMSprop': optimizer(f'RMSprop(parallel.optimizer_parameters(), learning_rate, alpha={share})'),
         'NAdam': optimizer(f'NAdam(parallel.optimizer_parameters(), learning_rate, eps={few})'),
         'clipping by a schedule': replaced(
-            STEP, f'            grad_norm = guard.step(lr, loss_sum, grad_clip * {share} ** run.iteration)\n'),
+            STEP, f'        grad_norm = run.guard.step(lr, loss_sum, grad_clip * {share} ** run.iteration)\n'),
         'weights that decay by a hook': hook(
             'def after_update(self):\n    for _, weight in parallel.optimizer_parameters():\n'
             f'        weight.data.mul_(1 - {few})'),
@@ -100,26 +100,27 @@ def mistakes(draw):
     place = {
         'a rate for each process': replaced(SCHEDULE, '    return lr_of(config, iteration) * processes.world_size\n'),
         'a rate of each rank': replaced(SCHEDULE, f'    return lr_of(config, iteration) * (1 + {share} * processes.rank)\n'),
-        'one micro-batch': replaced(('train.py', '        for step in range(steps):\n'), '        for step in range(1):\n'),
+        'one micro-batch': replaced(
+            ('train.py', 'in run.batches.of(run.iteration):'), 'in list(run.batches.of(run.iteration))[:1]:'),
         'targets of one process': replaced(
-            ('train.py', 'n_targets, step == steps - 1, guard.scale)'),
-            'n_targets // processes.world_size, step == steps - 1, guard.scale)'),
+            ('train.py', 'n_targets, is_last, run.guard.scale)'),
+            'n_targets // processes.world_size, is_last, run.guard.scale)'),
         'a batch by the number of processes': hook(
-            'def is_due(self, run):\n    return run.batch != global_batch * processes.world_size\n'
-            'def act(self, run):\n    run.change_batch(global_batch * processes.world_size)'),
+            'def is_due(self, run):\n    return run.batch != parallel.global_batch * processes.world_size\n'
+            'def act(self, run):\n    run.change_batch(parallel.global_batch * processes.world_size)'),
         'noise of each rank': hook(
             'def after_update(self):\n    for _, weight in parallel.optimizer_parameters():\n'
             f'        weight.data.add_({few} * processes.rank)'),
         'gradients of one rank': replaced(
-            STEP, '            for _, p in parallel.optimizer_parameters():\n'
-                  f'                p.grad.mul_(1 + {share} * (processes.rank == 1))\n{{old}}'),
+            STEP, '        for _, p in parallel.optimizer_parameters():\n'
+                  f'            p.grad.mul_(1 + {share} * (processes.rank == 1))\n{{old}}'),
         'a clip of each process': replaced(
-            STEP, '            grad_norm = guard.step(lr, loss_sum, grad_clip / processes.world_size)\n'),
-        'a norm of its own': replaced(STEP, '{old}            grad_norm = grad_norm * processes.world_size\n'),
+            STEP, '        grad_norm = run.guard.step(lr, loss_sum, grad_clip / processes.world_size)\n'),
+        'a norm of its own': replaced(STEP, '{old}        grad_norm = grad_norm * processes.world_size\n'),
         'an evaluation of one process': replaced(
             ('train.py', 'nats, n_targets = parallel.sum_losses(loss_sum)'), 'nats, n_targets = loss_sum.item()'),
         'weights of each rank': replaced(
-            ('train.py', 'initial_values(tensors, model, seed)'), 'initial_values(tensors, model, seed + processes.rank)'),
+            ('train.py', 'optimizer, cluster, seed)'), 'optimizer, cluster, seed + processes.rank)'),
         'a step by the clock': replaced(
             SCHEDULE, f'    return learning_rate * (1 - {share} * (time.time() % 1))\n'),
         'a hook without state': hook(

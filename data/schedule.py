@@ -2,7 +2,7 @@
 import numpy as np
 
 
-class Shares:
+class DataSchedule:
     """Assigns the sequences of the data to islands, and counts the tokens that they have used.
 
     In each iteration, every island that is present takes the next `batch` sequences of block_size tokens. If
@@ -11,7 +11,7 @@ class Shares:
     without islands.
 
     iteration, tokens: where the run begins or continues, and how many tokens it has used by then.
-    parts: the `parts` of the Shares that the run continues.
+    parts: the `parts` of the DataSchedule that the run continues.
     """
 
     def __init__(self, batch, block_size, islands, iteration=0, tokens=0, parts=None):
