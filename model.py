@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen, starts_of
+from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen
 from kilogpt.layers.options import GATED, AdapterOptions, BlockOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
 from kilogpt.layers.rope import rope_tables, rotate
@@ -433,48 +433,6 @@ class GPT(nn.Module):
         of_matrices -= (self.num_params() - self.num_active_params()) * (4 if self.config.lora_rank else 6)
         seen = self.config.n_layer * self.config.mean_seen(lengths)
         return of_matrices + int(12 * seen * self.config.n_head * self.config.head_width)
-
-    @torch.no_grad()
-    def generate_tokens(self, idx, max_new_tokens, temperature=1.0, top_k=None, top_p=None, stop_tokens=(),
-                        generator=None, cache=None, separator=None):
-        """Continue idx (B, T): yield the next token of each row (B,), up to max_new_tokens times.
-
-        temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
-        probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn one of stop_tokens repeats one,
-        and the text ends once all rows have. Past block_size, each token takes a new reading of the window.
-        cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
-        separator: the token at which a document begins, for a model that was trained on documents one by one.
-        """
-        from kilogpt.layers.sampling import draw_token
-        block_size = self.config.block_size
-        cache = cache or self.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
-        rows = cache.layers[0][0].size(0)
-        stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
-        stops = torch.tensor(sorted(stop_tokens), device=idx.device)
-        window, token, filled = idx[:, -block_size:], None, 0
-        for _ in range(max_new_tokens):
-            starts = starts_of(window, separator)
-            if token is None or filled == block_size:
-                cache.length.zero_()
-                logits = self.forward(window, starts=starts, cache=cache)
-                filled = window.size(1)
-            else:  # a call of the module, since compile() compiles this step, which always has one shape
-                logits = self(token[:, None], starts=None if starts is None else starts[:, -1:], cache=cache)
-                filled += 1
-            logits = at_least_float32(logits[:, -1]).expand(rows, -1)
-            token = draw_token(logits, temperature, top_k, top_p, generator)
-            if len(stops):
-                token = torch.where(stopped, stops[0], token)
-                stopped |= torch.isin(token, stops)
-            yield token
-            if len(stops) and stopped.all():
-                return
-            window = torch.cat((window.expand(rows, -1), token[:, None]), dim=1)[:, -block_size:]
-
-    def generate(self, idx, max_new_tokens, **sampling):
-        """idx (B, T) with up to max_new_tokens tokens appended; the arguments of generate_tokens."""
-        tokens = self.generate_tokens(idx, max_new_tokens, **sampling)
-        return torch.cat((idx, *(token[:, None] for token in tokens)), dim=1)
 
 
 def cap(logits, config):

@@ -21,6 +21,7 @@ from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
+from kilogpt.layers.sampling import generate_tokens
 from kilogpt.loaded.load import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
@@ -142,8 +143,8 @@ def show(prompt, tokens):
     texts = [prompt] * num_samples
     has_ended = [False] * num_samples
     print(prompt, end='', flush=True)
-    for drawn in model.generate_tokens(
-            torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
+    for drawn in generate_tokens(
+            model, torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
             tokenizer.end_ids if stop else (), generator,
             cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator):
         for i, token in enumerate(drawn.tolist()):

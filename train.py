@@ -128,7 +128,8 @@ def evaluate():
     means, text = {}, {}
     parallel.train(False)
     for key, loader, count in data.evaluations(eval_iters * batch_size):
-        batches = parallel.batches(loader, loader.batch, lambda _: loader.eval_starts(count))
+        starts = loader.eval_starts(count)
+        batches = parallel.batches(loader, loader.batch, lambda _: starts)
         loss_sum = torch.zeros((), device=processes.device)
         for batch, _ in batches.of(0):
             if run.stops():

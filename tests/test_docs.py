@@ -38,9 +38,15 @@ def test_readme_links_to_every_page():
     assert [page.name for page in PAGES[1:] if f'](docs/{page.name})' not in readme] == []
 
 
+def test_readme_is_read_in_three_minutes():
+    text = PAGES[0].read_text('utf-8')
+    words = re.sub(r'\]\([^)]*\)|[|]|---', ' ', text).split()
+    assert len(words) <= 1100 and text.count('\n') <= 170
+
+
 def test_readme_counts_the_lines_of_the_core():
     readme = PAGES[0].read_text('utf-8')
-    block = readme.split('## The files, in reading order')[1].split('```text\n')[1].split('\n\n')[0]
+    block = readme.split('## The files, in reading order')[1].split('```text\n')[1].split('```')[0]
     lines = 0
     for name in re.findall(r'^\S+', block, flags=re.M):
         path = pathlib.Path(ROOT, name)
@@ -113,7 +119,7 @@ def test_keys_that_pages_mention_exist():
                'random', 'random_tokens', 'reshard_after_forward', 'saves', 'signal',
                'special_tokens', 'gpu', 'handle', 'host', 'logdir', 'num_workers', 'ranks', 'x', 'tasks', 'shots',
                'details', 'y', 'loss', 'params', 'tokens', 'bootstrap', 'limit', 'lm_eval', 'roles', 'reference', 'seeds',
-               'size', 'jobs'}
+               'size', 'jobs', 'base', 'relu2', 'table', 'scaling'}
     for page in PAGES:
         text = re.sub(r'<!-- pairs.*?<!-- end -->', '', page.read_text('utf-8'), flags=re.S)  # of keys of draws
         spans = ' '.join(re.findall(r'`([^`]+)`', FENCE.sub('', text)))

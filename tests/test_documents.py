@@ -12,6 +12,7 @@ from data.datasets import Source
 from data.documents import DocumentLoader, PackedLoader, arrange, separator_of
 from data.splits import open_loader
 from kilogpt.layers.attention import build_mask, first_seen, starts_of
+from kilogpt.layers.sampling import generate
 from model import GPT, GPTConfig
 
 SMALL = dict(vocab_size=61, n_layer=2, n_head=4, n_embd=32, block_size=64)
@@ -155,7 +156,7 @@ def test_text_restarts_at_each_separator_that_is_drawn(options, prompt):
     """Before and past block_size, against a loop that reads the last document of the window anew."""
     model = build(options | dict(vocab_size=12))
     idx = torch.randint(12, (3, prompt), generator=torch.Generator().manual_seed(3))
-    drawn = model.generate(idx, 20, separator=0, temperature=9.0, generator=torch.Generator().manual_seed(4))
+    drawn = generate(model, idx, 20, separator=0, temperature=9.0, generator=torch.Generator().manual_seed(4))
     generator, naive = torch.Generator().manual_seed(4), idx
     for _ in range(20):
         window = naive[:, -64:]

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.weights import read_weights
 from kilogpt.layers.rope import rope_tables, rotate
+from kilogpt.layers.sampling import generate, generate_tokens
 from kilogpt.parallel.dtensor import fill
 from model import GPT, GPTConfig
 
@@ -106,7 +107,7 @@ def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
     mean_loss = ours(idx[:, :-1], idx[:, 1:]) / (3 * 15)
     torch.testing.assert_close(mean_loss, theirs(idx, labels=idx).loss, atol=1e-4, rtol=0)
     text = theirs.generate(idx[:, :5], max_new_tokens=11, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert ours.generate(idx[:, :5], 11, temperature=0).equal(text)
+    assert generate(ours, idx[:, :5], 11, temperature=0).equal(text)
 
 
 @pytest.mark.parametrize('missing, present', [
@@ -504,16 +505,16 @@ def test_greedy_text_equals_a_naive_loop(options, prompt):
     naive = idx
     for _ in range(25):
         naive = torch.cat((naive, model(naive[:, -16:])[:, -1:].argmax(-1)), dim=1)
-    assert model.generate(idx, 25, temperature=0).equal(naive)
-    assert model.generate(idx[1:2], 25, temperature=0).equal(naive[1:2])
+    assert generate(model, idx, 25, temperature=0).equal(naive)
+    assert generate(model, idx[1:2], 25, temperature=0).equal(naive[1:2])
 
 
 def test_cache_has_room_for_the_text_and_no_more():
     model, made = build({}), []
     new_cache = model.new_cache
     model.new_cache = lambda *size: made.append(new_cache(*size)) or made[-1]
-    model.generate(tokens(3, 4), 5, temperature=0)
-    model.generate(tokens(3, 14), 9, temperature=0)  # block_size is 16
+    generate(model, tokens(3, 4), 5, temperature=0)
+    generate(model, tokens(3, 14), 9, temperature=0)  # block_size is 16
     assert [cache.layers[0][0].shape[::2] for cache in made] == [(3, 9), (3, 16)]
 
 
@@ -521,14 +522,14 @@ def test_cache_has_room_for_the_text_and_no_more():
 def test_samples_of_one_prompt_share_its_reading(options):
     """It passes once, in one row; of all that is read the head sees the last position alone."""
     model, idx = build(options), tokens(1, 7)
-    expected = model.generate(idx.expand(3, -1), 15, generator=seeded(0))[:, 7:]
+    expected = generate(model, idx.expand(3, -1), 15, generator=seeded(0))[:, 7:]
     assert len({tuple(row) for row in expected.tolist()}) == 3
     shapes = []
     for module in (model.transformer.wte, model.lm_head):
         module.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape[:2])))
     cache = model.new_cache(3)
     for _ in range(2):  # a cache is filled anew
-        new = torch.stack([*model.generate_tokens(idx, 15, generator=seeded(0), cache=cache)], dim=1)
+        new = torch.stack([*generate_tokens(model, idx, 15, generator=seeded(0), cache=cache)], dim=1)
         assert new.equal(expected)
     assert shapes == 2 * [(1, 7), (1, 1), *9 * 2 * [(3, 1)], *5 * [(3, 16), (3, 1)]]
 
@@ -540,12 +541,12 @@ def test_the_compiled_step_is_one_graph_for_all_tokens(options):
     The graph does not read a number that only the device knows, because a CUDA graph cannot.
     """
     model, idx, graphs = build(options), tokens(2, 3), []
-    expected = model.generate(idx, 20, temperature=0)  # past block_size
+    expected = generate(model, idx, 20, temperature=0)  # past block_size
     torch.compiler.reset()
     model.compile(backend=lambda graph, inputs: graphs.append(graph.code) or graph,
                   fullgraph=True, dynamic=False)
-    assert model.generate(idx, 20, temperature=0).equal(expected)
-    assert model.generate(expected[:, :5], 18, temperature=0).equal(expected)
+    assert generate(model, idx, 20, temperature=0).equal(expected)
+    assert generate(model, expected[:, :5], 18, temperature=0).equal(expected)
     assert len(graphs) == 1 and 'item()' not in graphs[0]
 
 
@@ -561,7 +562,7 @@ class FixedLogits(GPT):
 
     def draw(self, rows, *arguments, **sampling):
         prompt = torch.zeros(rows, 1, dtype=torch.long)
-        return self.generate(prompt, *arguments, generator=seeded(0), **sampling)[:, 1:]
+        return generate(self, prompt, *arguments, generator=seeded(0), **sampling)[:, 1:]
 
 
 @pytest.mark.parametrize('temperature, top_k, top_p, support', [
@@ -596,10 +597,10 @@ def test_padding_rows_are_never_drawn(tie):
         model.lm_head.weight[97:] = 100.0
         model.transformer.ln_f.bias.fill_(1.0)
     for temperature in (0, 1, 10):
-        assert model.generate(tokens(8, 1), 50, temperature=temperature, generator=seeded(0)).max() < 97
+        assert generate(model, tokens(8, 1), 50, temperature=temperature, generator=seeded(0)).max() < 97
 
 
 def test_sampling_repeats_with_its_generators_seed():
     model = build(scale=0.02)
-    one, two, three = (model.generate(tokens(2, 3), 40, generator=seeded(s)) for s in (1, 1, 2))
+    one, two, three = (generate(model, tokens(2, 3), 40, generator=seeded(s)) for s in (1, 1, 2))
     assert one.equal(two) and not one.equal(three)

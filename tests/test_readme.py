@@ -74,12 +74,10 @@ SESSIONS = dict(
     ],
     help=[
         step('python -m kilogpt'),
-        step('python train.py --help'),
         step('python train.py --help islands'),
     ],
     many_processes=[
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py', MANY, nproc=2),
-        step('torchrun --standalone --nproc_per_node=8 train.py config/gpt2_xl_fsdp.py', MANY, nproc=2),
     ],
 )
 SLOW_SESSIONS = dict(
@@ -282,7 +280,6 @@ NEEDS = {
     **dict.fromkeys(('python -m kilogpt.prove --random=', 'python -m kilogpt.prove --minutes='),
                     'minutes: tests/prove/test_random_draws.py has fewer draws'),
     'bash findings/': 'to show what other programs do, which is not for CI',
-    'python sample.py --init_from=gpt2-xl': 'a download of 6 GB: test_sample.py has a small folder',
     "python data/text/prepare.py --input='books/*.txt' --tokenizer=SmolLM2-135M":
         'a download: test_json_tokenizer.py has a folder',
     'python train.py --dataset=mybooks --init_from=SmolLM2-135M':

@@ -16,7 +16,7 @@ class Conversation:
     """
 
     def __init__(self, model, template, separator=None, cache=None):
-        """template: a ChatTemplate. separator: as in GPT.generate_tokens. cache: one of full length."""
+        """template: a ChatTemplate. separator: as in layers.sampling.generate_tokens. cache: one of full length."""
         self.model, self.template, self.separator = model, template, separator
         self.tokenizer = template.tokenizer
         self.block_size = model.config.block_size
@@ -44,7 +44,7 @@ class Conversation:
     def generate(self, ids, max_new_tokens, temperature, top_k, top_p, generator, stop_ids):
         """Yield the ids that continue a text, without the one of stop_ids that ends it.
 
-        The arguments are those of GPT.generate_tokens. The text ends where the model's context is full.
+        The arguments are those of layers.sampling.generate_tokens. The text ends where the model's context is full.
         """
         n_tokens = min(max_new_tokens, self.block_size - len(ids))
         self._make_room(len(ids) + n_tokens)

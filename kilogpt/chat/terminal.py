@@ -10,7 +10,7 @@ def talk(conversation, system, max_new_tokens, *sampling):
     """Read lines and print answers until /quit or the end of the input. Ctrl-C ends an answer.
 
     conversation: a Conversation. system: the system message, '' = none. sampling: temperature, top_k, top_p
-    and generator, as in GPT.generate_tokens.
+    and generator, as in layers.sampling.generate_tokens.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history, and keys that move the cursor

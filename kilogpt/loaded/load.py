@@ -12,6 +12,7 @@ from data.tokenizer_base import until_end
 from kilogpt.convert import weights
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.layers.attention import starts_of
+from kilogpt.layers.sampling import generate_tokens
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
@@ -55,8 +56,8 @@ class LoadedRun:
                             top_k=top_k, top_p=top_p, seed=seed))
         tokens = self.tokenizer.encode_prompt(prompt) or [self.tokenizer.eot or 0]  # the model needs at least one token
         device = next(self.model.parameters()).device
-        drawn = self.model.generate_tokens(
-            torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
+        drawn = generate_tokens(
+            self.model, torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
             self.tokenizer.end_ids if stop else (), torch.Generator(device).manual_seed(seed),
             self.model.new_cache(num_samples or 1, len(tokens) + max_new_tokens), self.separator)
         texts = []

@@ -13,6 +13,7 @@ from data.chat_template import ChatTemplate
 from data.tokenizer import CharTokenizer
 from kilogpt.chat import conversation as module, terminal
 from kilogpt.chat.conversation import Conversation
+from kilogpt.layers.sampling import generate
 from model import GPT, GPTConfig
 
 LENGTH = 96
@@ -59,7 +60,7 @@ def test_cached_turns_give_the_tokens_that_uncached_ones_give(name, separator, m
         tokens = list(cached.generate(text, 6, *GREEDY, stop_ids=()))
         assert tokens == list(build(MODELS[name], separator).generate(text, 6, *GREEDY, stop_ids=()))
         idx = torch.tensor([text])
-        expected = cached.model.generate(idx, 6, temperature=0, separator=separator)
+        expected = generate(cached.model, idx, 6, temperature=0, separator=separator)
         assert text + tokens == expected[0].tolist()
         text = text + tokens
         drawn += tokens

@@ -15,7 +15,9 @@ from data.chat_template import ChatTemplate
 from data.json_tokenizer import JsonTokenizer
 from helpers import ROOT, run_forked
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
+from kilogpt.layers.sampling import generate
 from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
+from model import GPT
 
 sys.path.insert(0, f'{ROOT}/tests/chat')
 from test_chat_server import serving  # noqa: E402
@@ -36,8 +38,8 @@ def smollm2(tmp_path_factory):
 
 def greedy(model, prompt, count):
     """prompt (1, T) with the `count` likeliest tokens, of our model or of one of transformers."""
-    if hasattr(model, 'generate_tokens'):
-        return model.generate(prompt, count, temperature=0)
+    if isinstance(model, GPT):
+        return generate(model, prompt, count, temperature=0)
     return model.generate(prompt, do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
 
 

@@ -24,6 +24,7 @@ from kilogpt.convert.__main__ import inspect
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.exporting import export_weights
 from kilogpt.convert.weights import import_weights, read_weights
+from kilogpt.layers.sampling import generate
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
@@ -103,7 +104,7 @@ def assert_same_predictions(ours, theirs):
     assert logits.std() > 0.3
     torch.testing.assert_close(logits, theirs(PROMPT).logits, atol=1e-4, rtol=0)
     text = theirs.generate(PROMPT, max_new_tokens=50, do_sample=False, pad_token_id=0)
-    assert text.size(1) == 59 and ours.generate(PROMPT, 50, temperature=0).equal(text)
+    assert text.size(1) == 59 and generate(ours, PROMPT, 50, temperature=0).equal(text)
 
 
 def whole(tensors):
