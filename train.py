@@ -129,7 +129,7 @@ def evaluate():
     parallel.train(False)
     for key, loader, count in data.evaluations(eval_iters * batch_size):
         starts = loader.eval_starts(count)
-        batches = parallel.batches(loader, loader.batch, lambda _: starts)
+        batches = parallel.batches(loader, loader.batch, lambda _: starts, end=1)
         loss_sum = torch.zeros((), device=processes.device)
         for batch, _ in batches.of(0):
             if run.stops():

@@ -1,6 +1,7 @@
 """The micro-batches of a process: which rows and positions of a global batch it takes, read ahead by threads."""
 import contextlib
 import itertools
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,14 +19,19 @@ class Batches:
     steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
     rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence's inputs and targets that this process takes.
-    reading(): the context in which `of` waits for a micro-batch.
+    sum_later, copies: as in TargetCounts. end: the number of the first global batch that is never used.
+    reading(): the context in which this process waits for data.
     """
 
-    def __init__(self, loader, read, sequences, steps, rows, positions, device,
-                 reading=contextlib.nullcontext):
+    def __init__(self, loader, read, sequences, steps, rows, positions, device, sum_later=None, copies=1,
+                 end=math.inf, reading=contextlib.nullcontext):
         self.loader, self.read, self.sequences, self.steps, self.rows = loader, read, sequences, steps, rows
         self.positions, self.device, self.reading = positions, device, reading
         self._read_ahead = Prefetcher(self._read, loader.read_ahead)
+        self._counts = None
+        if loader.has_flags:  # which tokens are targets is in the data
+            from data.target_counts import TargetCounts
+            self._counts = TargetCounts(self, sum_later, copies, end)
 
     def of(self, batch):
         """Yield (micro-batch, whether it is the last) of a global batch."""
@@ -37,7 +43,10 @@ class Batches:
 
     def count_targets(self, batch):
         """The number of targets in a global batch, on all processes."""
-        return self.loader.count_targets(self.read, self.sequences(batch))
+        if not self._counts:
+            return self.loader.count_targets(self.read, self.sequences(batch))
+        with record_function('data'), self.reading():
+            return self._counts.of(batch)
 
     def __call__(self, batch, step):
         """Inputs and targets of one micro-step (micro-batch, positions), int64, and what else `read` returns.

@@ -1,11 +1,15 @@
 """Conversations as data: the forms of a line, the tokens that are targets, and the loss over them."""
+import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 import torch
 
+from data.batches import Batches
 from data.chat_template import ChatTemplate
 from data.datasets import find_sources
 from data.documents import DocumentLoader, PackedLoader
@@ -15,6 +19,7 @@ from data.messages import ConversationEncoder, conversation_splits, more_of, rea
 from data.prepare import write_dataset
 from data.tokenizer import CharTokenizer
 from helpers import curve, run_forked
+from kilogpt.parallel.layout import Layout
 from model import GPT, GPTConfig
 
 TOKENIZER = CharTokenizer.from_text(['\n', *map(chr, range(32, 127))])
@@ -221,3 +226,32 @@ def test_run_on_answers_resumes_to_the_bit_and_logs_their_loss(train, chats, doc
 def test_default_template_is_that_of_the_prepared_text():
     messages = conversation('Hello', 'Hi!')
     assert ChatTemplate(TOKENIZER).render(messages) == 'User: Hello\nAssistant: Hi!\n'
+
+
+def test_each_process_counts_its_own_rows_once(chats):
+    """Five sequences in a batch, two processes; batch 1 is made again. Nothing is read beyond the end."""
+    meta = find_sources(str(chats)).popitem()[1].meta
+    loader, layout = TokenLoader(str(chats), 'train', 64, meta['vocab_size'], meta, 1), Layout(2)
+    counts, read = [Queue(), Queue()], [[], []]  # what each process sends to the other, and the sequences it has read
+
+    def batches_of(rank):
+        def read_rows(numbers):
+            read[rank] += numbers[numbers >= 0].tolist()
+            return loader.train_batch(numbers)
+
+        def sum_later(numbers):
+            counts[rank].put(numbers['targets'])
+            total = functools.cache(lambda: numbers['targets'] + counts[1 - rank].get())
+            return lambda: (dict(targets=total()), [])
+
+        return Batches(loader, read_rows, lambda batch: 5 * batch + np.arange(5), steps=lambda total: 2,
+                       rows=lambda total, step: layout.rows(rank, total, 2, step), positions=slice(None),
+                       device=torch.device('cpu'), sum_later=sum_later, end=4)
+
+    expected = [int((loader.train_batch(5 * batch + np.arange(5))[1] >= 0).sum()) for batch in (0, 1, 1, 2, 3)]
+    assert len({*expected}) > 1
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(lambda batches: [batches.count_targets(batch) for batch in (0, 1, 1, 2, 3)],
+                         map(batches_of, (0, 1)))
+        assert [*found] == [expected, expected]
+    assert sorted(read[0] + read[1]) == [*range(20)]

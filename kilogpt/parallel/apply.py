@@ -139,12 +139,13 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def batches(self, loader, read, sequences):
-        """The data.batches.Batches of this process. loader, read, sequences: as in Batches."""
+    def batches(self, loader, read, sequences, end):
+        """The data.batches.Batches of this process. loader, read, sequences, end: as in Batches."""
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
         return Batches(loader, read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
                        positions=layout.positions(rank, self.block_size), device=self.device,
+                       sum_later=self.processes.sum_later, copies=layout.world_size // layout.dp, end=end,
                        reading=exit_on_error)
 
     def warm_up(self, read_batch):

@@ -30,7 +30,7 @@ class Run(Progress):
         self.saves_checkpoints = not self.eval_only and (config['keep_checkpoints'] > 0 or config['eval_iters'] > 0)
         self.saves_in_background = (
             self.saves_checkpoints and config['async_checkpoint'] and not config['cpu_offload'])
-        self.batches = parallel.batches(data.train, data.train.train_batch, self.sequences)
+        self.batches = parallel.batches(data.train, data.train.train_batch, self.sequences, end=self.max_iters)
         parallel.warm_up(lambda: self.batches(self.iteration, 0))
         cluster.describe(config, data, model, parallel, optimizer, meter.size)
         if start.saved:
