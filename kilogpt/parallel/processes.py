@@ -1,7 +1,7 @@
 """The processes of a run: their ranks and devices, process group and meshes, and sums of numbers over all.
 
 This file does not know the model. `Processes(device)` is enough for a script of one process; `join` connects
-many.
+many, which torchrun or a launcher of MPI programs has started (launchers.py).
 """
 import contextlib
 import datetime
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from kilogpt.parallel import launchers
 from kilogpt.parallel.errors import report_errors
 from kilogpt.parallel.network import choose_gloo_interface, fresh_store, raise_file_limit
 
@@ -26,10 +27,11 @@ class Processes:
     CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
     islands: the number of groups of processes that train separately (islands.py). `rank`, `world_size`,
     `is_main` and all communication but `barrier` and `tell_islands` are within this process's island. Raises
-    ValueError if the islands do not divide the processes.
+    ValueError if the islands do not divide the processes, or if a launcher's variables do not suffice.
     """
 
     def __init__(self, device='auto', islands=1):
+        launchers.adopt()
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
         rank, count = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
         if count % islands:
