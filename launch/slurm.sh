@@ -21,6 +21,7 @@
 ##SBATCH --partition=NAME --account=NAME
 # module load cuda; source .venv/bin/activate   # or before sbatch, which passes its environment to the job
 # export NCCL_SOCKET_IFNAME=eth0 NCCL_IB_HCA=mlx5
+container=${CONTAINER:-} # an image for Apptainer or Singularity, such as kilogpt.sif, in which Python runs
 port=$((20000 + SLURM_JOB_ID % 10000)) # for torchrun on the first node; different for each job
 
 # --- nothing below needs to change ---
@@ -32,6 +33,14 @@ if [ -n "${SLURM_ARRAY_TASK_ID:-}" ]; then
 fi
 program=(train.py --save_minutes=10 "$@" --init_from=auto)
 case ${1:-} in launch/*) program=("$@") ;; esac
+inside=(env) # runs a command as it is
+if [ -n "$container" ]; then
+    runtime=$(command -v apptainer || command -v singularity) || {
+        echo "error: CONTAINER is '$container', but this node has neither apptainer nor singularity" >&2
+        exit 1
+    }
+    inside=("$runtime" exec --nv --bind "$PWD" "$container")
+fi
 endpoint=$(hostname):$port # this shell runs on the first node
 processes=$SLURM_GPUS_ON_NODE
 # torchrun kills processes that take longer than this many seconds to save.
@@ -72,9 +81,9 @@ saves_before=$(count_saves)
 # not join this start.
 rendezvous=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}
 # shellcheck disable=SC2016  # the shell on each node expands $SLURM_...
-on_each_node bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
+on_each_node "${inside[@]}" bash -c 'exec python launch/check_node.py --name="$SLURMD_NODENAME" --node="$SLURM_NODEID" \
         --nodes="$SLURM_NNODES" "$@"' check --endpoint="$endpoint" --processes="$processes" "${program[@]}" &&
-    on_each_node torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts=3 \
+    on_each_node "${inside[@]}" torchrun --nnodes="$SLURM_NNODES" --nproc_per_node="$processes" --max-restarts=3 \
         --rdzv_backend=c10d --rdzv_endpoint="$endpoint" --rdzv_id="$rendezvous" "${program[@]}"
 status=$?
 echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"

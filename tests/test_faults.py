@@ -122,7 +122,7 @@ def test_only_the_process_that_failed_prints_its_error(train, nproc, place, kind
 def test_one_process_speaks_for_one_that_ended_in_silence(train):
     (line,) = run_with_end_of_rank(train, 4, 'forward', 'SIGKILL', '2')
     assert re.fullmatch(r'error: rank \d lost its connection to another process: '
-                        'torchrun names the one that ended first', line)
+                        'the launcher names the one that ended first', line)
 
 
 @pytest.mark.slow

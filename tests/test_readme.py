@@ -338,7 +338,9 @@ NEEDS = {
     'python -m kilogpt.convert export s3://': 'a bucket: test_storage.py has one',
     'python train.py config/finetune_shakespeare.py --init_from=s3://': 'a bucket: test_storage.py has one',
     "python data/corpus/prepare.py --input='s3://": 'a bucket and Ray: test_corpus.py has Ray',
-    'sbatch': 'Slurm: test_slurm.py starts one',
+    **dict.fromkeys(('sbatch', 'CONTAINER=kilogpt.sif sbatch'), 'Slurm: test_slurm.py starts one'),
+    'apptainer build': 'Apptainer and a registry: test_slurm.py has a stand-in',
+    **dict.fromkeys(('mpirun', 'srun'), 'eight processes: test_launchers.py starts two of mpirun and four of srun'),
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
         'a session of its own: test_nodes.py runs it',

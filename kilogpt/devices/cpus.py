@@ -1,6 +1,7 @@
 """The CPUs that a process can use. Without torch, for scripts that prepare data too."""
 import math
 import os
+import platform
 
 
 def available_cpus(root='/sys/fs/cgroup', membership='/proc/self/cgroup'):
@@ -31,3 +32,9 @@ def read_text(path):
             return file.read()
     except OSError:
         return ''
+
+
+def cpu_name():
+    """The name of the processor, as Linux gives it, or as Python does elsewhere."""
+    lines = read_text('/proc/cpuinfo').splitlines()
+    return next((line.strip() for line in lines if line.startswith('model name')), platform.processor())

@@ -42,8 +42,8 @@ def _report_error(kind, error, trace):
     if _follows_from_another(error):
         if _note_error():
             print(f'error: rank {os.environ["RANK"]} lost its connection to another process: '
-                  'torchrun names the one that ended first', file=sys.stderr, flush=True)
-        time.sleep(1)  # torchrun must see the process that ended first before this one
+                  'the launcher names the one that ended first', file=sys.stderr, flush=True)
+        time.sleep(1)  # the launcher must see the process that ended first before this one
         os._exit(1)
     if sentence := lack_of_memory(error):
         sys.stderr.write(f'error: {sentence}\n')

@@ -1,19 +1,20 @@
 """The processes of a run: their ranks and devices, process group and meshes, and sums of numbers over all.
 
 This file does not know the model. `Processes(device)` is enough for a script of one process; `join` connects
-many.
+many, which torchrun or a launcher of MPI programs has started (launchers.py).
 """
 import contextlib
 import datetime
 import json
 import os
-import platform
 import sys
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from kilogpt.devices.cpus import cpu_name
 
 
 class Processes:
@@ -23,10 +24,13 @@ class Processes:
     CUDA each process takes the GPU of its local rank. Raises ValueError for a device that does not exist.
     islands: the number of groups of processes that train separately (islands.py). `rank`, `world_size`,
     `is_main` and all communication but `barrier` and `tell_islands` are within this process's island. Raises
-    ValueError if the islands do not divide the processes.
+    ValueError if the islands do not divide the processes, or if a launcher's variables do not suffice.
     """
 
     def __init__(self, device='auto', islands=1):
+        if any(name.startswith(('OMPI_', 'PMI_', 'SLURM_')) for name in os.environ):
+            from kilogpt.parallel import launchers
+            launchers.adopt()
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
         rank, count = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
         if count % islands:
@@ -88,12 +92,7 @@ class Processes:
 
     def machine(self):
         """The facts besides a run's keys that decide the bits of its results, as a list of plain values."""
-        name = platform.processor()
-        if self.device.type == 'cuda':
-            name = torch.cuda.get_device_name(self.device)
-        elif os.path.exists('/proc/cpuinfo'):
-            with open('/proc/cpuinfo', encoding='utf-8') as file:
-                name = next((line.strip() for line in file if line.startswith('model name')), name)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == 'cuda' else cpu_name()
         return [self.world_size, name, torch.get_num_threads(), torch.__version__]
 
     def build_meshes(self, layout):

@@ -10,7 +10,7 @@ iteration 1200 is written to out-run/replay_00001200/batch.txt; with --profile=T
 trace of the iteration. All other arguments are config files and keys of train.py, which override those
 of the run.
 
-The command can also be started by torchrun on several nodes; --nproc_per_node is for one node only.
+The command can also be started by torchrun or srun on several nodes; --nproc_per_node is for one node only.
 """
 import argparse
 import os
@@ -22,6 +22,7 @@ import tempfile
 from kilogpt.configurator import config_of, exit_on_error
 from kilogpt.launch_train import ROOT, as_arguments
 from kilogpt.learning_rate import decay_iters
+from kilogpt.parallel import launchers
 from kilogpt.replay.comparison import Comparison, RecordedRun, write_batch
 from kilogpt.run import checkpoint
 
@@ -40,6 +41,7 @@ def main():
                         help="processes on this node (default: as in the run)")
     options, arguments = parser.parse_known_args()
     with exit_on_error():
+        launchers.adopt()
         replay(options.out_dir, options.which, options.nproc_per_node, arguments)
 
 
@@ -104,7 +106,7 @@ def find_replayed(folder, iteration):
 def run_train(arguments, nproc):
     """Run train.py on nproc processes; exits with its exit code if it fails.
 
-    If this process was itself started by torchrun, it runs train.py as the same rank.
+    If this process was itself started beside others, by torchrun or mpirun, it runs train.py as the same rank.
     """
     command = [sys.executable]
     if nproc > 1 and 'RANK' not in os.environ:

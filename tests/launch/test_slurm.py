@@ -40,6 +40,28 @@ def test_bandwidth_is_measured_between_nodes(cluster):
     assert 'all-reduce over 2 processes' in log and 'bus GB/s' in log, cluster.logs()
 
 
+def test_container_runs_python_alone(cluster, dataset, tmp_path):
+    """A stand-in for Apptainer notes the command that it would run in the image, and runs it here."""
+    stand_in = tmp_path / 'apptainer'
+    stand_in.write_text(f'#!/bin/bash\necho "$PWD: $*" >> {tmp_path}/calls.$SLURM_NODEID\nshift 5\nexec "$@"\n')
+    stand_in.chmod(0o755)
+    options = f'--export=ALL,CONTAINER=my.sif,PATH={tmp_path}:{cluster.environment["PATH"]}',
+    job = cluster.submit(*TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}/out', '--max_iters=2', options=options)
+    cluster.wait_for_state(job, 'COMPLETED')
+    assert list(read_run(tmp_path / 'out').lines) == [1, 2]
+    for node in (0, 1):
+        check, start = (tmp_path / f'calls.{node}').read_text().splitlines()
+        begin = f'{cluster.checkout}: exec --nv --bind {cluster.checkout} my.sif '
+        assert check.startswith(f'{begin}bash -c exec python launch/check_node.py'), check
+        assert start.startswith(f'{begin}torchrun --nnodes=2') and 'train.py' in start, start
+
+
+def test_container_without_apptainer_is_refused(cluster):
+    job = cluster.submit('config/quickstart.py', options=['--export=ALL,CONTAINER=my.sif'])
+    cluster.wait_for_state(job, 'FAILED')
+    assert "CONTAINER is 'my.sif', but this node has neither apptainer nor singularity" in cluster.log(job)
+
+
 # --- faults -----------------------------------------------------------------------------------------------
 
 class Run:
