@@ -37,7 +37,7 @@ class BPETokenizer(Tokenizer):
         if name not in encodings:
             raise ValueError(f"unknown tokenizer {name!r}: choose 'char', 'bytes', 'gpt2-gigatoken', an "
                              f'encoding of tiktoken ({", ".join(encodings)}), or a folder with a '
-                             'tokenizer.json')
+                             "tokenizer.json, a run's folder, a dataset, a GGUF file, or org/name on the hub")
         cache = vocabulary_folder()
         os.environ['TIKTOKEN_CACHE_DIR'] = cache  # read by tiktoken, here and in worker processes
         if name == 'gpt2':

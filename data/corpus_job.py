@@ -11,37 +11,39 @@ from data.storage import write_atomically
 from data.tokenizer_base import portable
 from data.pipeline import (
     DIGESTS_AT_ONCE, find_copies, mark_copies, processes_engine, ray_engine, run_tasks, tokenize, write_shard)
-from data.prepare import publish
+from data.prepare import check_unused, publish
 from data.readers import MOST_PROBLEMS, file_versions, find_files
-from data.tokenizer import get_tokenizer
 
 SHARD_BYTES = 2 ** 28  # of input files for a train shard
 
 
-def prepare_corpus(input, text_field, out, tokenizer, filter, deduplicate, shuffle, val_fraction, n_shards, seed,
-                   num_proc, ray):
-    """Write a dataset; the arguments are the keys of data/corpus/prepare.py. ValueError if one is wrong."""
+def prepare_corpus(input, text_field, out, encoder, filter, deduplicate, shuffle, val_fraction, n_shards, seed,
+                   num_proc, ray, overwrite=False):
+    """Write a dataset. The arguments are the keys of data/corpus/prepare.py, of which encoder is the tokenizer itself.
+
+    ValueError if one is wrong.
+    """
     if not input:
         raise ValueError('no files given: set --input, such as --input=documents')
     if not 0 <= val_fraction < 1:
         raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
     if n_shards < 0 or num_proc < (0 if ray else 1):
         raise ValueError(f'n_shards is {n_shards} and num_proc is {num_proc}: give positive numbers')
-    encoder = get_tokenizer({'tokenizer': tokenizer})
     folder = pathlib.Path(places_of(out)[0])
+    check_unused(folder, encoder, input, overwrite)
     partial = folder / '.partial'
     versions = file_versions(find_files(input))
     job = dict(files=[path for path, *_ in versions], field=text_field, dtype=encoder.meta()['dtype'],
-               tokenizer={'tokenizer': os.path.abspath(tokenizer) if os.path.exists(tokenizer) else tokenizer},
+               tokenizer=encoder.meta() | ({} if encoder.gains_from_processes else dict(tokenizer='gpt2-gigatoken')),
                filter=os.path.abspath(filter) if filter else '', deduplicate=deduplicate, shuffle=shuffle,
                val_fraction=val_fraction, seed=seed, folder=str(partial))
     job |= _shards_of([size for _, size, _ in versions], n_shards)
-    recipe = job | dict(versions=versions, encoder=encoder.meta() | dict(folder=''),
+    recipe = job | dict(versions=versions, tokenizer='', encoder=encoder.meta() | dict(folder=''),
                         filter_digest=hashlib.sha256(pathlib.Path(filter).read_bytes()).hexdigest() if filter else '')
     _continue_or_clear(partial, json.loads(json.dumps(recipe)))
     engine = ray_engine(ray, num_proc) if ray else processes_engine(num_proc)
     counts, copies, written = _run(job, engine)
-    _publish(job, folder, encoder, versions, counts, copies, written)
+    _publish(job, folder, encoder, input, versions, counts, copies, written)
 
 
 def _shards_of(sizes, n_shards):
@@ -91,7 +93,7 @@ def _run(job, engine):
     return counts, copies, dict(zip(shards, run_tasks(write_shard, job, shards, engine)))
 
 
-def _publish(job, folder, encoder, versions, counts, copies, written):
+def _publish(job, folder, encoder, origin, versions, counts, copies, written):
     """Give the shards their names, write meta.json and manifest.json, and say what there is."""
     partial, files, names = folder / '.partial', {}, {}
     for shard, result in written.items():
@@ -101,10 +103,12 @@ def _publish(job, folder, encoder, versions, counts, copies, written):
     has_val = 'val.bin' in files
     if len(files) == has_val or job['val_fraction'] and not has_val:
         split = 'train' if len(files) == has_val else 'val'
-        raise ValueError(f'no document is left for the {split} split: use more documents, or change val_fraction '
-                         'or the filter')
+        documents, filtered = (sum(count[key] for count in counts) for key in ('documents', 'filtered'))
+        raise ValueError(f'{origin} has no document for the {split} split: of {documents:,}, {filtered:,} are empty or '
+                         f'left out by the filter, and {copies:,} are copies. Use more documents, or change '
+                         f'val_fraction (now {job["val_fraction"]:g}) or filter')
     separator = {} if encoder.eot is None else dict(separator=encoder.eot)
-    meta = portable(encoder.meta()) | separator
+    meta = portable(encoder.meta()) | separator | dict(input=origin)
     totals = dict(documents=sum(count['documents'] for count in counts),
                   filtered=sum(count['filtered'] for count in counts), copies=copies,
                   kept=sum(result['documents'] for result in files.values()),

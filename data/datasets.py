@@ -16,7 +16,7 @@ from data import storage
 from data.storage import write_atomically
 from data.tokenizer_base import FILES
 from data.mixtures import parse_mixture
-from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
+from data.tokenizer import CharTokenizer, describe_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 REFERENCE = '.reference'  # the log-probabilities of pairs are in train.bin.reference, beside train.bin
@@ -224,13 +224,3 @@ def fingerprint(sources):
         file = os.path.basename(path)
         shards[f'{name}/{file}' if len(sources) > 1 else file] = [size, digest.hexdigest()]
     return shards
-
-
-def find_meta(name):
-    """The meta of a tokenizer: `name` is a dataset that has it, or the tokenizer's name, folder or file.
-
-    Raises the errors of read_meta and get_tokenizer.
-    """
-    folder = dataset_folder(name)
-    is_dataset = _has_tokens(folder) or os.path.exists(os.path.join(folder, 'meta.json'))
-    return read_meta(folder) if is_dataset else get_tokenizer(dict(tokenizer=name)).meta()

@@ -22,11 +22,11 @@ from concurrent.futures.process import BrokenProcessPool
 
 import numpy as np
 
-from data.datasets import places_of
+from data.datasets import find_shards, places_of, read_meta
 from data.storage import write_atomically
 from data.tokenizer_base import portable
 from data.readers import DOCUMENTS, file_versions, form_of, read_pieces
-from data.tokenizer import TOKEN_BYTES
+from data.tokenizer import TOKEN_BYTES, describe_tokenizer
 
 LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
 
@@ -219,19 +219,39 @@ def encode_all(tokenizer, texts, num_proc):
                           'try a smaller --num_proc') from None
 
 
-def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=None):
-    """Write token files and meta.json into the folder data/`out`. Replaces an older dataset there.
+def check_unused(folder, tokenizer, origin, overwrite):
+    """Raise ValueError if a folder has a dataset of another tokenizer or origin, unless it is to be overwritten."""
+    if overwrite or not find_shards(folder, 'train'):
+        return
+    meta = read_meta(folder)
+    ours, theirs = describe_tokenizer(portable(tokenizer.meta())), describe_tokenizer(meta)
+    is_same_text = origin == meta.get('input')
+    has_new_alphabet = is_same_text and meta.get('tokenizer') == tokenizer.name == 'char'  # the text was edited
+    advice = 'set overwrite to replace it, or out to another name'
+    if ours != theirs and not has_new_alphabet:
+        raise ValueError(f'{folder} already has a dataset, with the tokenizer {theirs}, and this one would have {ours}: '
+                         f'{advice}')
+    if not is_same_text and 'input' in meta:
+        raise ValueError(f'{folder} already has a dataset, made of {meta["input"]}, and not of {origin}: {advice}')
+
+
+def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=None, origin=None, overwrite=False,
+                  share='val_fraction'):
+    """Write token files and meta.json into the folder data/`out`. Replaces an older dataset of the same origin there.
 
     splits: {'val': read, 'train': read}. Each becomes one file, val.bin and train.bin. With shard_tokens > 0,
         train becomes train_000000.bin, ... with this many tokens each; the last file may have fewer.
     source: the origin of the texts, as plain data. If a run with the same source, tokenizer and shard_tokens
         was killed, this run continues it: complete files are kept in the subfolder .partial.
-    ValueError if a split is empty.
+    origin: what a person calls the texts, such as the key `input`. It is kept in meta.json.
+    overwrite: replace a dataset of another tokenizer or origin too. share: the key that says how much val has; '' = none.
+    ValueError if a split is empty, or if the folder has another dataset.
     """
     folder = pathlib.Path(places_of(out)[0])
+    check_unused(folder, tokenizer, origin, overwrite)
     partial = folder / '.partial'
     separator = {} if tokenizer.eot is None else dict(separator=tokenizer.eot)  # as data/documents.py reads it
-    meta = portable(tokenizer.meta()) | separator
+    meta = portable(tokenizer.meta()) | separator | ({} if origin is None else dict(input=origin))
     progress = _load_progress(partial, [meta, shard_tokens, source], splits)
     tokens = {}
     for split, read in splits.items():
@@ -241,13 +261,21 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
             limit = shard_tokens if split == 'train' else 0
             _write_split(partial, split, encoded, limit, progress)
         if not state['files']:
-            raise ValueError(f'no text is left for {split}.bin: '
-                             'use more text, or change the share of val')
+            raise ValueError(_describe_lack(split, splits, origin, share))
         tokens |= state['files']
     publish(partial, folder, meta | {'tokens': tokens}, tokenizer)
     for split in splits:
         print(f"{split} has {sum(progress[split]['files'].values()):,} tokens")
     print(f'wrote {folder}')
+
+
+def _describe_lack(split, splits, origin, share):
+    """One sentence: why a split has no text."""
+    others = [name for name, read in splits.items() if name != split and any(text for text, _ in read(0))]
+    if not others:
+        return f'{origin} has no text'
+    change = f'{"raise" if split == "val" else "lower"} {share}, or ' if share else ''
+    return f'{origin} has no text left for {split}.bin, since all of it is in {others[0]}.bin: {change}use more text'
 
 
 def _load_progress(partial, recipe, splits):

@@ -2,15 +2,22 @@
 
 A file is read in pieces, so that its size does not matter.
 """
+import fnmatch
 import glob
 import io
 import json
 import os
+import re
 
+from data import hub
 from data.storage import find_files as storage_files, is_url, version_of
 
 DOCUMENTS = ('.jsonl', '.json', '.parquet')  # files of many documents; others are one text each
 TEXTS = ('.txt', '.md')
+# Tables and packed documents, of which no text is read, and what to do with them.
+OTHERS = dict.fromkeys(('.csv', '.tsv', '.xlsx', '.xls'), 'make a .parquet or .jsonl file of it, as docs/data.md shows')
+OTHERS |= dict.fromkeys(('.pdf', '.docx', '.doc', '.epub', '.zip', '.tar', '.arrow'), 'make .txt, .jsonl or '
+                        '.parquet files of it')
 COMPRESSED = ('.gz', '.zst', '.bz2', '.lz4')
 PIECE = 2 ** 20  # characters of a text that are read at once
 MOST_PROBLEMS = 10  # files that cannot be read and are named one by one
@@ -35,6 +42,9 @@ def find_files(patterns):
             continue
         pattern = os.path.expanduser(pattern)
         is_folder = os.path.isdir(pattern)
+        if names_dataset(pattern):
+            paths += fetch_dataset(pattern)
+            continue
         matches = os.path.join(glob.escape(pattern), '**') if is_folder else pattern
         files = sorted(filter(os.path.isfile, glob.glob(matches, recursive=True)))
         known = [path for path in files if form_of(path) in TEXTS + DOCUMENTS] if is_folder else files
@@ -43,14 +53,60 @@ def find_files(patterns):
                              f"these and {', '.join(COMPRESSED)}): for other files of text set --input to a "
                              f"glob such as '{os.path.join(pattern, '*')}'")
         if not known:
-            raise ValueError(f'there is no file {pattern!r}: --input must be files, folders or globs, '
-                             'separated by commas')
+            raise ValueError(f'there is no file {pattern!r}: --input must be files, folders, globs or names of '
+                             'datasets on the hub (org/name), separated by commas')
         if len(known) < len(files):
             endings = {os.path.splitext(path)[1] or 'none' for path in set(files) - set(known)}
             print(f'left out {len(files) - len(known)} files in {pattern} with other endings: '
                   f'{", ".join(sorted(endings))}')
         paths += known
     return list(dict.fromkeys(paths))
+
+
+def names_dataset(pattern):
+    """Whether a part of --input is on the hub: org/name, org/name/FOLDER or org/name/GLOB, and not a file here."""
+    place = hub.parse(pattern, 'dataset')
+    return (place is not None and not glob.glob(pattern)
+            and form_of(place.repository) not in (*DOCUMENTS, *TEXTS, *OTHERS))
+
+
+def fetch_dataset(name):
+    """The files on this machine of a dataset on the hub, downloaded if necessary: those of its training split."""
+    place, chosen = hub.parse(name, 'dataset'), []
+
+    def choose(names):
+        chosen[:] = _choose_data(place, names)
+        return chosen
+
+    folder = hub.fetch(place, choose)
+    print(f'{name}: {len(chosen)} file(s), {", ".join(dict.fromkeys(map(_set_of, chosen)))}')
+    return [os.path.join(folder, name) for name in chosen]
+
+
+def _choose_data(place, names):
+    """The files that a Place means of the names in a repository; those of other splits only if a glob says so."""
+    files = [name for name in names if form_of(name) in DOCUMENTS + TEXTS
+             and os.path.basename(name) not in ('README.md', 'dataset_infos.json', 'dataset_info.json', 'state.json')]
+    if place.path and fnmatch.filter(files, place.path):
+        return fnmatch.filter(files, place.path)
+    files = [name for name in files if name.startswith(place.path and f'{place.path.rstrip("/")}/')]
+    if not files:
+        raise ValueError(f'has no {place.path or "file"} that ends in {", ".join(DOCUMENTS + TEXTS)}')
+    form = next(form for form in ('.parquet', *DOCUMENTS, *TEXTS) if form in map(form_of, files))
+    files = [name for name in files if form_of(name) == form]
+    files = [name for name in files if re.search('(^|[^a-z])train', name.lower())] or files
+    sets = list(dict.fromkeys(map(_set_of, files)))
+    if len(sets) > 1:
+        raise ValueError(f'has no single set of texts, but {len(sets)} ({", ".join(sets[:MOST_PROBLEMS])}): name one, '
+                         f'such as --input={place.repository}/{sets[0]}')
+    return files
+
+
+def _set_of(name):
+    """The set that a file belongs to, as a glob: shards of one have numbers, other files of a folder one ending."""
+    folder, file = os.path.split(name)
+    pattern, count = re.subn(r'-\d+-of-\d+', '-*', file)
+    return os.path.join(folder, pattern if count else f'*{form_of(file)}')
 
 
 def file_versions(paths):
@@ -73,6 +129,9 @@ def measure(paths, field='text'):
                 for text, _ in read_pieces(path, field):
                     size += len(text)
                     bar.update(len(text))
+                if not size:
+                    field_text = f' in its field {field!r}' if form_of(path) in DOCUMENTS else ''
+                    raise ValueError(f'{path} has no text{field_text}')
                 sizes[path] = size
             except ValueError as error:
                 problems.append(f'{error}')
@@ -111,6 +170,7 @@ def read_pieces(path, field='text'):
                 if row[field] is not None:
                     yield row[field], True
             return
+        _refuse_others(path)
         with _open_text(path) as file:
             while text := file.read(PIECE):
                 yield text, False
@@ -127,6 +187,7 @@ def read_rows(path):
     """Yield the rows of a file of documents, with all fields, as dicts. ValueError if it cannot be read."""
     try:
         if form_of(path) not in DOCUMENTS:
+            _refuse_others(path)
             raise ValueError(f'{path} must end in {", ".join(DOCUMENTS)}')
         for row in _read_parquet(path) if form_of(path) == '.parquet' else _read_json(path):
             if not isinstance(row, dict):
@@ -136,6 +197,11 @@ def read_rows(path):
         raise ValueError(f'{path} is not UTF-8 text ({error}): convert it, for example with iconv') from None
     except OSError as error:
         raise ValueError(f'{path} cannot be read: {error}') from None
+
+
+def _refuse_others(path):
+    if form_of(path) in OTHERS:
+        raise ValueError(f'{path} ends in {form_of(path)}, which is not read as text: {OTHERS[form_of(path)]}')
 
 
 def _open_text(path):

@@ -16,13 +16,14 @@ from data.tokenizer import get_tokenizer
 from helpers import run_script
 
 SEED, EOT = 5, 50256
-KEYS = dict(text_field='text', tokenizer='gpt2', filter='', deduplicate=True, shuffle=True, val_fraction=0.1,
+KEYS = dict(text_field='text', filter='', deduplicate=True, shuffle=True, val_fraction=0.1,
             n_shards=3, seed=SEED, num_proc=1, ray='')
 
 
 @pytest.fixture(autouse=True)
 def gpt2(vocabulary, monkeypatch):
     monkeypatch.setenv('TIKTOKEN_CACHE_DIR', vocabulary)
+    monkeypatch.setitem(KEYS, 'encoder', get_tokenizer(dict(tokenizer='gpt2')))
 
 
 def serially(function, numbers):
@@ -230,7 +231,7 @@ def test_files_of_all_kinds_and_a_bad_one(tmp_path, monkeypatch, capsys):
     (dict(input=''), 'no files given: set --input'),
     (dict(val_fraction=1), 'val_fraction is 1, but must be at least 0 and below 1'),
     (dict(n_shards=-1), 'n_shards is -1'),
-    (dict(val_fraction=1e-9), 'no document is left for the val split'),
+    (dict(val_fraction=1e-9), r'in has no document for the val split: of 60, .* val_fraction \(now 1e-09\) or filter'),
     (dict(filter='{keep}'), 'keep of .*keep.py returned 3: it must return True or False, or the text to keep'),
     (dict(filter='{raises}'), 'invalid literal for int'),
     (dict(filter='{other}'), r'other.py has no function keep\(text\)'),

@@ -8,7 +8,7 @@ from helpers import run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import kilogpt
-from data.datasets import find_meta
+from kilogpt.convert.any_tokenizer import find_meta
 from data.json_tokenizer import JsonTokenizer
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from data.tokenizer_base import until_end

@@ -12,14 +12,15 @@ import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.convert.any_tokenizer import find_tokenizer
 from data.fetch import CHATTERBOT_WHEEL, download_from_pypi
 from data.messages import ConversationEncoder, conversation_splits
 from data.pairs import PairEncoder, read_pairs
 from data.prepare import write_dataset
-from data.tokenizer import get_tokenizer
 
-tokenizer = 'gpt2'  # that of the model to finetune: its folder or tokenizer.json, whose chat template is used
+tokenizer = 'gpt2'  # that of the model to finetune: its folder, run or org/name, whose chat template is used
 out = 'chatterbot'  # output folder: a name in data/, or a path
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
 pairs = False  # pairs of the last answer of each conversation and one of another conversation
 val_fraction = 0.1  # share of val, drawn by the texts
 configure(globals())
@@ -45,7 +46,7 @@ if __name__ == '__main__':
     with exit_on_error():
         import yaml  # comes with the library gguf
         kind = PairEncoder if pairs else ConversationEncoder
-        encoder = kind(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
+        encoder = kind(find_tokenizer(tokenizer), 'assistant')
         files = download_from_pypi(*CHATTERBOT_WHEEL, 'chatterbot_corpus/data/english/*.yml')
         conversations = [to_messages(turns) for name in sorted(files)
                          for turns in yaml.safe_load(files[name])['conversations']
@@ -56,4 +57,5 @@ if __name__ == '__main__':
             with open(path, 'w', encoding='utf-8') as file:
                 file.writelines(json.dumps(row) + '\n' for row in to_rows(conversations))
             write_dataset(out, encoder, conversation_splits([path], val_fraction, read_pairs if pairs else None),
-                          source=[*CHATTERBOT_WHEEL, val_fraction, pairs])
+                          source=[*CHATTERBOT_WHEEL, val_fraction, pairs], overwrite=overwrite,
+                          origin=f'{"pairs" if pairs else "conversations"} of {CHATTERBOT_WHEEL[0]}')

@@ -10,15 +10,16 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.messages import ConversationEncoder, conversation_splits
 from data.prepare import write_dataset
 from data.readers import file_versions, find_files
-from data.tokenizer import get_tokenizer
 
-input = ''  # files or globs, or folders with .jsonl or .parquet files; separated by commas
+input = ''  # files, globs, folders of .jsonl or .parquet files, datasets on the hub (org/name); by commas
 out = 'conversations'  # output folder: a name in data/, or a path; train.py's --dataset
-tokenizer = 'gpt2'  # that of the model to finetune: its folder or tokenizer.json, whose chat template is used
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
+tokenizer = 'gpt2'  # that of the model to finetune: its folder, run or org/name, whose chat template is used
 roles = 'assistant'  # roles whose messages the model learns; separated by commas
 val_fraction = 0.1  # share of val: conversations drawn by their text, so that copies are in one split
 num_proc = available_cpus()  # number of processes that tokenise
@@ -31,6 +32,7 @@ if __name__ == '__main__':
         if not 0 <= val_fraction < 1:
             raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
         paths = find_files(input)
-        encoder = ConversationEncoder(get_tokenizer({'tokenizer': tokenizer}), roles)
+        encoder = ConversationEncoder(find_tokenizer(tokenizer), roles)
         splits = conversation_splits(paths, val_fraction)
-        write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction, roles])
+        write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction, roles],
+                      origin=input, overwrite=overwrite)

@@ -10,13 +10,15 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.corpus_job import prepare_corpus
 
-input = ''  # files, globs or folders of .jsonl, .parquet or text, also compressed, also URLs; separated by commas
+input = ''  # files, globs, folders, URLs, or datasets on the hub (org/name), as docs/data.md lists them; by commas
 text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document
 out = 'corpus'  # output folder: a name in data/, or a path; with Ray, all machines must share it
-tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken, or a folder or file with a tokenizer.json
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
+tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken, or that of a folder, run, GGUF file or org/name
 filter = ''  # a Python file whose keep(text) returns True or False, or the text to keep; '' = keep all
 deduplicate = True  # leave out documents whose text has occurred before
 shuffle = True  # put all documents into a random order, across files; False = the order of the files
@@ -29,5 +31,5 @@ configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        prepare_corpus(input, text_field, out, tokenizer, filter, deduplicate, shuffle, val_fraction, n_shards, seed,
-                       num_proc, ray)
+        prepare_corpus(input, text_field, out, find_tokenizer(tokenizer), filter, deduplicate, shuffle, val_fraction,
+                       n_shards, seed, num_proc, ray, overwrite)

@@ -8,10 +8,10 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.prepare import load_rows, row_split, write_dataset
 from data.readers import file_versions, find_files
-from data.tokenizer import get_tokenizer
 
 input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
 out = 'fineweb'  # output folder: a name in data/, or a path
@@ -19,17 +19,19 @@ repository = 'HuggingFaceFW/fineweb'  # on the hub; or 'HuggingFaceFW/fineweb-ed
 subset = 'sample-10BT'  # or 'sample-100BT', 'sample-350BT', 'CC-MAIN-2024-10', ... or 'default' (all)
 streaming = True  # tokenise during the download and keep no text; False = download first (30 GB)
 val_documents = 10_000  # number of documents for val, taken from the beginning
-tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken ('gpt2-gigatoken': faster), or a folder or file
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
+tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken, or that of a folder, run, GGUF file or org/name
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
 num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        encoder = get_tokenizer({'tokenizer': tokenizer})
+        encoder = find_tokenizer(tokenizer)
         paths = find_files(input) if input else []
         rows = load_rows(paths, repository, name=subset, streaming=streaming)
         count = val_documents if streaming else min(val_documents, len(rows))
         splits = {'val': row_split(rows.take(count)), 'train': row_split(rows.skip(count))}
         source = [file_versions(paths), repository, subset, val_documents]
-        write_dataset(out, encoder, splits, shard_tokens, num_proc, source)
+        origin = input or f'{repository}, {subset}'
+        write_dataset(out, encoder, splits, shard_tokens, num_proc, source, origin, overwrite, 'val_documents')

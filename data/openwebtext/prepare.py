@@ -7,24 +7,26 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.prepare import load_rows, row_split, write_dataset
 from data.readers import file_versions, find_files
-from data.tokenizer import get_tokenizer
 
 input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
 out = 'openwebtext'  # output folder: a name in data/, or a path
 revision = 'main'  # revision of the hub's repository; 'refs/convert/parquet' if it has "dataset scripts"
-tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken ('gpt2-gigatoken': faster), or a folder or file
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
+tokenizer = 'gpt2'  # 'bytes', an encoding of tiktoken, or that of a folder, run, GGUF file or org/name
 shard_tokens = 100_000_000  # tokens in a train shard; 0 = one train.bin, which a killed run starts again
 num_proc = available_cpus()  # number of processes that download and tokenise
 configure(globals())
 
 if __name__ == '__main__':
     with exit_on_error():
-        encoder = get_tokenizer({'tokenizer': tokenizer})
+        encoder = find_tokenizer(tokenizer)
         paths = find_files(input) if input else []
         rows = load_rows(paths, 'Skylion007/openwebtext', revision=revision, num_proc=num_proc)
         rows = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
         splits = {'val': row_split(rows['test']), 'train': row_split(rows['train'])}
-        write_dataset(out, encoder, splits, shard_tokens, num_proc, [file_versions(paths), revision])
+        write_dataset(out, encoder, splits, shard_tokens, num_proc, [file_versions(paths), revision],
+                      input or 'OpenWebText', overwrite, share='')

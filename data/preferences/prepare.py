@@ -10,16 +10,17 @@ import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
 from kilogpt.configurator import configure, exit_on_error
+from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.messages import conversation_splits
 from data.pairs import PairEncoder, read_pairs
 from data.prepare import write_dataset
 from data.readers import file_versions, find_files
-from data.tokenizer import get_tokenizer
 
-input = ''  # files or globs, or folders with .jsonl or .parquet files; separated by commas
+input = ''  # files, globs, folders of .jsonl or .parquet files, datasets on the hub (org/name); by commas
 out = 'preferences'  # output folder: a name in data/, or a path; train.py's --dataset
-tokenizer = 'gpt2'  # that of the model to train: its folder or tokenizer.json, whose chat template is used
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
+tokenizer = 'gpt2'  # that of the model to train: its folder, run or org/name, whose chat template is used
 val_fraction = 0.1  # share of val: pairs drawn by their prompt, so that a prompt is in one split
 num_proc = available_cpus()  # number of processes that tokenise
 configure(globals())
@@ -31,6 +32,7 @@ if __name__ == '__main__':
         if not 0 <= val_fraction < 1:
             raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
         paths = find_files(input)
-        encoder = PairEncoder(get_tokenizer({'tokenizer': tokenizer}), 'assistant')
+        encoder = PairEncoder(find_tokenizer(tokenizer), 'assistant')
         splits = conversation_splits(paths, val_fraction, read_pairs)
-        write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction])
+        write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction],
+                      origin=input, overwrite=overwrite)

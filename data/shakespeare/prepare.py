@@ -12,6 +12,7 @@ from data.tokenizer import get_tokenizer
 
 input = ''  # text files to use instead; '' = input.txt in the output folder, downloaded if missing
 out = 'shakespeare'  # output folder: a name in data/, or a path
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
 configure(globals())
 
 if __name__ == '__main__':
@@ -19,4 +20,5 @@ if __name__ == '__main__':
         paths = find_files(input) if input else [fetch_shakespeare(places_of(out)[0])]
         print(f'text: {", ".join(paths)}')
         # train 301,966 and val 36,059 tokens of tiny Shakespeare, as in nanoGPT
-        write_dataset(out, get_tokenizer({'tokenizer': 'gpt2'}), text_splits(measure(paths), 0.1))
+        write_dataset(out, get_tokenizer({'tokenizer': 'gpt2'}), text_splits(measure(paths), 0.1),
+                      origin=input or 'input.txt', overwrite=overwrite, share='')

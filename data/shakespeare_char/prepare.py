@@ -13,6 +13,7 @@ from data.tokenizer import CharTokenizer
 
 input = ''  # text files to use instead; '' = input.txt in the output folder, downloaded if missing
 out = 'shakespeare_char'  # output folder: a name in data/, or a path
+overwrite = False  # replace the dataset in that folder even if it has other texts or another tokenizer
 configure(globals())
 
 if __name__ == '__main__':
@@ -23,4 +24,4 @@ if __name__ == '__main__':
         print(f'{", ".join(sizes)}: {sum(sizes.values()):,} characters, {len(alphabet)} different: '
               f'{alphabet!r}')
         # train 1,003,854 and val 111,540 tokens of tiny Shakespeare, as in nanoGPT
-        write_dataset(out, tokenizer, text_splits(sizes, 0.1))
+        write_dataset(out, tokenizer, text_splits(sizes, 0.1), origin=input or 'input.txt', overwrite=overwrite, share='')

@@ -13,13 +13,14 @@ import re
 
 import torch
 
+from data import hub
 from data.storage import is_url
 from data.tokenizer import describe_tokenizer
 from kilogpt.configurator import announced, exit_on_error
 from kilogpt.convert.checkpoint_tensors import open_checkpoint
 from kilogpt.convert.exporting import export_weights
 from kilogpt.convert.nanogpt import load_nanogpt
-from kilogpt.convert.weights import GPT2_NAMES, check_finite_values, import_weights, is_nanogpt, read_weights
+from kilogpt.convert.weights import check_finite_values, import_weights, is_nanogpt, read_weights
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import check_finite
 from model import GPT, GPTConfig
@@ -115,8 +116,8 @@ def build_parser():
     commands = parser.add_subparsers(dest='command', required=True, metavar='COMMAND')
     which = dict(choices=('best', 'latest'), default='best',
                  help="the run's checkpoint with the smallest validation loss (default), or the latest")
-    tokenizer = dict(default='', help='for weights that do not name their tokenizer: gpt2, bytes or another '
-                                      'tokenizer, or a dataset that has the same')
+    tokenizer = dict(default='', help='for weights that do not name their tokenizer: gpt2, bytes, or a '
+                                      'dataset, a run, a GGUF file, a folder or org/name that has the same')
 
     command = commands.add_parser('export', help="write a run's weights for other programs")
     command.add_argument('source', metavar='OUT_DIR', help="a run's folder, or one of its ckpt/iter_*")
@@ -134,8 +135,8 @@ def build_parser():
 
     command = commands.add_parser('import', help="make a run's folder from weights trained elsewhere")
     command.add_argument('source', metavar='SOURCE',
-                         help="a Hugging Face folder, a GGUF file, nanoGPT's ckpt.pt, gpt2, gpt2-medium, "
-                              'gpt2-large or gpt2-xl, or a folder of peft with adapters')
+                         help="a Hugging Face folder, a GGUF file, nanoGPT's ckpt.pt, org/name or "
+                              'org/name@revision on the Hugging Face hub, or a folder of peft with adapters')
     command.add_argument('out_dir', metavar='OUT_DIR', help='a folder without checkpoints')
     command.add_argument('--tokenizer', '--dataset', **tokenizer)
     command.add_argument('--base', default='',
@@ -153,7 +154,7 @@ def main(argv=None):
     command = {'export': export_weights, 'import': import_weights, 'inspect': inspect}[options.pop('command')]
     with exit_on_error():
         source = options['source']
-        if not (is_url(source) or os.path.exists(source) or source in GPT2_NAMES):
+        if not (is_url(source) or os.path.exists(source) or hub.is_name(source)):
             raise ValueError(f'{source!r} does not exist')
         command(**options)
 

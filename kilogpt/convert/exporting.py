@@ -6,6 +6,7 @@ import tempfile
 
 import torch
 
+from data import hub
 from data.chat_template import DEFAULT_TEMPLATE, find_template
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from data.tokenizer_base import portable
@@ -16,7 +17,7 @@ from kilogpt.convert.checkpoint_tensors import open_weights
 from kilogpt.convert.gguf_files import write_gguf
 from kilogpt.convert.model_card import write_adapter_card, write_model_card
 from kilogpt.convert.safetensors_files import write_safetensors
-from kilogpt.convert.weights import GPT2_NAMES, choose_tokenizer, naming, open_base, open_run
+from kilogpt.convert.weights import choose_tokenizer, naming, open_base, open_run
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import write_json
 from model import GPTConfig
@@ -98,7 +99,7 @@ def write_adapters(target, path, state, entries, tokenizer, dtype):
 def is_for_transformers(source):
     """Whether a source of read_weights is one that transformers loads too: a name on the hub, or its folder."""
     is_folder = os.path.exists(os.path.join(source, 'config.json')) and not checkpoint.choose(source)
-    return source in GPT2_NAMES or is_folder
+    return is_folder or hub.is_name(source) and not hub.parse(source).path
 
 
 def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):

@@ -3,6 +3,7 @@ import math
 import os
 import subprocess
 
+from data import hub
 from data.tokenizer import describe_tokenizer
 from kilogpt.convert.checkpoint_tensors import expected_shapes
 
@@ -83,7 +84,8 @@ def describe_training(state):
                f'until then: {state["best_val_loss"]:.4f}.')
     start = run.get('init_from', 'scratch')
     if start not in OWN_STARTS:
-        yield f'The run started from the weights of {os.path.basename(os.path.normpath(start))}.'
+        name = start if hub.is_name(start) else os.path.basename(os.path.normpath(start))
+        yield f'The run started from the weights of {name}.'
     if description := describe_tokenizer(state['tokenizer']):
         yield f'Tokenizer: {description}.'
 

@@ -4,6 +4,7 @@ import os
 
 import torch
 
+from data import hub
 from kilogpt.convert import renaming
 from kilogpt.convert.families import FAMILIES, families_of, rows_of
 from kilogpt.convert.folders import read_json
@@ -62,7 +63,7 @@ def write_adapter(folder, weights, config, base, model_type, dtype):
     others = {linear: rank for linear, rank in ranks.items() if rank != config.lora_rank}
     factor = math.sqrt if config.lora_rank_stabilised else float
     entries = dict(
-        peft_type='LORA', task_type='CAUSAL_LM', base_model_name_or_path=base['source'], inference_mode=True,
+        peft_type='LORA', task_type='CAUSAL_LM', inference_mode=True, **named_base(base['source']),
         r=config.lora_rank, lora_alpha=config.lora_alpha, lora_dropout=config.lora_dropout, bias='none',
         use_rslora=config.lora_rank_stabilised, target_modules=sorted(ranks),
         fan_in_fan_out=model_type == 'gpt2', rank_pattern=others,
@@ -71,6 +72,12 @@ def write_adapter(folder, weights, config, base, model_type, dtype):
     os.makedirs(folder)
     write_tensors(os.path.join(folder, TENSORS), tensors, dtype)
     write_json(os.path.join(folder, CONFIG), entries)
+
+
+def named_base(source):
+    """The entries of adapter_config.json that name a base. source: as in state.json."""
+    name, _, revision = source.partition('@') if hub.is_name(source) else (source, '', '')
+    return dict(base_model_name_or_path=name) | (dict(revision=revision) if revision else {})
 
 
 def group_pieces(weights, config, family):
@@ -110,6 +117,12 @@ def read_entries(folder):
             raise ValueError(f'{folder} has {key}={value!r} in its {CONFIG}, which our adapters cannot have: '
                              'merge it into its base with merge_and_unload of peft')
     return entries
+
+
+def base_of(entries):
+    """The source of the base that the entries of adapter_config.json name."""
+    name, revision = entries['base_model_name_or_path'], entries.get('revision')
+    return f'{name}@{revision}' if revision and hub.is_name(name) else name
 
 
 def read_adapter(folder, entries, config):

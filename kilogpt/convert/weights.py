@@ -3,33 +3,29 @@
 A model that is larger than memory is read and written tensor by tensor. Reading a file never runs code from
 it: only tensors, plain values and JSON are accepted.
 """
-import atexit
 import contextlib
 import dataclasses
 import math
 import os
-import shutil
-import tempfile
 from functools import partial
 
 import torch
 
-from data import storage
-from data.datasets import find_meta
+from data import hub, storage
 from data.json_tokenizer import JsonTokenizer, load_tokenizer
 from data.tokenizer_base import copy_tokenizer, tokenizer_folder
 from kilogpt.configurator import announced
 from kilogpt.convert import families, nanogpt, peft
+from kilogpt.convert.any_tokenizer import find_meta, unpack
 from kilogpt.convert.adapters import digest_of, merged, plain_config
 from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
-from kilogpt.convert.folders import open_folder
+from kilogpt.convert.folders import open_folder, read_json, refuse_quantized
 from kilogpt.convert.gguf_files import read_gguf
 from kilogpt.convert.tensors import checked, pad_rows
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
 
-GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # on the Hugging Face hub
 GPT2_META = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
 GPT2_VOCAB_SIZES = (50257, 50304)  # nanoGPT pads to the second
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of weights that our model can take
@@ -41,7 +37,7 @@ def read_weights(source):
     """Open weights that were trained elsewhere.
 
     source: a Hugging Face folder (config.json, and safetensors or pytorch_model.bin), a file that ends with
-    .gguf, a ckpt.pt of nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', which are downloaded.
+    .gguf, a ckpt.pt of nanoGPT, or a name on the hub, as hub.is_name takes it, from where they are downloaded.
     Returns (GPTConfig arguments, {our name: LazyTensor}, meta of the tokenizer). Tensors have the file's dtype.
     The meta is None if the tokenizer is not one of ours. A head that differs from the token table is kept,
     even if the file says that the two are tied.
@@ -51,10 +47,12 @@ def read_weights(source):
     if storage.is_url(source):
         with contextlib.suppress(FileNotFoundError):
             source = storage.local_copy(source)
-    if not os.path.exists(source) and source not in GPT2_NAMES:
+    if hub.is_name(source) and (place := hub.parse(source)).path:
+        source = hub.fetch_file(place)
+    if not os.path.exists(source) and not hub.is_name(source):
         raise ValueError(f"{source!r} does not exist: name a run's folder, a checkpoint (ckpt/iter_*), "
-                         f"a Hugging Face folder, nanoGPT's ckpt.pt, or {', '.join(GPT2_NAMES)} "
-                         '(and --init_from of train.py takes scratch, resume, auto)')
+                         f"a Hugging Face folder, a GGUF file, nanoGPT's ckpt.pt, org/name on the hub, or "
+                         f"{', '.join(hub.GPT2_NAMES)} (and --init_from of train.py takes scratch, resume, auto)")
     read = read_hugging_face
     if os.path.isfile(source):
         read = read_nanogpt if is_nanogpt(source) else read_gguf_file
@@ -120,8 +118,8 @@ def choose_tokenizer(name, stored, source, vocab_size):
 
 
 def read_hugging_face(source):
-    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a folder, or of one of GPT2_NAMES."""
-    folder = source if os.path.isdir(source) else download_gpt2(source)
+    """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a folder, or of a name on the hub."""
+    folder = source if os.path.isdir(source) else fetch_weights(source)
     theirs, tensors = open_folder(folder)
     arguments, tensors = from_standard_form(theirs, tensors, folder)
     return arguments, tensors, find_tokenizer(folder, theirs)
@@ -132,13 +130,7 @@ def read_gguf_file(path):
     theirs, tensors, write_tokenizer = read_gguf(path)
     tensors = {name: checked(stored, path, name, 'use other weights') for name, stored in tensors.items()}
     arguments, tensors = from_standard_form(theirs, tensors, path)
-    meta = None
-    if write_tokenizer:
-        folder = tempfile.mkdtemp(prefix='kilogpt-tokenizer-')
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        write_tokenizer(folder)
-        meta = load_tokenizer(folder).meta()
-    return arguments, tensors, meta
+    return arguments, tensors, unpack(path, write_tokenizer) if write_tokenizer else None
 
 
 def from_standard_form(theirs, tensors, source):
@@ -184,23 +176,33 @@ def find_tokenizer(folder, theirs):
     return None
 
 
-def download_gpt2(name):
-    """The folder in the Hugging Face cache that holds one of GPT2_NAMES, downloaded if necessary."""
-    import huggingface_hub
-    names = ['config.json', 'model.safetensors']
-    find = partial(huggingface_hub.snapshot_download, f'openai-community/{name}', allow_patterns=names)
-    with contextlib.suppress(huggingface_hub.errors.LocalEntryNotFoundError):
-        folder = find(local_files_only=True)
-        if all(os.path.exists(os.path.join(folder, each)) for each in names):
-            return folder
-    try:
-        # The client asks a hub that does not answer again and again, for minutes. This asks once.
-        huggingface_hub.utils.get_session().head(huggingface_hub.constants.ENDPOINT, timeout=3)
-        return find()
-    except Exception as error:  # without a network, the hub's client raises many kinds of errors
-        raise OSError(f'{name} is neither a folder nor in the Hugging Face cache, and could not be '
-                      f'downloaded ({type(error).__name__}): go online or give a folder with its config.json '
-                      'and model.safetensors as init_from') from None
+def fetch_weights(name):
+    """The folder with the weights of a name on the hub, downloaded if necessary and if our model can have them.
+
+    The errors of hub.fetch, and ValueError for a model of another kind, before its weights are downloaded.
+    """
+    if read_config(name):
+        read_arguments(name)
+    return hub.fetch(hub.parse(name), hub.choose_weights)
+
+
+def read_config(name):
+    """The content of config.json of a name on the hub; {} without one."""
+    folder = hub.fetch(hub.parse(name), hub.choose_config)
+    path = os.path.join(folder, 'config.json')
+    return read_json(path) if os.path.exists(path) else {}
+
+
+def read_arguments(name):
+    """The GPTConfig arguments of a name on the hub, of which the config alone is downloaded."""
+    theirs = read_config(name)
+    kinds = theirs.get('architectures') or []
+    arguments = families.arguments_of(theirs, name)
+    if kinds and not any(kind.endswith(('ForCausalLM', 'LMHeadModel')) for kind in kinds):
+        raise ValueError(f'{name} is of the kind {", ".join(kinds)} (architectures in its config.json), which does not '
+                         'write text: name a model whose kind ends in ForCausalLM')
+    refuse_quantized(name, theirs)
+    return arguments
 
 
 # --- from a run ---------------------------------------------------------------------------------------------
@@ -233,7 +235,7 @@ def open_base(base, path):
     base: as in state.json. path: of the checkpoint of the adapters.
     """
     source = base['source']
-    if not (storage.is_url(source) or os.path.exists(source) or source in GPT2_NAMES):
+    if not (storage.is_url(source) or os.path.exists(source) or hub.is_name(source)):
         raise ValueError(f'{path} holds adapters for {source}, which does not exist: put that base there '
                          'again, or a link to it')
     _, weights, _ = open_source(source)
@@ -250,12 +252,14 @@ def open_base(base, path):
 def import_weights(source, out_dir, tokenizer='', base=''):
     """Make a run's folder out_dir with a checkpoint of weights of other software.
 
-    source: as in read_weights, or a folder of PEFT with adapters, whose base is `base`, as in open_source, if
-    the folder does not name it. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
+    source: as in read_weights, or adapters of PEFT, in a folder or on the hub, whose base is `base`, as in
+    open_source, if they do not name it. The iteration, losses and AdamW's moments of a ckpt.pt are also imported.
     tokenizer: as in choose_tokenizer. ValueError if out_dir has checkpoints.
     """
     if checkpoint.find(out_dir):
         raise ValueError(f'{out_dir} already has checkpoints: choose another folder')
+    if hub.is_name(source) and not hub.parse(source).path and not read_config(source):
+        source = fetch_weights(source)  # a folder, perhaps of adapters
     if peft.is_adapter(source):
         arguments, weights, meta, base = read_adapter(source, base)
     else:
@@ -294,7 +298,7 @@ def read_adapter(folder, base):
     base: the source of its base, or '' for the one that adapter_config.json names.
     """
     entries = peft.read_entries(folder)
-    base = base or entries['base_model_name_or_path']
+    base = base or peft.base_of(entries)
     arguments, weights, meta = open_source(base)
     keys, adapters = peft.read_adapter(folder, entries, GPTConfig(**arguments))
     arguments |= keys
@@ -308,7 +312,9 @@ def read_adapter(folder, base):
 
 def describe_base(source, weights):
     """What state.json keeps of a base. source: as in open_source. weights: {our name: LazyTensor}."""
-    if not storage.is_url(source) and source not in GPT2_NAMES:
+    if hub.is_name(source):
+        source = hub.pinned(source)
+    elif not storage.is_url(source):
         source = os.path.abspath(checkpoint.choose(source) or source)
     return dict(source=source, digest=digest_of(weights))
 

@@ -1,10 +1,12 @@
 """The model that a config of train.py describes, without a run: of the keys, of a checkpoint, or of other weights."""
 import dataclasses
 import os
+import sys
 
+from data import hub
 from data.datasets import dataset_folder, find_shards, read_meta
 from data.mixtures import parse_mixture
-from kilogpt.convert.weights import read_weights
+from kilogpt.convert.weights import read_arguments, read_weights
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.run import checkpoint
 from model import GPTConfig
@@ -13,11 +15,20 @@ NEW_MODELS = 'scratch', 'resume', 'auto'  # values of init_from with which the k
 
 
 def arguments_of_weights(init_from):
-    """The GPTConfig arguments of the weights that a run starts from, or None: a new model, or weights elsewhere."""
+    """The GPTConfig arguments of the weights that a run starts from, or None: a new model, or weights elsewhere.
+
+    Of a name on the hub, the config alone is downloaded.
+    """
     if init_from in NEW_MODELS:
         return None
     if path := checkpoint.choose(init_from):
         return checkpoint.read_state(path)['model']
+    if hub.is_name(init_from) and not hub.parse(init_from).path:
+        try:
+            return read_arguments(init_from)
+        except OSError as error:
+            print(error, file=sys.stderr)
+            return None
     return read_weights(init_from)[0] if os.path.exists(init_from) else None
 
 
