@@ -341,6 +341,7 @@ NEEDS = {
     'python -m kilogpt.convert export s3://': 'a bucket: test_storage.py has one',
     'python train.py config/finetune_shakespeare.py --init_from=s3://': 'a bucket: test_storage.py has one',
     "python data/corpus/prepare.py --input='s3://": 'a bucket and Ray: test_corpus.py has Ray',
+    'curl http://127.0.0.1': 'a server: tests/chat/test_chat_server.py has it',
     'sbatch': 'Slurm: test_slurm.py starts one',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':

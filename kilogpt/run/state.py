@@ -15,6 +15,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 
 from data.storage import local_folder
 from data.tokenizer_base import copy_tokenizer, tokenizer_folder
+from kilogpt.configurator import is_to_say
 from kilogpt.parallel.apply import saved_parameters
 from kilogpt.run import checkpoint
 
@@ -171,8 +172,9 @@ class Run:
                             f'could not be saved ({save_problem})', 1)
         if ending.reason == 'stopped':
             processes.say(ending.message)
-        if ending.reason == 'failed' and processes.is_main:
-            print(f'error: {ending.message}', file=sys.stderr, flush=True)
+        sentence = f'error: {ending.message}'
+        if ending.reason == 'failed' and processes.is_main and is_to_say(sentence):
+            print(sentence, file=sys.stderr, flush=True)
         return ending.exit_code
 
 
