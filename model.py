@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen
-from kilogpt.layers.options import GATED, AdapterOptions, BlockOptions, ExpertOptions
+from kilogpt.layers.options import AdapterOptions, BlockOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding, build_gate, head_strengths
@@ -42,10 +42,11 @@ class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
     tie_weights: bool = True  # the output head shares the token embedding
     softcap: float = 0.0  # tanh cap on the logits; 0 = none
     zero_init: bool = False  # start each block as the identity: projections into the residual stream are zero
+    is_gated = property(lambda self: self.mlp_form in GATED)  # whether MLPs and experts have a c_gate
 
     def __post_init__(self):
         choices = dict(pos=('learned', 'rope'), norm=('layernorm', 'rmsnorm'), **self.CHOICES,
-                       mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'moe'))
+                       mlp=(*PLAIN, *GATED, 'moe'), expert_mlp=(*PLAIN, *GATED))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -67,7 +68,7 @@ class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
         self.check_adapters()
         if not self.n_hidden:  # a gated MLP's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
             gated_hidden = -(-8 * self.n_embd // 3 // 64) * 64
-            self.n_hidden = gated_hidden if self.mlp_form in GATED else 4 * self.n_embd
+            self.n_hidden = gated_hidden if self.is_gated else 4 * self.n_embd
         if self.mlp == 'moe':
             self.check_experts()
             self.expert_hidden = self.expert_hidden or self.n_hidden
@@ -171,24 +172,23 @@ class Attention(nn.Module):
         return self.resid_dropout(self.c_proj(y.reshape(B, T, -1)))
 
 
+PLAIN = dict(gelu=F.gelu, gelu_tanh=lambda h: F.gelu(h, approximate='tanh'),
+             relu2=lambda h: F.relu(h).square())  # Primer (So et al. 2021)
+GATED = dict(swiglu=F.silu, geglu=PLAIN['gelu_tanh'])  # of c_gate's output, times that of c_fc (Shazeer 2020)
+
+
 def activate(form, h, gate):
     """The activation of an MLP of that form. h: the output of c_fc; gate: the output of c_gate, or None."""
-    if form == 'swiglu':  # Shazeer 2020
-        return F.silu(gate) * h
-    if form == 'geglu':  # Shazeer 2020, with the tanh form of GELU, as in Gemma
-        return F.gelu(gate, approximate='tanh') * h
-    if form == 'relu2':  # Primer (So et al. 2021)
-        return F.relu(h).square()
-    return F.gelu(h, approximate='tanh' if form == 'gelu_tanh' else 'none')
+    return PLAIN[form](h) if gate is None else GATED[form](gate) * h
 
 
 class MLP(nn.Module):
     def __init__(self, config, n_hidden):
         super().__init__()
-        self.form = config.mlp_form
+        self.form, self.is_gated = config.mlp_form, config.is_gated
         bias = config.has_bias('mlp')
         self.c_fc = nn.Linear(config.n_embd, n_hidden, bias=bias)
-        if self.form in GATED:
+        if self.is_gated:
             self.c_gate = nn.Linear(config.n_embd, n_hidden, bias=bias)
         self.c_proj = nn.Linear(n_hidden, config.n_embd, bias=bias)
         self.dropout = nn.Dropout(config.dropout)
@@ -196,7 +196,7 @@ class MLP(nn.Module):
 
     def forward(self, x):
         x = cast_for_linears(x)
-        gate = self.c_gate(x) if self.form in GATED else None
+        gate = self.c_gate(x) if self.is_gated else None
         return self.dropout(self.c_proj(self.activate(self.form, self.c_fc(x), gate)))
 
 

@@ -42,6 +42,7 @@ system = ''  # what a conversation tells the model first
 serve = False  # answer programs that speak OpenAI's protocol, and show a page at the same address
 host = '127.0.0.1'  # address of the server; '0.0.0.0' lets other machines in
 port = 8000  # port of the server; 0 = any that is free
+served_name = ''  # name of the model for clients of the server; '' = its folder's
 api_key = ''  # what clients of the server must know; '' = nothing
 # sampling
 num_samples: int | None = None  # samples, in one batch, the first shown live; None = 10, or 1 to interact
@@ -163,7 +164,7 @@ if template:
     sampling = max_new_tokens, temperature, top_k, top_p, generator
     with exit_on_error():
         if serve:
-            name = os.path.basename(os.path.abspath(source))
+            name = served_name or os.path.basename(os.path.abspath(source))
             server.run(conversation, name, host, port, api_key, *sampling)
         else:
             terminal.talk(conversation, system, *sampling)

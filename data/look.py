@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from data.datasets import find_shards, find_sources
+from data.datasets import find_shards, find_sources, prepared_datasets
 from data.documents import separator_of
 from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
 from data.loader import TokenLoader
@@ -34,11 +34,15 @@ def main():
     parser = argparse.ArgumentParser('python -m data.look', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('dataset', help='a dataset or a mixture, as in train.py')
+    add('dataset', nargs='?', help='a dataset or a mixture, as in train.py; without one, the names of those that are here')
     add('--max_tokens', type=float, default=1e8, help='tokens to read of each split at most (1e8)')
     add('--samples', type=int, default=3, help='random documents to show of each split (3)')
     add('--seed', type=int, default=0, help='of the random documents (0)')
     options = parser.parse_args()
+    if options.dataset is None:
+        names = ', '.join(prepared_datasets()) or 'none is prepared: python data/shakespeare_char/prepare.py makes one'
+        print(f'datasets in data/ and here: {names}')
+        return
     with exit_on_error():
         if options.max_tokens < PIECES or options.samples < 0:
             raise ValueError(f'max_tokens is {options.max_tokens:g} and samples is {options.samples}: they '

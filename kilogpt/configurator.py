@@ -15,10 +15,12 @@ import json
 import os
 import re
 import sys
+import time
 import tokenize
 import traceback
 import types
 import typing
+import zlib
 from typing import NamedTuple
 
 from data.storage import StorageError
@@ -39,7 +41,30 @@ def exit_on_error():
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.
             sys.stderr.reconfigure(write_through=False)
-        sys.exit(1 if is_of_closed_pipe(error) else f'error: {_sentence_of(error)}')
+        sentence = f'error: {_sentence_of(error)}'
+        sys.exit(1 if is_of_closed_pipe(error) or not is_to_say(sentence) else sentence)
+
+
+def is_to_say(sentence):
+    """Whether no other process of the same torchrun on this machine says the sentence that ends this one.
+
+    torchrun's own last lines, on why the run has failed, then have the sentence.
+    """
+    path = os.environ.get('TORCHELASTIC_ERROR_FILE')
+    if not path:
+        return True
+    # torchrun takes the earliest error for the cause, in whole seconds, and ends other processes at once.
+    about = dict(message=sentence, extraInfo=dict(timestamp=str(int(time.time()) - 1)))
+    said = os.path.join(os.path.dirname(path), '..', f'said-{zlib.crc32(sentence.encode()):08x}')
+    try:
+        with open(path, 'w', encoding='utf-8') as file:
+            json.dump(dict(message=about), file)
+        os.close(os.open(said, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except OSError:  # then twice rather than not at all
+        pass
+    return True
 
 
 def _sentence_of(error):

@@ -17,7 +17,8 @@ EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  
          for section in re.split(r'^### ', PAGE, flags=re.M) if '```diff\n' in section}
 AVERAGE, SGD = 'An average of the weights, used for evaluation', 'SGD, or any other optimizer'
 GROWING, FROZEN = 'A batch that grows', 'Some layers frozen'
-ALIBI = 'A bias for each head (ALiBi)'
+ALIBI, MLP, LOSS = 'A bias for each head (ALiBi)', "An MLP of one's own", "A loss of one's own"
+KEYS = {ALIBI: ['--pos=alibi'], MLP: ['--mlp=reglu']}
 
 
 def apply_diff(diff, folder):
@@ -51,7 +52,7 @@ def edit(train, tmp_path):
             faults = [FAULTS / 'small_products.py', *faults]
             return run_forked(str(folder / script), *arguments, faults=faults, **options)
 
-        keys = ['--pos=alibi'] if ALIBI in titles else []
+        keys = [key for title in titles for key in KEYS.get(title, [])]
         return functools.partial(train, *keys, runner=run_edited)
     return edit
 
@@ -62,8 +63,8 @@ def resume_at_6(train, run, folder, *arguments, **options):
     return train(*arguments, '--init_from=resume', out_dir=folder, **options)
 
 
-def test_page_has_eight_edits():
-    assert len(EDITS) == 8 and {AVERAGE, SGD, GROWING, FROZEN, ALIBI} <= EDITS.keys()
+def test_page_has_ten_edits():
+    assert len(EDITS) == 10 and {AVERAGE, SGD, GROWING, FROZEN, ALIBI, MLP, LOSS} <= EDITS.keys()
 
 
 def test_average_takes_twenty_lines_of_one_file_and_sgd_one():
@@ -88,8 +89,8 @@ LAYOUTS = {'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2', 'tp2 cp2
 
 @pytest.mark.slow
 @pytest.mark.parametrize('title, layout', [
-    *((title, layout) for title, layout in zip([title for title in EDITS if title != ALIBI], 3 * list(LAYOUTS))),
-    (ALIBI, 'tp2 cp2'), (ALIBI, 'pp2')])
+    *((title, layout) for title, layout in zip([title for title in EDITS if title not in (ALIBI, MLP, LOSS)], 3 * list(LAYOUTS))),
+    *((title, layout) for title in (ALIBI, MLP, LOSS) for layout in ('tp2 cp2', 'pp2'))])
 def test_edited_run_follows_one_process_in_a_layout(edit, tmp_path, title, layout):
     train, arguments = edit(title), LAYOUTS[layout].split()
     nproc = 2 ** len(layout.split())
@@ -131,6 +132,20 @@ def test_growing_batch_counts_its_tokens(edit):
     lines = edit(GROWING)().lines
     tokens = 12 * 32  # of an iteration in TINY
     assert lines[6]['tokens'] == 6 * tokens and lines[12]['tokens'] == 6 * tokens + 6 * 2 * tokens
+
+
+def test_loss_is_smoothed_in_training_alone(edit, train):
+    smoothed, plain = edit(LOSS)(), train()
+    assert smoothed.evals[0] == plain.evals[0]
+    assert smoothed.lines[12]['loss'] > plain.lines[12]['loss'] + 0.02
+    assert smoothed.evals[12]['val_loss'] == pytest.approx(plain.evals[12]['val_loss'], rel=0.05)
+
+
+@pytest.mark.slow
+def test_log_says_how_tp_computes_another_loss(edit, train):
+    note = 'note        the loss in model.py is not the cross-entropy alone: with tp=2 each rank computes it for 1/2'
+    assert edit(LOSS)('--tp=2', '--max_iters=1', nproc=2).stdout.count(note) == 1
+    assert 'note        the loss' not in train('--tp=2', '--max_iters=1', nproc=2).stdout
 
 
 def test_frozen_layer_keeps_its_weights_and_others_do_not(edit):

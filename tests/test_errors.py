@@ -2,6 +2,7 @@
 import functools
 import hashlib
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -129,7 +130,22 @@ def test_sentence_is_printed_under_torchrun(train):
     failure = train('--backend=nccl', nproc=2, runner=run_script, check=False)
     assert failure.returncode == 1 and 'train.py", line' not in failure.stderr
     sentence = 'error: backend=nccl needs CUDA GPUs, but the device is cpu: use --backend=gloo'
-    assert sentence in failure.stderr.splitlines()
+    lines = failure.stderr.splitlines()
+    assert lines.count(sentence) == 1
+    assert lines[-1].startswith('=====') and lines[-2] == f'  traceback : {sentence}'
+
+
+def test_of_processes_of_one_torchrun_one_says_a_sentence_and_all_hand_it_over(tmp_path):
+    code = 'from kilogpt.configurator import exit_on_error\nwith exit_on_error(): raise ValueError({!r})'
+    said = []
+    for rank, text in enumerate(['no', 'no', 'nor this']):
+        path = tmp_path / str(rank) / 'error.json'
+        path.parent.mkdir()
+        done = subprocess.run([sys.executable, '-c', code.format(text)], cwd=ROOT, text=True, capture_output=True,
+                              env=os.environ | dict(TORCHELASTIC_ERROR_FILE=str(path)))
+        assert done.returncode == 1 and json.loads(path.read_text())['message']['message'] == f'error: {text}'
+        said.append(done.stderr)
+    assert said == ['error: no\n', '', 'error: nor this\n']
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from helpers import run_forked
+from helpers import ROOT, run_forked, run_script
 
 from data.flags import REJECTED, flag_document
 from data.look import show
@@ -23,6 +23,17 @@ def write(folder, texts, **meta):
 
 def look(*arguments, **options):
     return run_forked('data.look', *arguments, **options).stdout
+
+
+def test_names_of_prepared_datasets_are_listed_and_suggested(tmp_path):
+    here = dict(cwd=tmp_path, env=dict(PYTHONPATH=ROOT))
+    write(tmp_path / 'mybooks', ['one'])
+    (tmp_path / 'nothing').mkdir()
+    title, _, names = run_script('data.look', **here).stdout.partition(': ')
+    names = names.strip().split(', ')
+    assert title == 'datasets in data/ and here' and 'mybooks' in names and 'nothing' not in names
+    done = run_script('data.look', 'mybook', check=False, **here)
+    assert done.returncode == 1 and done.stderr.rstrip().endswith('. Or did you mean mybooks?')
 
 
 @pytest.fixture(scope='module')

@@ -341,6 +341,7 @@ NEEDS = {
     **dict.fromkeys(('sbatch', 'CONTAINER=kilogpt.sif sbatch'), 'Slurm: test_slurm.py starts one'),
     'apptainer build': 'Apptainer and a registry: test_slurm.py has a stand-in',
     **dict.fromkeys(('mpirun', 'srun'), 'eight processes: test_launchers.py starts two of mpirun and four of srun'),
+    'curl http://127.0.0.1': 'a server: tests/chat/test_chat_server.py has it',
     'bash launch/ssh.sh': 'two hosts: test_ssh.py has them',
     'torchrun --standalone --nproc_per_node=8 launch/bandwidth.py':
         'a session of its own: test_nodes.py runs it',

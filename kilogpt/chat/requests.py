@@ -120,7 +120,8 @@ def parse(body, is_chat, model, defaults):
 def check_model(wanted, model):
     """RequestError unless a client wants the only model."""
     if wanted != model:
-        raise RequestError(404, f'the model {wanted!r} is not here: the only model is {model!r}', 'model_not_found')
+        raise RequestError(404, f'the model {wanted!r} is not here: the only model is {model!r} (--served_name)',
+                           'model_not_found')
 
 
 def read_messages(content):

@@ -139,6 +139,7 @@ BLOCK = 64  # as in cpu_kernels.cpp
 GELU_TANH = functools.partial(F.gelu, approximate='tanh')
 ACTIVATIONS = dict(gelu=F.gelu, gelu_tanh=GELU_TANH, relu2=lambda x: F.relu(x).square(), swiglu=F.silu,
                    geglu=GELU_TANH)
+GATED = ('swiglu', 'geglu')  # those that multiply the activation by a factor
 
 
 @functools.cache

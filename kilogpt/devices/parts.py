@@ -37,17 +37,17 @@ def replace_all(model, kind, build):
 def is_same_attention(attention, other, config, length, masks=(None,)):
     """Whether an attention module without dropout gives the results of other(q, k, v, mask), on the CPU.
 
-    An attention that was edited in model.py may differ. The sequence has the heads of the model's config.
+    An attention that was edited in model.py may differ, even if only in training, which is compared if it has no
+    dropout. The sequence has the heads of the model's config.
     masks: those to compare with, each None (causal) or bool (1, 1, length, length).
     """
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, length, 16, generator=generator)
                for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
     was_training = attention.training
-    attention.eval()
     try:
-        return all(torch.allclose(attention(q, k, v, mask=mask), other(q, k, v, mask), atol=1e-4)
-                   for mask in masks)
+        return all(torch.allclose(attention.train(mode)(q, k, v, mask=mask), other(q, k, v, mask), atol=1e-4)
+                   for mask in masks for mode in {False, not getattr(attention, 'dropout', 0)})
     except (AttributeError, RuntimeError, TypeError, ValueError):  # of other arguments
         return False
     finally:

@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from kilogpt.layers.options import GATED
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
 
 class MixtureOfExperts(nn.Module):
@@ -172,11 +171,11 @@ class Experts(nn.Module):
 
     def __init__(self, config, activate):
         super().__init__()
-        self.form, self.activate = config.mlp_form, activate
+        self.form, self.is_gated, self.activate = config.mlp_form, config.is_gated, activate
         self.n_experts, self.n_active = config.n_experts, config.n_active_experts
         E, C, width = config.n_experts, config.n_embd, config.expert_hidden
         self.c_fc = nn.Parameter(torch.empty(E, width, C))
-        if self.form in GATED:
+        if self.is_gated:
             self.c_gate = nn.Parameter(torch.empty(E, width, C))
         self.c_proj = nn.Parameter(torch.empty(E, C, width))
         self.products = loop_over_experts
@@ -195,7 +194,7 @@ class Experts(nn.Module):
 
     def matrices(self):
         """c_fc, c_proj and, if the form is gated, c_gate."""
-        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.form in GATED else [])
+        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.is_gated else [])
 
 
 def loop_over_experts(ends):

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from kilogpt.layers.rope import check_scaling
 
-GATED = ('swiglu', 'geglu')  # forms of MLPs in which a second product is a gate for the first
 # What lora_targets may name besides single linears: groups of linears of a block.
 GROUPS = dict(attention=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.c_proj'),
               mlp=('mlp.c_fc', 'mlp.c_gate', 'mlp.c_proj'))
@@ -135,8 +134,7 @@ class ExpertOptions:
     router_norm: bool = True  # divide the weights of a token's experts by their sum, if it has more than one
     router_scale: float = 1.0  # factor of the weights of a token's experts
 
-    CHOICES = dict(expert_mlp=('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu'),
-                   router=('softmax', 'sigmoid'), router_balance=('bias', 'loss', 'none'))
+    CHOICES = dict(router=('softmax', 'sigmoid'), router_balance=('bias', 'loss', 'none'))
 
     def check_experts(self):
         """Raise ValueError, with the key to change, if these experts cannot exist."""
@@ -158,7 +156,7 @@ class ExpertOptions:
 
     @property
     def mlp_form(self):
-        """The activation of dense MLPs and of experts: 'gelu', 'gelu_tanh', 'relu2', 'swiglu' or 'geglu'."""
+        """The form of dense MLPs and of experts, in PLAIN or GATED of model.py."""
         return self.expert_mlp if self.mlp == 'moe' else self.mlp
 
     def has_experts(self, layer):

@@ -76,7 +76,6 @@ def split_tensors(model, mesh):
     if model.preferences is not None:
         model.preferences.register_forward_pre_hook(lambda module, inputs: (local_part(inputs[0]), *inputs[1:]))
     replace_parts(model, 'factors', lambda factors: lambda: [vector.to_local() for vector in factors()])
-    replace_parts(model, 'loss', take_whole_logits)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,9 @@ def lay_out_stage(stage, parallel, *, dtype, compile, use_kernels, documents, fp
         from kilogpt.parallel.expert import split_experts
         split_experts(stage, processes.expert_mesh, layout.ep, layout.tp)
     if layout.tp > 1:
+        from kilogpt.parallel.loss import split_loss
         split_tensors(stage, parallel.mesh['tp'])
+        split_loss(stage, parallel.mesh['tp'], parallel.notes)
     if layout.cp > 1:
         from kilogpt.parallel.context import exchange_heads
         stage.first_position = layout.positions(processes.rank, parallel.block_size).start

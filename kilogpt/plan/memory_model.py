@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kilogpt.devices import cpu
-from kilogpt.layers.options import GATED, find_targets
+from kilogpt.layers.options import find_targets
 from kilogpt.plan.shape import Stage, gathered_in_blocks
 
 FLOAT32, INT64 = 4, 8  # bytes
@@ -215,7 +215,7 @@ def _muon_bytes(shape, layout, work, stages):
         return 0
     hidden = config.n_experts * config.expert_hidden if config.mlp == 'moe' else config.n_hidden
     attention = 2 * (config.n_head + config.n_kv_head) * config.head_width
-    together = 2 if config.mlp_form in GATED else 1  # c_fc and c_gate have one shape
+    together = 2 if config.is_gated else 1  # c_fc and c_gate have one shape
     share = together * hidden / ((together + 1) * hidden + attention)
     elements = min(2 ** 26, share * shape.trained.updated(stages, layout)[1])
     # float32: gradient, direction, the matrix before and after a step of Newton-Schulz, three Gram matrices
@@ -339,7 +339,7 @@ def block_activations(config, layout, work, has_experts):
         attention += FLOAT32 * (heads + kv_heads) * (1 if is_fused or is_frozen else 2)
         attention += width * heads * (not is_fused)
     # Tensors of the width of an MLP's hidden layer; half of them are results of products.
-    n_hidden = 4 if config.mlp_form in GATED else 2
+    n_hidden = 4 if config.is_gated else 2
     if has_experts:
         mlp, mlp_products, mlp_selective = _expert_activations(config, layout, work, n_hidden)
     else:

@@ -351,6 +351,9 @@ LAYOUT_ERRORS = {
     'CheckpointError|different number of tensors':
         'with activation_checkpoint, the backward pass recomputes a block, which must give the same result: '
         'do not change its input in place, and keep no state between calls',
+    'loss_parallel|log_softmax|nll_loss':
+        'with tp a rank has a part of the vocabulary, except where Loss calls cross_entropy, at the end of model.py: '
+        'write the loss there (docs/edit.md, "A loss of one\'s own")',
     'mixed torch.Tensor and DTensor':
         'an operation has a plain tensor and a tensor split by tp: name the layer in split_plan',
     'broadcast a dimension':

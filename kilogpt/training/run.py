@@ -3,6 +3,7 @@ import signal
 import sys
 import time
 
+from kilogpt.configurator import is_to_say
 from kilogpt.keys.islands import are_on
 from kilogpt.metrics import Metrics, synchronize
 from kilogpt.run import Hooks, checkpoint
@@ -190,6 +191,7 @@ class Run(Progress):
                             f'could not be saved ({problem})', 1)
         if ending.reason == 'stopped':
             self.processes.say(ending.message)
-        if ending.reason == 'failed' and self.processes.is_main:
-            print(f'error: {ending.message}', file=sys.stderr, flush=True)
+        sentence = f'error: {ending.message}'
+        if ending.reason == 'failed' and self.processes.is_main and is_to_say(sentence):
+            print(sentence, file=sys.stderr, flush=True)
         self.processes.leave(ending.exit_code)

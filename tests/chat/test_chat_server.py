@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import pathlib
 import re
 import socket
 import subprocess
@@ -292,6 +293,20 @@ def test_openai_library_gets_models_texts_and_usage(server):
     assert drawn[0] == drawn[1] != drawn[2]
     with pytest.raises(openai.NotFoundError, match='the only model is'):
         client.completions.create(model='other', prompt='')
+
+
+@pytest.mark.slow
+def test_served_name_is_the_models_for_clients_and_the_pages_curl_gets_an_answer(trained):  # noqa: F811
+    pytest.importorskip('uvicorn')
+    page = pathlib.Path(ROOT, 'docs', 'chat.md').read_text()
+    command, = re.findall(r'^(curl .*\n.*)$', page, re.MULTILINE)
+    with serving(f'--out_dir={trained}', '--served_name=gpt-4o-mini', '--max_new_tokens=8') as server:
+        assert server.name == 'gpt-4o-mini'
+        command = command.replace(':8000', f':{server.port}').replace('What is the capital of France?', 'HI')
+        answer = json.loads(subprocess.run(['bash', '-c', command], capture_output=True, check=True).stdout)
+        assert answer['model'] == 'gpt-4o-mini' and answer['choices'][0]['message']['content']
+        assert send(server, dict(messages=HI, model='gpt-4o-mini'))[0] == 200
+        assert send(server, dict(messages=HI, model='gpt-4o'))[0] == 404
 
 
 @pytest.mark.slow

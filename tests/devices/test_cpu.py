@@ -146,10 +146,12 @@ def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, reduct
     assert not logits.grad[[3, 17]].any() and not logits.grad[:, vocab_size:].any()
 
 
-def test_cross_entropy_that_was_edited_is_not_replaced():
+@pytest.mark.parametrize('when', [(True, False), (True,), (False,)])
+def test_cross_entropy_that_was_edited_is_not_replaced(when):
+    """Nor one that was edited in training alone, or in evaluation alone."""
     def smoothed(logits, targets, vocab_size):
-        return torch.nn.functional.cross_entropy(logits[:, :vocab_size], targets, ignore_index=-1,
-                                                 reduction='sum', label_smoothing=0.1)
+        return torch.nn.functional.cross_entropy(logits[:, :vocab_size], targets, ignore_index=-1, reduction='sum',
+                                                 label_smoothing=0.1 * (torch.is_grad_enabled() in when))
 
     model = GPT(GPTConfig(n_layer=1, n_embd=32, n_head=4))
     model.loss.cross_entropy = smoothed

@@ -8,7 +8,6 @@ from torch.nn import functional as F
 from helpers import graph, run_script
 from kilogpt.devices import cpu_kernels
 from kilogpt.devices.cpu import use_faster_parts
-from kilogpt.layers.options import GATED
 from model import GPT, GPTConfig, activate
 
 pytestmark = pytest.mark.quick
@@ -147,7 +146,7 @@ def test_activations_are_the_exact_ones_rounded_to_bfloat16(form):
     x = every_number().requires_grad_()
     generator = torch.Generator().manual_seed(0)
     factor, grad = (torch.randn(len(x), generator=generator).bfloat16() for _ in range(2))
-    factor = factor.requires_grad_() if form in GATED else None
+    factor = factor.requires_grad_() if form in cpu_kernels.GATED else None
     inputs = [x] if factor is None else [x, factor]
     found = activation(form, x, factor)
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -180,7 +179,7 @@ def test_compiled_mlp_takes_its_activation_from_the_table(form, monkeypatch):
     use_faster_parts(model, use_kernels=True)
     assert first.activate is edited
     h = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
-    h, gate = (h, h.flip(0)) if form in GATED else (h, None)
+    h, gate = (h, h.flip(0)) if form in cpu_kernels.GATED else (h, None)
     x, factor = (h, None) if gate is None else (gate, h)
     expected = activation(form, x, factor)
     torch.compiler.reset()  # each form counts as another compilation of one function, of which it makes eight

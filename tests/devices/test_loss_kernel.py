@@ -47,5 +47,8 @@ def test_only_the_unedited_loss_of_plain_logits_is_replaced():
     smoothed.cross_entropy = lambda logits, targets, vocab_size: F.cross_entropy(
         logits[:, :vocab_size], targets, ignore_index=-1, reduction='sum', label_smoothing=0.1)
     assert is_cross_entropy(plain.of_hidden, plain.config)
-    for other in (smoothed, loss_of(softcap=30.0), loss_of(logit_scale=0.5)):
+    in_training = loss_of()
+    in_training.cross_entropy = lambda logits, targets, vocab_size: (1 + torch.is_grad_enabled()) * F.cross_entropy(
+        logits[:, :vocab_size], targets, ignore_index=-1, reduction='sum')
+    for other in (smoothed, in_training, loss_of(softcap=30.0), loss_of(logit_scale=0.5)):
         assert not is_cross_entropy(other.of_hidden, other.config)

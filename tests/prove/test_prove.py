@@ -35,6 +35,12 @@ MISTAKES = {
         {"ignore_index=-1, reduction=reduction)": "ignore_index=-1)"},
         ONE_MICRO_STEP,
         ['4.00 times too small', 'must return the sum of the losses']),
+    'a loss in another place': (
+        {"            return self.loss(x, self.lm_head, targets)\n":
+         "            logits = self.lm_head(x)[..., :self.config.vocab_size].flatten(0, 1)\n"
+         "            return F.cross_entropy(logits, targets.flatten(), ignore_index=-1, reduction='sum', "
+         "label_smoothing=0.1)\n"},
+        'dp2; tp2', ['with tp a rank has a part of the vocabulary', 'at the end of model.py']),
     'a norm over features that tp splits': (
         {QUERIES: "        q = F.normalize(q, dim=-1).view(B, T, -1, self.head_width)"},
         'dp2; tp2', ['the input of transformer.h.0.attn.q_norm is the first value that is wrong',

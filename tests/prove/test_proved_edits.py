@@ -9,7 +9,7 @@ import pytest
 
 import test_prove
 from helpers import copy_repository, run_forked
-from test_edits import EDITS, apply_diff
+from test_edits import EDITS, KEYS, LOSS, MLP, apply_diff
 from test_prove import ONE_MICRO_STEP, SMALL
 
 SCHEDULE = 'train.py', '    return lr_of(config, iteration)\n'
@@ -150,10 +150,10 @@ LAYOUTS = {'a mean for a sum': ONE_MICRO_STEP, 'a mean over the batch': ONE_MICR
 IN_DEFAULT_TESTS = 'a step of the rate', 'a rate for each process'
 
 
-def judge(folder, edit, layouts):
+def judge(folder, edit, layouts, *keys):
     copy_repository(folder)
     edit(folder)
-    done = run_forked('kilogpt.prove', *SMALL, f'--layouts={layouts}', cwd=folder, check=False, timeout=1800)
+    done = run_forked('kilogpt.prove', *SMALL, *keys, f'--layouts={layouts}', cwd=folder, check=False, timeout=1800)
     print(f'seed {SEED}', done.stdout, done.stderr, sep='\n')
     return done
 
@@ -166,6 +166,15 @@ def cases(names):
 def test_correct_edit_passes(tmp_path, name):
     done = judge(tmp_path, CORRECT[name], 'dp2 zero3; cp2; pp2')
     assert done.returncode == 0 and done.stdout.count('same: ') == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('title', [MLP, LOSS])
+def test_edit_of_the_model_is_right_in_every_layout(tmp_path, title):
+    """Compiled too, where a CPU would take a faster form of the part."""
+    layouts = 'tp2 zero3; tp2 cp2; pp2 zbv; cp2; tp2 pp2 full; dp1 compile=True; tp2 compile=True'
+    done = judge(tmp_path, of_page(title), layouts, *KEYS.get(title, []))
+    assert done.returncode == 0 and done.stdout.count('same: ') == 7
 
 
 @pytest.mark.parametrize('name', cases(MISTAKES))
