@@ -147,7 +147,7 @@ CORRECT, MISTAKES = correct_edits(random.Random(SEED)), mistakes(random.Random(S
 # Mistakes that show in some layouts only
 LAYOUTS = {'a mean for a sum': ONE_MICRO_STEP, 'a mean over the batch': ONE_MICRO_STEP, 'a mean over positions': 'tp2',
            'a bias of heads from 0': 'tp2', 'a change of data': 'dp2 full'}
-IN_DEFAULT_TESTS = 'a step of the rate', 'a rate for each process'
+IN_DEFAULT_TESTS = 'a rate for each process',
 
 
 def judge(folder, edit, layouts, *keys):

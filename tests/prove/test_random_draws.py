@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from helpers import ROOT, run_script
+from helpers import ROOT, run_forked, run_script
 from kilogpt.configurator import config_of
 from kilogpt.prove import limits, trial
 from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, rank_of, shrink, without
@@ -104,7 +104,7 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
     pytest.param('n_kv_head=1; then=tp2 dp2 zero2', 'refused: n_kv_head=1 cannot be split', marks=pytest.mark.slow),
 ])
 def test_one_draw(text, outcome):
-    done = run_script('kilogpt.prove', f'--draw={text}')
+    done = run_forked('kilogpt.prove', f'--draw={text}')
     assert done.stdout.startswith(outcome), done.stdout + done.stderr
 
 
