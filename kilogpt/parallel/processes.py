@@ -15,9 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kilogpt.parallel import launchers
+from kilogpt.machines import read_text
 from kilogpt.parallel.errors import report_errors
 from kilogpt.parallel.network import choose_gloo_interface, fresh_store, raise_file_limit
+
+LAUNCHED = 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE', 'SLURM_STEP_NUM_TASKS'  # set by launchers of MPI programs
 
 
 class Processes:
@@ -31,7 +33,9 @@ class Processes:
     """
 
     def __init__(self, device='auto', islands=1):
-        launchers.adopt()
+        if any(name in os.environ for name in LAUNCHED):
+            from kilogpt.parallel import launchers  # which other runs do not load
+            launchers.adopt()
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
         rank, count = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
         if count % islands:
@@ -75,8 +79,7 @@ class Processes:
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
         # An event before each collective lets the watchdog see which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
-        store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else fresh_store()
-        store = store_of_all
+        store = store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else fresh_store()
         if self.islands > 1:
             self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)
@@ -92,12 +95,10 @@ class Processes:
 
     def machine(self):
         """The facts besides a run's keys that decide the bits of its results, as a list of plain values."""
-        name = platform.processor()
+        names = [line.strip() for line in read_text('/proc/cpuinfo').splitlines() if line.startswith('model name')]
+        name = names[0] if names else platform.processor()
         if self.device.type == 'cuda':
             name = torch.cuda.get_device_name(self.device)
-        elif os.path.exists('/proc/cpuinfo'):
-            with open('/proc/cpuinfo', encoding='utf-8') as file:
-                name = next((line.strip() for line in file if line.startswith('model name')), name)
         return [self.world_size, name, torch.get_num_threads(), torch.__version__]
 
     def build_meshes(self, layout):
