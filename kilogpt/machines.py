@@ -1,6 +1,7 @@
 """How fast machines are: a table of GPUs, the share of it that training reaches, and measured machines.
 
-`python -m kilogpt.plan --calibrate` measures a machine into a JSON file, which `find_machine` reads.
+`python -m kilogpt.plan --calibrate` measures a machine into a JSON file, and `launch/bandwidth.py --save` several
+machines and the network between them. `find_machine` reads the file.
 """
 import dataclasses
 import json
@@ -59,6 +60,7 @@ class Machine:
     node_link: float  # bytes/s that a process sends to others in its node
     network: float  # bytes/s that a process sends to other nodes
     per_node: int = 8  # processes in a node
+    nodes: int = 1  # nodes that were measured together; of one alone the network is not known
     latency: float = LATENCY  # seconds of a collective
     hop: float = HOP  # seconds of each node that a collective passes
     launch: float = 5e-6  # host seconds of an operator in eager mode
@@ -136,15 +138,16 @@ def _bare(name):
     return re.sub(r'[\W_]', '', name).lower()
 
 
-def find_machine(name, link=400, per_node=8):
-    """The Machine of a GPU in the table, or of a file written by --calibrate.
+def find_machine(name, link=None, per_node=8):
+    """The Machine of a GPU in the table, or of a file written by --calibrate or launch/bandwidth.py --save.
 
-    link: Gb/s of the network for each GPU. ValueError if the name is neither.
+    link: Gb/s of the network for each GPU; None = as the file has measured it, or 400. ValueError for other names.
     """
+    network = 1e9 * LINK_SHARE * (link or 400) / 8
     if name.endswith('.json'):
         machine = read_machine(name)
-        if machine.device == 'cuda':
-            machine.network = 1e9 * LINK_SHARE * link / 8
+        if link or machine.device == 'cuda' and machine.nodes == 1:
+            machine.network = network
         return machine
     found = next((gpu for gpu in GPUS if _bare(gpu) == _bare(name)), None)  # RTX4090 is RTX 4090
     if found is None:
@@ -159,7 +162,7 @@ def find_machine(name, link=400, per_node=8):
         dtype='float16' if found in NO_BFLOAT16 else 'bfloat16',
         attention={dtype: 1e12 * ATTENTION_SHARE * peak for dtype, peak in products.items()},
         bandwidth=1e9 * BANDWIDTH_SHARE * bandwidth, node_link=1e9 * LINK_SHARE * node_link,
-        network=1e9 * LINK_SHARE * link / 8, per_node=per_node)
+        network=network, per_node=per_node)
 
 
 def read_machine(path):
@@ -169,7 +172,7 @@ def read_machine(path):
             return Machine(**json.load(file))
     except OSError as error:
         raise ValueError(f'--gpu={path}: {error.strerror}; '
-                         'python -m kilogpt.plan --calibrate writes such a file') from None
+                         'kilogpt.plan --calibrate and launch/bandwidth.py --save write such a file') from None
     except (TypeError, ValueError) as error:
         raise ValueError(f'--gpu={path} is not a file written by python -m kilogpt.plan --calibrate: '
                          f'{error}') from None

@@ -189,6 +189,8 @@ SLOW_SESSIONS = dict(
              "--mixture_phases='1e5: mybooks:0.2, mydocuments:0.8; 2e5: mydocuments:1' --out_dir=out-phases", SMALL),
     ],
     layouts=[
+        step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --batch_size=8 '
+             '--gradient_accumulation_steps=32 --grad_clip=1.0 --dtype=bfloat16 --zero_stage=3', MANY, nproc=2),
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py --tp=2 --pp=2 '
              '--zero_stage=2', MANY, nproc=4),
         step('torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2.py --zero_stage=2',
@@ -339,6 +341,8 @@ NEEDS = {
     'python train.py config/finetune_shakespeare.py --init_from=s3://': 'a bucket: test_storage.py has one',
     "python data/corpus/prepare.py --input='s3://": 'a bucket and Ray: test_corpus.py has Ray',
     **dict.fromkeys(('sbatch', 'CONTAINER=kilogpt.sif sbatch'), 'Slurm: test_slurm.py starts one'),
+    'python -m kilogpt.plan config/gpt_70b_3d.py --gpus=64 --gpu=cluster.json':
+        'two nodes: test_nodes.py has two namespaces',
     'apptainer build': 'Apptainer and a registry: test_slurm.py has a stand-in',
     **dict.fromkeys(('mpirun', 'srun'), 'eight processes: test_launchers.py starts two of mpirun and four of srun'),
     'curl http://127.0.0.1': 'a server: tests/chat/test_chat_server.py has it',

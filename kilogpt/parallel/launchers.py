@@ -36,25 +36,25 @@ def adopt():
     if not launcher:
         count = environment.get('PMI_SIZE', '1')
         if count != '1' and 'PMI_RANK' in environment:
-            raise ValueError(f'PMI_SIZE is {count}, but the rank of this process within its node is not known: export '
-                             'LOCAL_RANK and LOCAL_WORLD_SIZE, with RANK and WORLD_SIZE, or start it by torchrun')
+            raise ValueError(f'PMI_SIZE is {count}, but the rank of this process within its node is not known: '
+                             'export LOCAL_RANK and LOCAL_WORLD_SIZE, with RANK and WORLD_SIZE, or use torchrun')
         return
     rank, count, local_rank, local_count = map(environment.get, VARIABLES[launcher])
     if count == '1':
         return
     if launcher == 'srun':
         if 'SLURM_PTY_PORT' in environment:
-            raise ValueError(f'this is one of {count} tasks of srun --pty, of which only the first has a terminal: start '
-                             'the run by srun without --pty, or by torchrun')
+            raise ValueError(f'this is one of {count} tasks of srun --pty, of which only the first has a terminal: '
+                             'start the run by srun without --pty, or by torchrun')
         local_count = tasks_of_node(local_count, int(environment['SLURM_NODEID']))
         if 'MASTER_ADDR' not in environment and str(local_count) != count:
             environment['MASTER_ADDR'] = address_of_first(environment['SLURM_STEP_NODELIST'])
     if str(local_count) == count:
         environment.setdefault('MASTER_ADDR', '127.0.0.1')
     if 'MASTER_ADDR' not in environment:
-        raise ValueError(f'{launcher} has started {count} processes on several nodes and does not say where rank 0 is: '
-                         'export MASTER_ADDR with the name or address of its node (Open MPI: mpirun -x MASTER_ADDR=...; '
-                         'MPICH: mpiexec -genv MASTER_ADDR ...)')
+        raise ValueError(f'{launcher} has started {count} processes on several nodes and does not say where rank 0 '
+                         'is: export MASTER_ADDR with the name or address of its node (Open MPI: mpirun -x '
+                         'MASTER_ADDR=...; MPICH: mpiexec -genv MASTER_ADDR ...)')
     job = ' '.join(filter(None, map(environment.get, JOB)))
     environment.setdefault('MASTER_PORT', str(20000 + zlib.crc32(job.encode()) % 10000))
     environment.update(RANK=rank, WORLD_SIZE=count, LOCAL_RANK=local_rank, LOCAL_WORLD_SIZE=str(local_count))
@@ -77,8 +77,8 @@ def address_of_first(nodes):
     try:
         socket.getaddrinfo(host, None)
     except OSError:
-        raise ValueError(f'rank 0 is on Slurm\'s node {host}, a name that has no address here: export MASTER_ADDR with one '
-                         'that the other nodes reach') from None
+        raise ValueError(f"rank 0 is on Slurm's node {host}, a name that has no address here: export MASTER_ADDR "
+                         'with one that the other nodes reach') from None
     return host
 
 

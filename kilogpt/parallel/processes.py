@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from kilogpt.devices.cpus import cpu_name
 
+LAUNCHED = 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE', 'SLURM_STEP_NUM_TASKS'  # set by launchers of MPI programs
+
 
 class Processes:
     """This process among all of torchrun's: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
@@ -28,8 +30,8 @@ class Processes:
     """
 
     def __init__(self, device='auto', islands=1):
-        if any(name.startswith(('OMPI_', 'PMI_', 'SLURM_')) for name in os.environ):
-            from kilogpt.parallel import launchers
+        if any(name in os.environ for name in LAUNCHED):
+            from kilogpt.parallel import launchers  # which other runs do not load
             launchers.adopt()
         self.local_rank = int(os.environ.get('LOCAL_RANK', 0))
         rank, count = int(os.environ.get('RANK', 0)), int(os.environ.get('WORLD_SIZE', 1))
@@ -75,8 +77,7 @@ class Processes:
         os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
         # An event before each collective lets the watchdog see which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
-        store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else network.fresh_store()
-        store = store_of_all
+        store = store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else network.fresh_store()
         if self.islands > 1:
             self.between = Between(store, self.rank, self.island, self.islands)
             store = dist.PrefixStore(f'island {self.island}', store)

@@ -151,9 +151,11 @@ def parse_arguments():
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('--gpus', type=int, default=8, help='number of GPUs (8)')
-    add('--gpu', default='H100', help=f'{", ".join(GPUS)}, or a file written by --calibrate (H100)')
+    add('--gpu', default='H100', help=f'{", ".join(GPUS)}, or a file written by --calibrate or by '
+        'launch/bandwidth.py --save (H100)')
     add('--gpus_per_node', type=int, default=8, help='number of GPUs that share fast links (8)')
-    add('--link', type=float, default=400, help='Gb/s of the network between nodes, for each GPU (400)')
+    add('--link', type=float,
+        help='Gb/s of the network between nodes, for each GPU (400, or as a file of several nodes has it)')
     add('--tokens_per_iter', type=float, default=0,
         help='tokens of an iteration on all GPUs together (as in the config)')
     add('--load_imbalance', type=float, default=LOAD_IMBALANCE,
@@ -171,7 +173,7 @@ def parse_arguments():
     options, arguments = parser.parse_known_args()
     if options.tokens_per_iter and (options.as_given or options.check):
         sys.exit("error: --as_given and --check use the config's batch: leave out --tokens_per_iter")
-    if options.gpus < 1 or options.gpus_per_node < 1 or options.link <= 0 or options.tokens_per_iter < 0:
+    if options.gpus < 1 or options.gpus_per_node < 1 or (options.link or 1) <= 0 or options.tokens_per_iter < 0:
         sys.exit('error: --gpus and --gpus_per_node must be at least 1, --link positive, and '
                  '--tokens_per_iter not negative')
     if options.load_imbalance < 1:

@@ -2,7 +2,8 @@
 
 `python -m kilogpt.plan --calibrate` starts one process for each GPU (without GPUs: for each core) under
 torchrun. All processes measure at the same time, because they compute at the same time in training. Without
-GPUs, the links are measured again with two processes on each core.
+GPUs, the links are measured again with two processes on each core. `launch/bandwidth.py --save` calls `measure` for
+the nodes of a job.
 """
 import json
 import os
@@ -27,8 +28,17 @@ SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of matrix products
 LARGE_SIZES = (4096, 8192)  # further sizes, on a GPU only
 
 
+def check_path(key, path):
+    """ValueError unless write_machine can write a file at a path, and find_machine knows it as one."""
+    if not path.endswith('.json'):
+        raise ValueError(f'--{key} is {path!r}, but --gpu takes a file whose name ends in .json: --{key}={path}.json')
+    if not os.path.isdir(os.path.dirname(path) or '.'):
+        raise ValueError(f'--{key}={path}: there is no folder {os.path.dirname(path)}')
+
+
 def measure_into(path):
     """Measure this machine, write a JSON file for find_machine, and print the results."""
+    check_path('calibrate', path)
     n_processes = torch.cuda.device_count() or len(os.sched_getaffinity(0))
     print(f'measuring {n_processes} process(es), about half a minute ...', flush=True)
     _run(n_processes, path)
@@ -125,8 +135,9 @@ def operator_seconds(device):
     return seconds_of(run, device) / 100
 
 
-def link(device, world_size):
-    """(latency in seconds, bytes/s that each process sends): means of an all-gather and a reduce-scatter."""
+def link(device, group):
+    """(latency in seconds, bytes/s that each process of a group sends): means of an all-gather and a reduce-scatter."""
+    world_size = group.size()
     if world_size == 1:
         return 0.0, memory_rate(device)
     reduce_scatter = getattr(dist, 'reduce_scatter_single', None) or dist.reduce_scatter_tensor
@@ -136,8 +147,8 @@ def link(device, world_size):
         whole = torch.zeros(world_size * size, device=device)
 
         def exchange(shard=shard, whole=whole):
-            all_gather(whole, shard)
-            reduce_scatter(shard, whole)
+            all_gather(whole, shard, group=group)
+            reduce_scatter(shard, whole, group=group)
 
         seconds.append(median_seconds(exchange, device) / 2)
     sent = 4 * 2 ** 20 * (world_size - 1)
@@ -167,19 +178,33 @@ def dtensor_seconds(mesh, latency):
     return seconds_of(operate, device) / 20, max(0.0, redistribution)
 
 
-def main():
-    """Measure in one process of a torchrun; the main process writes the file."""
-    processes = Processes()
-    processes.join(Layout(processes.world_size, zero_stage=2))
-    device = processes.device
-    latency, node_link = link(device, processes.world_size)
-    dtensor_launch, redistribute = dtensor_seconds(processes.mesh['dp_shard_cp'], latency)
-    if '--shared' in sys.argv:
-        if processes.is_main:
-            machine = read_machine(sys.argv[1])
-            machine.shared = dict(node_link=node_link, latency=latency, redistribute=redistribute)
-            write_machine(machine, sys.argv[1])
-        return
+def links(processes, per_node):
+    """(latency, bytes/s within a node, bytes/s of each process to other nodes, seconds of each further node, mesh).
+
+    The processes of a node exchange, and then those with the same place in their nodes, all groups at a time. Those
+    whose links are slowest count. mesh: that of the processes of this node.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    nodes = processes.world_size // per_node
+    mesh = init_device_mesh(processes.device.type, (nodes, per_node), mesh_dim_names=('nodes', 'node'))
+    found = []
+    for name in ('node', 'nodes'):
+        processes.barrier()
+        latency, rate = link(processes.device, mesh[name].get_group())
+        found.append((processes.max(latency), -processes.max(-rate)))
+    (latency, node_link), (far_latency, network) = found
+    if nodes == 1:
+        return latency, node_link, node_link, 0.0, mesh['node']
+    if per_node == 1:
+        latency = far_latency
+    return latency, node_link, network, max(0.0, far_latency - latency) / (nodes - 1), mesh['node']
+
+
+def measure(processes, per_node):
+    """The Machine of all processes, `per_node` of which follow one another on each node. All processes call this."""
+    device, nodes = processes.device, processes.world_size // per_node
+    latency, node_link, network, hop, mesh = links(processes, per_node)
+    dtensor_launch, redistribute = dtensor_seconds(mesh, latency)
     dtype = resolve_dtype('auto', device)
     products, attention = dict(float32={}, bfloat16={}), {}
     for _ in range(ROUNDS):
@@ -189,26 +214,39 @@ def main():
                 products[name][size] = max(rate, products[name].get(size, 0))
             attention[name] = max(attention_rate(device, getattr(torch, name)), attention.get(name, 0))
     bandwidth, launch = memory_rate(device), operator_seconds(device)
-    if not processes.is_main:
-        return
     products = {name: sorted(rates.items()) for name, rates in products.items()}
     for table in (products, attention):
         table['float16'] = table['bfloat16']
     products['float8'] = products['bfloat16']
     on_cpu = device.type == 'cpu'
     if on_cpu:
-        memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / processes.world_size
+        memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / per_node
         name = 'this CPU'
     else:
         memory = torch.cuda.get_device_properties(device).total_memory
         name = torch.cuda.get_device_name(device)
     peak = metrics.peak_flops(device, dtype) or max(rate for _, rate in products[dtype])
-    machine = Machine(
-        name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network=node_link,
-        per_node=processes.world_size, latency=latency, hop=0.0, launch=launch, dtensor_launch=dtensor_launch,
-        redistribute=redistribute, overlap=0.0 if on_cpu else 1.0,
-        cores=processes.world_size if on_cpu else 0)
-    write_machine(machine, sys.argv[1])
+    return Machine(
+        name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network, per_node, nodes,
+        latency, hop, launch, dtensor_launch, redistribute, overlap=0.0 if on_cpu else 1.0,
+        cores=per_node if on_cpu and nodes == 1 else 0)
+
+
+def main():
+    """Measure in one process of a torchrun; the main process writes the file."""
+    processes = Processes()
+    processes.join(Layout(processes.world_size, zero_stage=2))
+    if '--shared' in sys.argv:
+        latency, node_link, _, _, mesh = links(processes, processes.world_size)
+        _, redistribute = dtensor_seconds(mesh, latency)
+        if processes.is_main:
+            machine = read_machine(sys.argv[1])
+            machine.shared = dict(node_link=node_link, latency=latency, redistribute=redistribute)
+            write_machine(machine, sys.argv[1])
+        return
+    machine = measure(processes, processes.world_size)
+    if processes.is_main:
+        write_machine(machine, sys.argv[1])
 
 
 if __name__ == '__main__':

@@ -10,6 +10,7 @@ from helpers import ROOT, TINY, assert_near, read_run, saved_iterations, side_by
 from launched import WAIT, logged_updates, slurm, wait_for, why_no_slurm
 
 from kilogpt.parallel import launchers
+from kilogpt.parallel.processes import LAUNCHED
 
 SHORT = '--max_iters=3', '--eval_iters=0', '--keep_checkpoints=0'
 OPEN_MPI = dict(OMPI_COMM_WORLD_RANK='{rank}', OMPI_COMM_WORLD_SIZE='2', OMPI_COMM_WORLD_LOCAL_RANK='{rank}',
@@ -55,6 +56,11 @@ def test_two_processes_of_a_launcher_train_as_one(train, one_process, tmp_path, 
     first, second = side_by_side(*calls)
     assert '2 process(es) on cpu' in first.stdout and not second.stdout
     assert_near(first, one_process)
+
+
+@pytest.mark.quick
+def test_run_looks_for_each_launcher():
+    assert {count for _, count, _, _ in launchers.VARIABLES.values()} == {*LAUNCHED}
 
 
 # --- which variables count --------------------------------------------------------------------------------
@@ -106,7 +112,7 @@ def test_mpirun_within_a_job_of_slurm_counts(adopted):
 
 @pytest.mark.quick
 @pytest.mark.parametrize('variables, sentence', [
-    (OPEN_MPI | dict(OMPI_COMM_WORLD_SIZE='4'), 'mpirun has started 4 processes on several nodes .* export MASTER_ADDR'),
+    (OPEN_MPI | dict(OMPI_COMM_WORLD_SIZE='4'), 'mpirun has started 4 processes on several nodes .* MASTER_ADDR'),
     (MPICH | dict(PMI_SIZE='4'), 'mpiexec has started 4 processes on several nodes .* export MASTER_ADDR'),
     (dict(PMI_RANK='1', PMI_SIZE='4'), 'PMI_SIZE is 4, but .* export LOCAL_RANK'),
     (SRUN | dict(SLURM_PTY_PORT='1'), 'one of 2 tasks of srun --pty')])
@@ -121,7 +127,8 @@ MPIRUN = next(filter(shutil.which, ('mpirun.openmpi', 'mpirun')), '')
 MPIEXEC = shutil.which('mpiexec.mpich')
 without_mpirun = pytest.mark.skipif(not MPIRUN, reason='mpirun is not installed (apt-get install openmpi-bin)')
 without_mpich = pytest.mark.skipif(not MPIEXEC, reason='mpiexec.mpich is not installed (apt-get install mpich)')
-COMMANDS = [pytest.param([MPIRUN, '--allow-run-as-root', '--oversubscribe', '-n', '2'], marks=without_mpirun, id='mpirun'),
+MPIRUN_TWO = [MPIRUN, '--allow-run-as-root', '--oversubscribe', '-n', '2']
+COMMANDS = [pytest.param(MPIRUN_TWO, marks=without_mpirun, id='mpirun'),
             pytest.param([MPIEXEC, '-n', '2'], marks=without_mpich, id='mpiexec')]
 
 
@@ -135,8 +142,8 @@ def test_real_launcher_trains_and_reports_an_error(dataset, train, tmp_path, lau
     assert_near(read_run(tmp_path / 'out'), train())
     failed = subprocess.run([*command, '--tp=3'], cwd=ROOT, timeout=WAIT, capture_output=True, text=True)
     assert failed.returncode != 0 and 'error: tp' in failed.stderr, failed.stdout + failed.stderr
-    measured = subprocess.run([*launcher, sys.executable, 'launch/bandwidth.py', '--device=cpu', '--max_mb=0.1'], cwd=ROOT,
-                              timeout=WAIT, capture_output=True, text=True)
+    measured = subprocess.run([*launcher, sys.executable, 'launch/bandwidth.py', '--device=cpu', '--max_mb=0.1'],
+                              cwd=ROOT, timeout=WAIT, capture_output=True, text=True)
     assert 'all-reduce over 2 processes' in measured.stdout, measured.stderr
 
 
@@ -144,8 +151,8 @@ def test_real_launcher_trains_and_reports_an_error(dataset, train, tmp_path, lau
 @without_mpirun
 def test_sigusr1_to_mpirun_saves_the_run(dataset, tmp_path):
     out_dir, log = tmp_path / 'out', tmp_path / 'log'
-    command = [MPIRUN, '--allow-run-as-root', '--oversubscribe', '-n', '2', sys.executable, 'train.py', *TINY,
-               '--max_iters=100000', f'--dataset={dataset}', f'--out_dir={out_dir}']
+    command = [*MPIRUN_TWO, sys.executable, 'train.py', *TINY, '--max_iters=100000', f'--dataset={dataset}',
+               f'--out_dir={out_dir}']
     with open(log, 'w') as file, subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file) as process:
         wait_for(lambda: len(logged_updates(out_dir)) > 3, log.read_text)
         process.send_signal(signal.SIGUSR1)
@@ -160,8 +167,9 @@ def test_srun_trains_with_a_process_for_each_task_and_sbatch_with_one(dataset, t
     program = sys.executable, f'{ROOT}/train.py', *keys
     with slurm(tmp_path) as cluster:
         launch = 'srun', '--nodes=2', '--ntasks=4', '--overcommit', '--kill-on-bad-exit=1'
-        done = subprocess.run([*launch, *program], env=cluster.environment, capture_output=True, text=True, timeout=WAIT)
-        assert done.returncode and "rank 0 is on Slurm's node n1, a name that has no address here" in done.stderr, done
+        done = subprocess.run([*launch, *program], env=cluster.environment, capture_output=True, text=True,
+                              timeout=WAIT)
+        assert done.returncode and "rank 0 is on Slurm's node n1, a name that has no address" in done.stderr, done
         output = cluster.run('env', 'MASTER_ADDR=127.0.0.1', *launch, *program, '--batch_size=1',
                              '--gradient_accumulation_steps=12')
         assert '4 process(es) on cpu' in output and 'nodes       all share' in output

@@ -1,14 +1,19 @@
 """The checks of launch/ before a run starts: each problem is one sentence that names the node."""
+import json
 import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 
 import pytest
-from helpers import ROOT, TINY, free_port, saved_iterations, start_script, torchrun, worker_pids
+from helpers import (ROOT, TINY, free_port, run_forked, run_script, saved_iterations, start_script, torchrun,
+                     worker_pids)
 from launched import WAIT, kill, logged_updates, wait_for
+
+from kilogpt.machines import read_machine
 
 pytestmark = pytest.mark.slow
 
@@ -96,12 +101,82 @@ def test_bandwidth_is_measured_by_one_command():
     with start_script('launch/bandwidth.py', '--device=cpu', '--max_mb=1', '--repeats=3', nproc=2) as process:
         stdout, stderr = process.communicate(timeout=WAIT)
     assert process.returncode == 0, stderr
-    _, header, *rows = stdout.splitlines()
+    _, header, *rows, pairs, hint = stdout.splitlines()
     assert header.split() == ['MB', 'ms', 'GB/s', 'bus', 'GB/s'] and len(rows) == 5
     for row in rows:
         megabytes, milliseconds, speed, bus_speed = map(float, row.split())
         assert speed == pytest.approx(megabytes / milliseconds, rel=0.1, abs=2e-3)
         assert bus_speed == pytest.approx(speed, rel=1e-3, abs=2e-3)  # 2 (n - 1) / n is 1 for two processes
+    assert re.fullmatch(r'within a node: [0-9.]+ GB/s each way, the median of 1 pairs; the slowest [0-9.]+', pairs)
+    page, heading = re.fullmatch(r'(\S+) says .*: "(.*)"', hint).groups()
+    assert f'\n## {heading}\n' in open(f'{ROOT}/{page}', encoding='utf-8').read()
+
+
+def test_slow_pair_is_named(tmp_path):
+    fault = tmp_path / 'slow_pair.py'
+    fault.write_text("""
+import os, time
+import torch.distributed as dist
+exchange = dist.batch_isend_irecv
+def slow(operations):
+    if {int(os.environ['RANK']), operations[0].peer} == {1, 3}:
+        time.sleep(0.3)
+    return exchange(operations)
+dist.batch_isend_irecv = slow
+""")
+    done = run_forked('launch/bandwidth.py', '--device=cpu', '--max_mb=1', '--repeats=1', nproc=4, faults=[fault])
+    slow = [line for line in done.stdout.splitlines() if 'slow: ' in line]
+    host = socket.gethostname()
+    assert any(line.startswith(f'  slow: rank 1 on {host} and rank 3 on {host}, 0.00') for line in slow), done.stdout
+    assert 'the median of 6 pairs' in done.stdout
+
+
+def test_ranks_that_alternate_between_nodes_are_refused():
+    """Four processes as mpirun --map-by node places them on two nodes."""
+    calls = []
+    port = free_port()
+    for rank in range(4):
+        environment = dict(RANK=str(rank), WORLD_SIZE='4', LOCAL_RANK=str(rank // 2), LOCAL_WORLD_SIZE='2',
+                           MASTER_ADDR='127.0.0.1', MASTER_PORT=port, GLOO_SOCKET_IFNAME='lo')
+        options = '--device=cpu', '--max_mb=0.01', '--repeats=1'
+        calls.append(start_script('launch/bandwidth.py', *options, env=environment))
+    errors = [process.communicate(timeout=WAIT)[1] for process in calls]
+    assert all('whose ranks follow one another (mpirun --map-by slot' in error for error in errors), errors
+
+
+@pytest.mark.parametrize('path, sentence', [
+    ('cluster', "--save is 'cluster', but --gpu takes a file whose name ends in .json: --save=cluster.json"),
+    ('no/folder/here.json', '--save=no/folder/here.json: there is no folder no/folder')])
+def test_file_that_cannot_be_written_is_refused_before_the_measurement(path, sentence):
+    with start_script('launch/bandwidth.py', '--device=cpu', f'--save={path}', nproc=2) as process:
+        stdout, stderr = process.communicate(timeout=WAIT)
+    assert f'error: {sentence}\n' in stderr and not stdout
+
+
+@pytest.mark.skipif(not shutil.which('tc') or os.geteuid() != 0, reason='needs root, and tc of iproute2')
+def test_saved_links_are_those_of_a_slow_wire(two_nodes, tmp_path):
+    """Two nodes of two processes, whose wire carries 25 MB/s; the processes of a node share it."""
+    path, port, started = tmp_path / 'cluster.json', free_port(), []
+    for node in (0, 1):
+        limit = f'tc qdisc replace dev veth{node} root tbf rate 200mbit burst 32kb latency 400ms'
+        subprocess.run(two_nodes(node, limit.split()), check=True)
+        command = [sys.executable, '-m', 'torch.distributed.run', '--nnodes=2', f'--node_rank={node}',
+                   '--nproc_per_node=2', '--master_addr=10.77.0.1', f'--master_port={port}', 'launch/bandwidth.py',
+                   '--device=cpu', '--max_mb=1', '--repeats=1', f'--save={path}']
+        started.append(subprocess.Popen(two_nodes(node, command), cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                                        env=dict(os.environ, OMP_NUM_THREADS='1')))
+    printed = [process.communicate(timeout=WAIT)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0]
+    between = re.search(r'between nodes: ([0-9.]+) GB/s each way, the median of 2 pairs', printed[0])
+    assert 0.004 < float(between[1]) < 0.026, printed
+    machine = read_machine(path)
+    assert (machine.nodes, machine.per_node) == (2, 2)
+    assert 4e6 < machine.network < 17e6 and machine.node_link > 2 * machine.network, machine
+    plan = ['config/quickstart.py', '--as_given', '--json', '--gpus=4', '--device=cpu', '--dtype=float32',
+            f'--gpu={path}']
+    measured, = json.loads(run_script('kilogpt.plan', *plan).stdout)
+    faster, = json.loads(run_script('kilogpt.plan', *plan, '--link=10').stdout)
+    assert measured['ms'] > 1.2 * faster['ms']
 
 
 @pytest.mark.skipif(not shutil.which('shellcheck'), reason='shellcheck is not installed')

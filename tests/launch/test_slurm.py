@@ -43,7 +43,7 @@ def test_bandwidth_is_measured_between_nodes(cluster):
 def test_container_runs_python_alone(cluster, dataset, tmp_path):
     """A stand-in for Apptainer notes the command that it would run in the image, and runs it here."""
     stand_in = tmp_path / 'apptainer'
-    stand_in.write_text(f'#!/bin/bash\necho "$PWD: $*" >> {tmp_path}/calls.$SLURM_NODEID\nshift 5\nexec "$@"\n')
+    stand_in.write_text(f'#!/bin/bash\necho $PWD: $* >> {tmp_path}/calls.$SLURM_NODEID\nshift 5\nexec "$@"\n')
     stand_in.chmod(0o755)
     options = f'--export=ALL,CONTAINER=my.sif,PATH={tmp_path}:{cluster.environment["PATH"]}',
     job = cluster.submit(*TINY, f'--dataset={dataset}', f'--out_dir={tmp_path}/out', '--max_iters=2', options=options)

@@ -69,36 +69,6 @@ def test_loopback_and_unknown_hosts_do_not_have_an_interface():
     assert network.interface_to('no-such-host.invalid') is None
 
 
-@pytest.fixture
-def two_nodes(tmp_path):
-    """Function (node, command) -> the command as run on one of two nodes, 10.77.0.1 and 10.77.0.2.
-
-    As on Debian, each one's own name is 127.0.1.1. Nodes are network namespaces, which only root can make.
-    """
-    def ip(*arguments):
-        subprocess.run(['ip', *arguments], check=True)
-
-    names = [f'kilogpt-{os.getpid()}-{node}' for node in (0, 1)]  # unique on this machine
-    try:
-        for name in names:
-            ip('netns', 'add', name)
-        ip('link', 'add', 'veth0', 'netns', names[0], 'type', 'veth',
-           'peer', 'name', 'veth1', 'netns', names[1])
-        for node, name in enumerate(names):
-            ip('-n', name, 'address', 'add', f'10.77.0.{node + 1}/24', 'dev', f'veth{node}')
-            for device in ('lo', f'veth{node}'):
-                ip('-n', name, 'link', 'set', device, 'up')
-            ip('-n', name, 'route', 'add', 'default', 'via', '10.77.0.254')
-            (tmp_path / f'hosts{node}').write_text(f'127.0.0.1 localhost\n127.0.1.1 node{node}\n'
-                                                   f'10.77.0.{2 - node} node{1 - node}\n')
-        yield lambda node, command: [
-            'ip', 'netns', 'exec', names[node], 'unshare', '--uts', '--mount', 'sh', '-c',
-            f'hostname node{node}; mount --bind {tmp_path}/hosts{node} /etc/hosts; exec "$@"', '-', *command]
-    finally:
-        for name in names:
-            subprocess.run(['ip', 'netns', 'delete', name])
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which('ip') or os.geteuid() != 0, reason='needs root for network namespaces')
 @pytest.mark.parametrize('first_node', ['node0', '10.77.0.1'])
