@@ -187,7 +187,7 @@ def _download(place, cache, commit, files):
     if total > free:
         raise OSError(f'{place.name} needs {_text(total)} in {cache}, which has only {_text(free)} free: set HF_HOME '
                       'to a folder on a larger disk')
-    if total > 1e6:
+    if sum(size for size, _ in files.values()) > 1e6:
         _say(f'downloading {place.name}: {len(files)} file(s), {_text(total)}, into {cache}')
     try:
         for name, (size, digest) in files.items():
