@@ -232,6 +232,9 @@ def _download_large(place, cache, commit, name, size, digest):
     if os.path.exists(blob):
         return
     begin = _size_here(cache, digest)
+    if begin > size:  # several processes have written it, on a file system without locks
+        os.remove(part)
+        begin = 0
     _say(f'  {name}, {_text(size)}' + (f', of which {_text(begin)} are here' if begin else ''))
     with open(part, 'ab') as file:
         http_get(hf_hub_url(place.repository, name, repo_type=place.kind, revision=commit), file, resume_size=begin,
