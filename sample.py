@@ -3,8 +3,8 @@
     python sample.py --out_dir=out-quickstart
     python sample.py --init_from=gpt2-xl --start="What is the answer to life?" --num_samples=5
     python sample.py --out_dir=out-quickstart --interactive
-    python sample.py --init_from=SmolLM2-135M-Instruct --chat
-    python sample.py --init_from=SmolLM2-135M-Instruct --serve
+    python sample.py --init_from=HuggingFaceTB/SmolLM2-135M-Instruct --chat
+    python sample.py --init_from=HuggingFaceTB/SmolLM2-135M-Instruct --serve
 """
 import itertools
 import os
@@ -29,10 +29,10 @@ from kilogpt.settings import check_sampling
 
 # --- configuration ------------------------------------------------------------------------------------------
 # model
-init_from = 'resume'  # 'resume' (out_dir), a run, a checkpoint, 'gpt2*', a Hugging Face folder or a ckpt.pt
+init_from = 'resume'  # 'resume' (out_dir), a run, a checkpoint, org/name on the hub, a folder, GGUF or ckpt.pt
 out_dir = 'out'  # folder of the run to sample from
 which = 'best'  # checkpoint to take: 'best' (least validation loss) or 'latest'
-tokenizer = ''  # for models that do not name theirs: 'gpt2', a tokenizer.json, or a dataset that has the same
+tokenizer = ''  # for models that do not name theirs: 'gpt2', or a dataset, run, folder, GGUF or org/name with it
 # prompt
 start = '\n'  # text to continue; '<|endoftext|>' is a token, but letters in 'FILE:prompt.txt' or '-' (stdin)
 interactive = False  # read prompts line by line and continue each, until the end of the input

@@ -34,7 +34,7 @@ save_interval = 0  # also save every this many iterations; 0 = never for this re
 save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = never for this reason
 keep_checkpoints = 2  # newest checkpoints to keep besides the best; 0 with eval_iters=0 saves none
 async_checkpoint = True  # write checkpoints while training continues, from a copy in host memory
-init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), 'gpt2*', or a path to weights
+init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), a path to weights, org/name on the hub
 # wandb logging
 wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
 wandb_project = 'owt'  # project in Weights & Biases

@@ -1,12 +1,12 @@
 # Train a small open model to prefer one answer to another (DPO): about ten minutes on two CPU cores.
 #
-#   python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct --pairs --out=chatterbot_pairs
-#   python -m kilogpt.evaluate SmolLM2-135M-Instruct --reference=chatterbot_pairs
+#   python data/chatterbot/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --pairs --out=chatterbot_pairs
+#   python -m kilogpt.evaluate HuggingFaceTB/SmolLM2-135M-Instruct --reference=chatterbot_pairs
 #   python train.py config/dpo.py
 #   python sample.py --out_dir=out-dpo --chat
 #
 # docs/dpo.md has the figures. With pairs of your own, prepare them with data/preferences/prepare.py.
-init_from = 'SmolLM2-135M-Instruct'  # a folder of transformers; its chat template comes along
+init_from = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # on the hub, or a folder; its chat template comes along
 dataset = 'chatterbot_pairs'
 out_dir = 'out-dpo'
 

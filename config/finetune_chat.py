@@ -1,11 +1,11 @@
 # Finetune a small open model on short conversations: eight minutes on two CPU cores.
 #
-#   python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct
+#   python data/chatterbot/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct
 #   python train.py config/finetune_chat.py
 #   python sample.py --out_dir=out-chat --chat
 #
 # docs/finetune.md has the figures. With data of your own, prepare it with data/conversations/prepare.py.
-init_from = 'SmolLM2-135M-Instruct'  # a folder of transformers; its chat template comes along
+init_from = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # on the hub, or a folder; its chat template comes along
 dataset = 'chatterbot'
 out_dir = 'out-chat'
 

@@ -1,9 +1,9 @@
 # The training of config/finetune_chat.py with adapters (docs/lora.md): the weights of the model stay as they are.
 #
-#   python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct
+#   python data/chatterbot/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct
 #   python train.py config/finetune_lora.py
 #   python sample.py --out_dir=out-lora-chat --chat
-init_from = 'SmolLM2-135M-Instruct'
+init_from = 'HuggingFaceTB/SmolLM2-135M-Instruct'
 dataset = 'chatterbot'
 out_dir = 'out-lora-chat'
 

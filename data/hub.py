@@ -3,6 +3,7 @@
 Files come into the cache of huggingface_hub, which other programs share, and are taken from there when the hub
 cannot be reached. What has such a name on this machine always wins. $HF_ENDPOINT names another hub.
 """
+import contextlib
 import functools
 import hashlib
 import json
@@ -187,15 +188,29 @@ def _download(place, cache, commit, files):
     if total > free:
         raise OSError(f'{place.name} needs {_text(total)} in {cache}, which has only {_text(free)} free: set HF_HOME '
                       'to a folder on a larger disk')
-    if total > 1e6:
+    if sum(size for size, _ in files.values()) > 1e6:
         _say(f'downloading {place.name}: {len(files)} file(s), {_text(total)}, into {cache}')
     try:
         for name, (size, digest) in files.items():
             if digest and size <= LARGEST:
                 _download_large(place, cache, commit, name, size, digest)
-            hf_hub_download(place.repository, name, repo_type=place.kind, revision=commit)
+            with _without_bars() if size <= LARGEST else contextlib.nullcontext():
+                hf_hub_download(place.repository, name, repo_type=place.kind, revision=commit)
     except Exception as error:  # as in _list
         raise OSError(_reason(place, error, name)) from None
+
+
+@contextlib.contextmanager
+def _without_bars():
+    """A context in which huggingface_hub shows no progress: of small files it would be a line each."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+    shows_bars = not are_progress_bars_disabled()
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        if shows_bars:
+            enable_progress_bars()
 
 
 def _part(cache, digest):
@@ -217,10 +232,13 @@ def _download_large(place, cache, commit, name, size, digest):
     if os.path.exists(blob):
         return
     begin = _size_here(cache, digest)
+    if begin > size:  # several processes have written it, on a file system without locks
+        os.remove(part)
+        begin = 0
     _say(f'  {name}, {_text(size)}' + (f', of which {_text(begin)} are here' if begin else ''))
     with open(part, 'ab') as file:
         http_get(hf_hub_url(place.repository, name, repo_type=place.kind, revision=commit), file, resume_size=begin,
-                 headers=build_hf_headers(), expected_size=size)
+                 headers=build_hf_headers(), expected_size=size, displayed_filename=name)
     if begin:
         with open(part, 'rb') as file:
             is_whole = hashlib.file_digest(file, 'sha256').hexdigest() == digest

@@ -129,9 +129,6 @@ def measure(paths, field='text'):
                 for text, _ in read_pieces(path, field):
                     size += len(text)
                     bar.update(len(text))
-                if not size:
-                    field_text = f' in its field {field!r}' if form_of(path) in DOCUMENTS else ''
-                    raise ValueError(f'{path} has no text{field_text}')
                 sizes[path] = size
             except ValueError as error:
                 problems.append(f'{error}')

@@ -9,10 +9,11 @@ all files.
 def load(source, which='best', tokenizer='', device='auto'):
     """Load a trained model: a LoadedRun, with model, tokenizer, config, metrics, generate and loss.
 
-    source: a run's folder, one of its checkpoints (out_dir/ckpt/iter_*), a Hugging Face folder of GPT-2,
-        Llama or Qwen3, a ckpt.pt of nanoGPT, or 'gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl'.
+    source: a run's folder, one of its checkpoints (out_dir/ckpt/iter_*), a Hugging Face folder, a GGUF file,
+        a ckpt.pt of nanoGPT, or a name on the Hugging Face hub, 'org/name' or 'org/name@revision'.
     which: the 'best' or 'latest' checkpoint of a run.
-    tokenizer: a tokenizer ('gpt2', for example), or a dataset that has the same, for a source without one.
+    tokenizer: a tokenizer ('gpt2', for example), or what has the same, as --tokenizer of sample.py, for a source
+        without one.
     device: as the key of sample.py.
     ValueError, OSError or ImportError, each with one sentence, if the input is wrong or missing.
     """

@@ -19,7 +19,7 @@ COMMIT = 'c0ffee' + 34 * '0'  # of every repository
 class Hub(http.server.ThreadingHTTPServer):
     """Serves a folder, with faults that the attributes choose.
 
-    cut: bytes after which the body of a large file ends, and so does what it asks for next; None = never.
+    stall: bytes after which no more comes of the body of a large file; None = never.
     gated: names of repositories whose files are refused. token: the only one that is accepted, '' = any.
     requests: [(method, path, Range header or None)] so far.
     """
@@ -27,7 +27,7 @@ class Hub(http.server.ThreadingHTTPServer):
 
     def __init__(self, folder, port=0):
         super().__init__(('127.0.0.1', port), _Handler)
-        self.folder, self.cut, self.gated, self.token, self.requests = pathlib.Path(folder), None, (), '', []
+        self.folder, self.stall, self.gated, self.token, self.requests = pathlib.Path(folder), None, (), '', []
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -69,17 +69,22 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def refuse(self, status, code, message=''):
-        self.answer(status, b'', {'X-Error-Code': code, 'X-Error-Message': message} if code else {'X-Error-Message': message})
+        named = {'X-Error-Code': code} if code else {}
+        self.answer(status, b'', named | {'X-Error-Message': message})
 
-    def answer(self, status, body, headers):
+    def answer(self, status, body, headers, is_large=False):
         self.send_response(status)
         for key, value in headers.items():
             self.send_header(key, value)
         if 'Content-Length' not in headers:
             self.send_header('Content-Length', len(body))
         self.end_headers()
-        if self.command != 'HEAD':
-            self.wfile.write(body)
+        if self.command == 'HEAD':
+            return
+        if is_large and self.server.stall is not None:
+            self.wfile.write(body[:self.server.stall])
+            threading.Event().wait()
+        self.wfile.write(body)
 
     def describe(self, folder, revision):
         if not folder.exists():
@@ -105,11 +110,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         headers = {'ETag': f'"{digest(path)}"', 'X-Repo-Commit': COMMIT, 'Content-Length': str(len(content) - begin)}
         if begin:
             headers['Content-Range'] = f'bytes {begin}-{len(content) - 1}/{len(content)}'
-        body = content[begin:]
-        if self.server.cut is not None and path.suffix in LARGE and self.command == 'GET':
-            body, self.server.cut = body[:self.server.cut], 0  # afterwards nothing comes
-            self.close_connection = True
-        self.answer(206 if begin else 200, body, headers)
+        self.answer(206 if begin else 200, content[begin:], headers, path.suffix in LARGE)
 
 
 def digest(path):

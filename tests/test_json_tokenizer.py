@@ -4,14 +4,14 @@ import shutil
 
 import numpy as np
 import pytest
-from helpers import run_script
+from helpers import run_forked, run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 import kilogpt
-from kilogpt.convert.any_tokenizer import find_meta
 from data.json_tokenizer import JsonTokenizer
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from data.tokenizer_base import until_end
+from kilogpt.convert.any_tokenizer import find_meta
 from kilogpt.convert.exporting import export_weights
 from kilogpt.convert.weights import import_weights
 
@@ -141,6 +141,36 @@ def test_prepare_train_sample_export_and_import_keep_the_tokenizer(train, folder
                     out_dir=out_dir)
     assert list(resumed.lines) == [1, 2, 3, 4]
     assert kilogpt.load(str(out_dir), device=device).tokenizer.digest == tokenizer.digest
+
+
+@pytest.mark.slow
+def test_prepare_takes_the_tokenizer_of_a_run_a_gguf_file_and_a_dataset(train, tmp_path):
+    """Also data/corpus, whose processes open it again."""
+    byte_level().save(str(tmp_path / 'tokenizer.json'))
+    (tmp_path / 'a.txt').write_text(WORDS)
+
+    def prepare(tokenizer, out, kind='text'):
+        run_forked(f'data/{kind}/prepare.py', f'--input={tmp_path}/a.txt', f'--tokenizer={tokenizer}',
+                   f'--out={tmp_path}/{out}', '--num_proc=1', '--val_fraction=0')
+        tokens = next((tmp_path / out).glob('train*.bin')).read_bytes()
+        return tokens, json.loads((tmp_path / out / 'meta.json').read_text())
+
+    data, meta = prepare(tmp_path / 'tokenizer.json', 'data')
+    run = train('--pos=rope', '--norm=rmsnorm', '--mlp=swiglu', '--max_iters=1', '--eval_iters=0',
+                f'--dataset={tmp_path}/data')
+    export_weights(str(run.out_dir), str(tmp_path / 'run.gguf'))
+    assert prepare(run.out_dir, 'of_run') == (data, meta)
+    assert prepare(tmp_path / 'data', 'of_dataset') == (data, meta)
+    of_gguf, meta_of_gguf = prepare(tmp_path / 'run.gguf', 'of_gguf')
+    assert of_gguf == data and meta_of_gguf['vocab_size'] == meta['vocab_size']
+    assert prepare(tmp_path / 'run.gguf', 'corpus', 'corpus')[0].startswith(data)
+    (tmp_path / 'a.txt').write_text('IT WAS A DARK NIGHT\n')
+    _, meta = prepare(train('--max_iters=1').out_dir, 'of_characters')
+    assert (meta['tokenizer'], meta['vocab_size']) == ('char', 65)
+    (tmp_path / 'empty').mkdir()
+    failure = run_forked('data/text/prepare.py', f'--input={tmp_path}/a.txt', f'--tokenizer={tmp_path}/empty',
+                         check=False)
+    assert f'error: {tmp_path}/empty has no tokenizer: it is neither a run that names one, nor a data' in failure.stderr
 
 
 def test_every_token_that_ends_a_text_ends_it(tmp_path):

@@ -299,7 +299,7 @@ def test_text_has_the_same_tokens_however_it_is_encoded(run_prepare, tmp_path, g
         assert load(tmp_path / 'out')[0] == meta
 
     # Another dataset in the same folder leaves none of the old files.
-    run_prepare('text', '--input=a.txt', '--tokenizer=char')
+    run_prepare('text', '--input=a.txt', '--tokenizer=char', '--overwrite')
     meta, train, val = load(tmp_path / 'out')
     assert sorted(meta['tokens']) == ['train.bin', 'val.bin']
     assert same(get_tokenizer(meta).decode(train + val), WORDS)
@@ -437,7 +437,7 @@ def test_documents_are_apart_without_an_end_of_text_token(run_prepare, tmp_path,
     for name in ('d.txt', 'e.txt'):
         (tmp_path / name).write_text(name)
     for files, expected in (('a.jsonl', 'AAA\nBBB\nCCC\n'), ('d.txt,e.txt', 'd.txt\ne.txt\n'), ('d.txt', 'd.txt')):
-        said = run_prepare('text', f'--input={files}', f'--tokenizer={tokenizer}', '--val_fraction=0')
+        said = run_prepare('text', f'--input={files}', f'--tokenizer={tokenizer}', '--val_fraction=0', '--overwrite')
         meta = json.loads((tmp_path / 'out/meta.json').read_text())
         train = np.fromfile(tmp_path / 'out/train.bin', meta['dtype'])
         assert get_tokenizer(meta).decode(train.tolist()) == expected
@@ -475,13 +475,59 @@ def test_errors_of_text(run_failing_prepare, tmp_path):
             (['--input=empty'], 'empty has no file that ends in .txt, .md, .jsonl'),
             ([], '--input'),
             (['--input=a.txt', '--tokenizer=gpt3'], "unknown tokenizer 'gpt3'"),
-            (['--input=empty.txt', '--tokenizer=char'], 'val.bin'),
+            (['--input=empty.txt', '--tokenizer=char'], 'empty.txt has no text'),
             (['--input=a.txt', '--tokenizer=bytes', '--val_fraction=1.5'], 'val_fraction is 1.5'),
             (['--input=latin.txt', '--tokenizer=char'], 'latin.txt is not UTF-8'),
             (['--input=latin.txt', '--tokenizer=bytes', '--num_proc=2'], 'latin.txt is not UTF-8'),
             (['--input=a.txt', '--tokeniser=char'], 'did you mean tokenizer')]:
         assert message in run_failing_prepare('text', *arguments)
     assert "no file 'none.txt'" in run_failing_prepare('shakespeare_char', '--input=none.txt')
+
+
+def test_tables_are_named_and_what_is_read_instead(run_failing_prepare, tmp_path):
+    (tmp_path / 'a.csv').write_text('question,answer\n1,2\n')
+    (tmp_path / 'a.pdf').write_bytes(b'%PDF')
+    sentence = 'a.csv ends in .csv, which is not read as text: make a .parquet or .jsonl file of it, as docs/data.md shows'
+    for kind in 'text', 'conversations':
+        assert sentence in run_failing_prepare(kind, '--input=a.csv', '--tokenizer=bytes')
+    assert 'a.pdf ends in .pdf, which is not read as text: make .txt,' in run_failing_prepare(
+        'text', '--input=a.pdf', '--tokenizer=bytes')
+
+
+def test_lack_of_text_names_the_file_the_split_and_the_key(run_failing_prepare, tmp_path):
+    (tmp_path / 'a.txt').write_text('a')
+    (tmp_path / 'b.jsonl').write_bytes(json_lines([dict(text=None), dict(text='')]))
+    (tmp_path / 'c.jsonl').write_bytes(json_lines([dict(prompt='a', completion='b')]))
+    for kind, arguments, sentence in [
+            ('text', ['--input=a.txt', '--val_fraction=0.9'],
+             'a.txt has no text left for train.bin, since all of it is in val.bin: lower val_fraction, or use more text'),
+            ('text', ['--input=b.jsonl'], "b.jsonl has no text in the field text_field='text'"),
+            ('conversations', ['--input=c.jsonl', '--val_fraction=0.001'],
+             'c.jsonl has no text left for val.bin, since all of it is in train.bin: raise val_fraction, or use more text')]:
+        assert run_failing_prepare(kind, *arguments, '--tokenizer=bytes') == f'error: {sentence}'
+
+
+def test_used_names_are_overwritten_only_on_request(run_prepare, start_prepare, tmp_path):
+    (tmp_path / 'a.txt').write_text('a text')
+    (tmp_path / 'b.txt').write_text('b text')
+
+    def refusal_of(*arguments):
+        with start_prepare('text', *arguments) as process:
+            return process.communicate()[1]
+
+    run_prepare('text', '--input=a.txt', '--tokenizer=char')
+    before = read_files(tmp_path / 'out')
+    assert refusal_of('--input=a.txt', '--tokenizer=bytes').startswith(
+        f'error: {tmp_path}/out already has a dataset, with the tokenizer char (5 characters, digest ')
+    assert read_files(tmp_path / 'out') == before
+    (tmp_path / 'a.txt').write_text('a longer text')  # the same text, which was edited
+    run_prepare('text', '--input=a.txt', '--tokenizer=char')
+    run_prepare('text', '--input=a.txt', '--tokenizer=bytes', '--overwrite')
+    assert refusal_of('--input=b.txt', '--tokenizer=bytes') == (
+        f'error: {tmp_path}/out already has a dataset, made of a.txt, and not of b.txt: set overwrite to replace it, or '
+        'out to another name\n')
+    with start_prepare('corpus', '--input=b.txt', '--tokenizer=bytes') as process:
+        assert 'made of a.txt, and not of b.txt' in process.communicate()[1]
 
 
 @pytest.mark.slow

@@ -106,7 +106,7 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.convert export out-mybooks mybooks.gguf --dtype=q8_0'),
         step('python -m kilogpt.convert import mybooks.gguf out-from-gguf'),
         step('python sample.py --init_from=mybooks.gguf --start="Once"', FEW_TOKENS),
-        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=out-from-gguf/tokenizer --out=mybooks",
+        step("python data/text/prepare.py --input='books/*.txt' --tokenizer=mybooks.gguf --out=mybooks-gguf",
              '--num_proc=1'),
     ],
     own_tokenizer=[
@@ -282,17 +282,18 @@ NEEDS = {
     **dict.fromkeys(('python -m kilogpt.prove --random=', 'python -m kilogpt.prove --minutes='),
                     'minutes: tests/prove/test_random_draws.py has fewer draws'),
     'bash findings/': 'to show what other programs do, which is not for CI',
-    "python data/text/prepare.py --input='books/*.txt' --tokenizer=SmolLM2-135M":
+    'python data/text/prepare.py --input=roneneldan/TinyStories': 'a download: test_hub.py has a small hub',
+    "python data/text/prepare.py --input='books/*.txt' --tokenizer=HuggingFaceTB":
         'a download: test_json_tokenizer.py has a folder',
-    'python train.py --dataset=mybooks --init_from=SmolLM2-135M':
+    'python train.py --dataset=mybooks --init_from=HuggingFaceTB/SmolLM2-135M':
         'a download: test_json_tokenizer.py has a folder',
     'python train.py config/finetune_shakespeare.py --init_from=gpt2':
         'a download: test_train.py has a folder',
     'python train.py config/eval_gpt2.py': 'a download: test_train.py has a folder',
     'python data/openwebtext/prepare.py': 'hours and 72 GB: test_prepare.py does it with local files',
     'python data/fineweb/prepare.py': 'hours and 20 GB: test_prepare.py does it with local files',
-    'python sample.py --init_from=SmolLM2': 'a download: tests/chat has a small model',
-    'python -m kilogpt.evaluate SmolLM2': 'a download: LOG.md has its figures',
+    'python sample.py --init_from=HuggingFaceTB/SmolLM2': 'a download: tests/chat has a small model',
+    'python -m kilogpt.evaluate HuggingFaceTB/SmolLM2': 'a download: LOG.md has its figures',
     'python data/conversations/prepare.py': 'files of conversations: test_conversations.py has some',
     'python data/chatterbot/prepare.py': 'a package and a tokenizer of weights: test_tuning.py has a small one',
     **dict.fromkeys(('python sample.py --out_dir=out-chat', 'python sample.py --out_dir=out-lora-chat'),

@@ -1,6 +1,6 @@
 """The configs of finetuning, adapters and DPO as they are, from the commands in their comments, on a small model.
 
-The model has the weights of nobody, the chat template of SmolLM2, and its name. The conversations are those of the
+The model has the weights of nobody, the chat template of SmolLM2, and its name, as a folder, which wins over the hub. The conversations are those of the
 package that the configs name.
 """
 import json
@@ -16,7 +16,7 @@ from test_chat_template import FAMILIES, write_folder
 from data.fetch import CHATTERBOT_WHEEL
 
 pytestmark = pytest.mark.slow
-NAME = 'SmolLM2-135M-Instruct'
+NAME = 'HuggingFaceTB/SmolLM2-135M-Instruct'
 HERE = '--device=cpu', '--compile=False', '--dtype=float32'  # of the machine, not of the config
 
 
@@ -25,6 +25,7 @@ def folder(tmp_path_factory):
     """A folder with a small model and the conversations, as pairs with their reference, too."""
     from transformers import LlamaConfig, LlamaForCausalLM
     folder = tmp_path_factory.mktemp('tuning')
+    (folder / NAME).parent.mkdir()
     write_folder(folder / NAME, *FAMILIES['chatml'])
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig(

@@ -1,7 +1,7 @@
 """Prepare 2,025 short conversations in English, from the package chatterbot-corpus on PyPI:
 
-    python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct
-    python data/chatterbot/prepare.py --tokenizer=SmolLM2-135M-Instruct --pairs --out=chatterbot_pairs
+    python data/chatterbot/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct
+    python data/chatterbot/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --pairs --out=chatterbot_pairs
 
 The second command makes pairs for DPO: the rejected answer is the one to another question.
 """

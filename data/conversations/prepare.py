@@ -1,6 +1,6 @@
 """Make a dataset of conversations, to finetune a model on the answers in them:
 
-    python data/conversations/prepare.py --input='chats/*.jsonl' --tokenizer=SmolLM2-135M-Instruct --out=mychats
+    python data/conversations/prepare.py --input='chats/*.jsonl' --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --out=mychats
 
 A line of a .jsonl file (or a row of a .parquet file) is a conversation, in one of the forms that data/messages.py
 lists, such as {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi!"}]}.

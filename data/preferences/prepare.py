@@ -1,6 +1,6 @@
 """Make a dataset of pairs of answers, of which one is preferred, to train a model on by DPO:
 
-    python data/preferences/prepare.py --input='pairs/*.jsonl' --tokenizer=SmolLM2-135M-Instruct --out=mypairs
+    python data/preferences/prepare.py --input='pairs/*.jsonl' --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --out=mypairs
 
 A line of a .jsonl file (or a row of a .parquet file) is a pair, in one of the forms that data/pairs.py lists, such as
 {"prompt": "Name a colour.", "chosen": "Blue.", "rejected": "Monday."}.

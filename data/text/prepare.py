@@ -35,6 +35,9 @@ if __name__ == '__main__':
         paths = find_files(input)
         sizes = measure(paths, text_field)
         has_documents = len(sizes) > 1 or any(form_of(path) in DOCUMENTS for path in sizes)
+        if not any(sizes.values()):
+            field = f' in the field text_field={text_field!r}' if has_documents else ''
+            raise ValueError(f'{input} has no text{field}')
         if tokenizer == 'char':
             texts = itertools.chain.from_iterable(read_texts(sizes, text_field))
             encoder = CharTokenizer.from_text(itertools.chain(texts, '\n' * has_documents))

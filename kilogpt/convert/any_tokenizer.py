@@ -29,7 +29,7 @@ def find_meta(name):
 
 def _stored_meta(name):
     """The meta that find_meta finds in files; None for a tokenizer's own name."""
-    if hub.is_name(name):
+    if hub.is_name(name) and name not in hub.GPT2_NAMES:  # an encoding of tiktoken has the first of them
         place = hub.parse(name)
         if not place.path:
             return load_tokenizer(hub.fetch(place, hub.choose_tokenizer)).meta()

@@ -3,10 +3,10 @@ r"""Score a trained model on tasks.
     python -m kilogpt.evaluate out-quickstart --tasks=capitals
     python -m kilogpt.evaluate out-quickstart --tasks="my/questions.jsonl, my/text.txt, core:eval_bundle"
     torchrun --standalone --nproc_per_node=8 -m kilogpt.evaluate out-gpt2-xl --tasks=core --zero_stage=3
-    python -m kilogpt.evaluate SmolLM2-135M --lm_eval=hellaswag,arc_easy --limit=100
-    python -m kilogpt.evaluate SmolLM2-135M-Instruct --reference=mypairs
+    python -m kilogpt.evaluate HuggingFaceTB/SmolLM2-135M --lm_eval=hellaswag,arc_easy --limit=100
+    python -m kilogpt.evaluate HuggingFaceTB/SmolLM2-135M-Instruct --reference=mypairs
 
-A source is what sample.py takes: the folder of a run, one of its checkpoints, weights of other programs, gpt2.
+A source is what sample.py takes: the folder of a run, one of its checkpoints, weights of other programs, org/name.
 A task is a file of questions, one JSON object a line; a text (.txt), for bits per byte; the name of a file in
 data/tasks; or core, the 22 tasks of DCLM's CORE. docs/evaluate.md describes the files, and what each figure
 means. The scores are the same in every layout. For the folder of a run, they are added to OUT_DIR/tasks.jsonl.
@@ -31,7 +31,7 @@ from kilogpt.evaluate.suite import Suite, as_line, details
 def build_parser():
     parser = argparse.ArgumentParser(prog='python -m kilogpt.evaluate', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('source', metavar='SOURCE', help="a run's folder, or weights: as init_from of sample.py")
+    parser.add_argument('source', metavar='SOURCE', help="a run's folder, or weights, as init_from of sample.py")
     parser.add_argument('--tasks', default='', help='tasks, separated by commas')
     parser.add_argument('--lm_eval', default='', help='tasks of lm-evaluation-harness, separated by commas')
     parser.add_argument('--lm_eval_include', default='', help='folder with more task files of lm-evaluation-harness')
