@@ -20,10 +20,10 @@ measured on the main process without optimizer and data (on a CPU, Python betwee
 With --gpu, a layout's row also has the memory and the time predicted by kilogpt.plan; "ratio" is measured
 over predicted. On a CPU, the measured memory includes about 0.4 GB for Python and PyTorch.
 
-MFU is the model's floating-point operations as a share of the peak. The peak of a GPU is the maker's figure;
-that of a CPU is the fastest of three matrix products, timed at the start with the threads of one process.
-With --profile, the row of one process also has a roofline: the time of its products at that peak, and the
-time of its reads and writes (counted by kilogpt/plan/time_model.py) at the bandwidth of a copy.
+MFU is the model's floating-point operations as a share of a GPU's peak, the maker's figure. CPUs have none.
+With --profile, the row of one process also has a roofline: the time of its products at that peak (on a CPU at
+the rate of the fastest of three products), and the time of its reads and writes (counted by
+kilogpt/plan/time_model.py) at the bandwidth of a copy.
 """
 import argparse
 import functools
@@ -108,16 +108,16 @@ def roofline(arguments, config):
     {} if the device's peak is unknown.
     """
     # These modules import torch, which takes seconds.
-    from kilogpt import metrics
+    from kilogpt.metrics import peak_flops
     from kilogpt.parallel.processes import find_device, resolve_dtype
     from kilogpt.plan import calibrate
     device = find_device(config['device'])
     dtype = resolve_dtype(config['dtype'], device)
-    peak = metrics.peak_flops(device, dtype)
+    peak = peak_flops(device, dtype)
+    if device.type == 'cpu':
+        peak = max(calibrate.best_flops(dtype) for _ in range(5))  # other programs only make it slower
     if not peak:
         return {}
-    # Other programs only make a measurement slower.
-    peak = max(peak, *(metrics.peak_flops(device, dtype) for _ in range(4)))
     bandwidth = max(calibrate.memory_rate(device) for _ in range(4))
 
     def predicted_ms(rate):
@@ -198,7 +198,7 @@ def saves(run, arguments, processes, interval):
 
 def sweep_text(row):
     """A row as text, with the lines that a profile adds below it."""
-    mfu = 'n/a' if row['mfu'] is None else f'{row["mfu"]:.1%}'
+    mfu = '-' if row['mfu'] is None else f'{row["mfu"]:.1%}'
     lines = [f'{row["tokens_per_sec"]:>12,.0f} {row["dt_ms"]:>10.2f} {mfu:>7} {row["mem_gb"]:>8.2f}']
     if row['layout']:
         shares = '-'

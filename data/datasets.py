@@ -3,7 +3,6 @@
 A folder is a path on this machine, or a URL in object storage.
 """
 import contextlib
-import difflib
 import fnmatch
 import hashlib
 import json
@@ -128,20 +127,9 @@ def find_dataset(dataset):
               'conversations with data/conversations, from pairs of answers with data/preferences)')
     for path in scripts:
         advice = f'run python {os.path.relpath(path)} (the first lines of that file have examples)'
+    from data.names import like_prepared
     raise ValueError(f'dataset {dataset!r} has no data in {" or ".join(dict.fromkeys(places))}: {advice}'
                      f'{like_prepared(dataset)}')
-
-
-def prepared_datasets():
-    """The names of datasets that have token files, in data/ and in the current directory, sorted."""
-    paths = [entry for place in {DATA, os.getcwd()} for entry in os.scandir(place) if entry.is_dir()]
-    return sorted({path.name for path in paths if _has_tokens(path.path)})
-
-
-def like_prepared(dataset):
-    """The end of a sentence about a dataset that is not there: names of those that are, and are like it."""
-    close = difflib.get_close_matches(os.path.basename(dataset), prepared_datasets())
-    return f'. Or did you mean {" or ".join(close)}?' if close else ''
 
 
 def read_meta(folder):

@@ -14,11 +14,12 @@ import sys
 
 import numpy as np
 
-from data.datasets import find_shards, find_sources, prepared_datasets
+from data.datasets import find_shards, find_sources
 from data.documents import separator_of
 from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
 from data.loader import TokenLoader
 from data.mixtures import parse_mixture
+from data.names import prepared_datasets
 from data.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt.configurator import exit_on_error, expect_closed_pipe
 

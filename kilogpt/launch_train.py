@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
     def median(self, key, warmup):
         """Median over the iterations after `warmup`; None if the value is unknown (such as mfu on a CPU)."""
-        values = [line[key] for line in self.train_lines[warmup:]]
+        values = [line.get(key) for line in self.train_lines[warmup:]]
         return None if None in values else statistics.median(values)
 
 

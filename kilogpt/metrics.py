@@ -11,19 +11,15 @@ import torch
 from data import storage
 from kilogpt.devices.cpus import read_text
 
-# Matrix products (rows, inner, columns) to time on a CPU. Caches and vector units decide which shape is
-# fastest: with AMX, bfloat16 reaches three times as many FLOP/s with the last two as with the first.
-TIMED_PRODUCTS = ((512, 512, 512), (4096, 768, 768), (16384, 384, 384))
 # Seconds for which a run waits for the server of Weights & Biases at its start and at its end. wandb waits for
 # 90 seconds, and at the end for ever, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT are set.
 WANDB_LIMITS = dict(init_timeout=30.0, finish_timeout=60.0)
 
 
 def peak_flops(device, dtype):
-    """The peak FLOP/s of one device in dtype ('float32', 'bfloat16', 'float16'); None if it is unknown.
+    """The peak FLOP/s of a GPU in dtype ('float32', ...) by the manufacturer's data sheet; None if it is unknown.
 
-    The peak of a GPU is that of the manufacturer's data sheet. The peak of a CPU is that of the fastest of
-    TIMED_PRODUCTS, with the threads of this process.
+    That of a CPU is not known: what products reach depends on their shape and on other programs.
     """
     if device.type == 'cuda':
         from kilogpt.machines import GPUS
@@ -31,23 +27,7 @@ def peak_flops(device, dtype):
         for key, figures in GPUS.items():
             if re.search(rf'\b{key}\b', name):
                 return 1e12 * figures[dtype == 'float32']
-        return None
-    if device.type != 'cpu':
-        return None
-    # CPUs do not multiply fast in float16, so that MFU in float16 refers to float32.
-    dtype = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
-    return max(measured_flops(*shape, dtype) for shape in TIMED_PRODUCTS)
-
-
-def measured_flops(rows, inner, columns, dtype, seconds=0.03):
-    """The FLOP/s of a matrix product on the CPU: the fastest of as many runs as take `seconds`."""
-    x, weight = torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype)
-    times = []
-    while sum(times) < seconds:
-        start = time.perf_counter()
-        torch.nn.functional.linear(x, weight)
-        times.append(time.perf_counter() - start)
-    return 2 * rows * inner * columns / min(times)
+    return None
 
 
 def start_wandb(**arguments):
@@ -121,16 +101,17 @@ class Metrics:
     def train(self, line, eta_seconds):
         """Write a training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds.
 
-        With several processes, the line also has slowest_rank and lag_ms, and with DPO reward_margin and
-        reward_accuracy. `seconds`, counted from the start of the process, is not printed.
+        mfu is None where the device's peak is unknown, as on CPUs. With several processes the line also has
+        slowest_rank and lag_ms, and with DPO reward_margin and reward_accuracy. `seconds`, since the start of the
+        process, is not printed.
         """
-        mfu = 'n/a' if line['mfu'] is None else f'{100 * line["mfu"]:.2f}%'
+        mfu = '' if line.get('mfu') is None else f'mfu {100 * line["mfu"]:.2f}%, '
         lag = f', rank {line["slowest_rank"]} last by {line["lag_ms"]:.1f}ms' if 'lag_ms' in line else ''
         hours, seconds = divmod(int(eta_seconds), 3600)
         self.seconds_per_iteration = line['dt_ms'] / 1000
         self._write(line, (
-            f'iter {line["iter"]}: loss {line["loss"]:.4f}, time {line["dt_ms"]:.2f}ms, mfu {mfu}, '
-            f'{line["tokens_per_sec"]:,.0f} tok/s, grad norm {line["grad_norm"]:.3f}, lr {line["lr"]:.2e}, '
+            f'iter {line["iter"]}: loss {line["loss"]:.4f}, time {line["dt_ms"]:.2f}ms, '
+            f'{mfu}{line["tokens_per_sec"]:,.0f} tok/s, grad norm {line["grad_norm"]:.3f}, lr {line["lr"]:.2e}, '
             f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}{_rewards(line)}'))
 
     def eval(self, line):
@@ -315,14 +296,11 @@ class Meter:
         """
         iterations, seconds = run.clock.lap(run.iteration)
         tokens_per_sec = n_tokens / seconds
-        flops = self.flops_per_token * n_tokens / seconds
-        if self.device.type == 'cpu':  # the products were timed while the machine was slower
-            self.peak_flops = max(self.peak_flops, flops)
+        mfu = self.flops_per_token * tokens_per_sec / self.peak_flops if self.peak_flops else None
         return dict(
             iter=run.iteration, n_targets=n_targets, loss_sum=loss_sum.item(),
             sums={name: float(value) for name, value in sums.items()}, grad_norm=grad_norm.item(), lr=lr,
-            dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec,
-            mfu=flops / self.peak_flops if self.peak_flops else None,
+            dt_ms=1000 * seconds, tokens_per_sec=tokens_per_sec, mfu=mfu,
             mem_gb=peak_memory_gb(self.device), tokens=run.tokens,
             seconds=time.perf_counter() - self.started, iterations=iterations) | others
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 pytest.register_assert_rewrite('helpers')
-from helpers import FAULTS, TINY, end_servers, read_lines, run_forked, side_by_side
+from helpers import TINY, end_servers, read_lines, run_forked, side_by_side
 
 
 def pytest_xdist_auto_num_workers(config):
@@ -81,8 +81,6 @@ def train(dataset, tmp_path_factory):
     """
     def train(*arguments, out_dir=None, base=TINY, runner=run_forked, **options):
         folder = pathlib.Path(out_dir or tmp_path_factory.mktemp('run') / 'out')
-        if runner is run_forked:
-            options['faults'] = [FAULTS / 'small_products.py', *options.get('faults', ())]
         done = runner('train.py', *base, f'--dataset={dataset}', f'--out_dir={folder}', *arguments, **options)
         lines, evals = read_lines(folder) if (folder / 'metrics.jsonl').exists() else ({}, {})
         return SimpleNamespace(out_dir=folder, lines=lines, evals=evals, **vars(done))

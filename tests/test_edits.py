@@ -48,9 +48,8 @@ def edit(train, tmp_path):
         for title in titles:
             apply_diff(EDITS[title], folder)
 
-        def run_edited(script, *arguments, faults=(), **options):
-            faults = [FAULTS / 'small_products.py', *faults]
-            return run_forked(str(folder / script), *arguments, faults=faults, **options)
+        def run_edited(script, *arguments, **options):
+            return run_forked(str(folder / script), *arguments, **options)
 
         keys = [key for title in titles for key in KEYS.get(title, [])]
         return functools.partial(train, *keys, runner=run_edited)

@@ -57,9 +57,10 @@ def row_text(row, price):
     state = memory['parameters'] + memory['gradients'] + memory['moments']
     activations = memory['activations'] + memory['logits']
     communication = sum(times[kind] for kind in ('tp', 'cp', 'ep', 'dp', 'pp'))
+    mfu = '-' if row['mfu'] is None else f'{row["mfu"]:.1%}'
     text = (f'{layout_text(row):<58} {row["memory_gb"]:>6.1f} {state:>6.1f} {activations:>6.1f} '
             f'{row["ms"]:>10,.1f} {communication / row["ms"]:>6.1%} {times["bubble"] / row["ms"]:>6.1%} '
-            f'{row["tokens_per_sec"]:>12,.0f} {row["mfu"]:>6.1%} {row["days"]:>8,.1f}')
+            f'{row["tokens_per_sec"]:>12,.0f} {mfu:>6} {row["days"]:>8,.1f}')
     if price:
         text += f' {price * row["gpu_hours"]:>14,.0f}'
     return text

@@ -15,10 +15,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from kilogpt import metrics
 from kilogpt.configurator import announced
 from kilogpt.launch_train import ROOT, last_error
 from kilogpt.machines import Machine, read_machine, write_machine
+from kilogpt.metrics import peak_flops, synchronize
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.parallel.whole_matrices import all_gather
@@ -26,6 +26,27 @@ from kilogpt.parallel.whole_matrices import all_gather
 ROUNDS = 5  # the fastest round counts
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of matrix products
 LARGE_SIZES = (4096, 8192)  # further sizes, on a GPU only
+# Products (rows, inner, columns) whose fastest is a CPU's peak. Caches and vector units decide which: with AMX,
+# bfloat16 reaches three times as many FLOP/s with the last two as with the first.
+TIMED_PRODUCTS = ((512, 512, 512), (4096, 768, 768), (16384, 384, 384))
+
+
+def best_flops(dtype):
+    """The FLOP/s of the fastest of TIMED_PRODUCTS on the CPU, in dtype, with the threads of this process."""
+    # CPUs do not multiply fast in float16, which stands for float32 here.
+    dtype = torch.bfloat16 if dtype == 'bfloat16' else torch.float32
+    return max(measured_flops(*shape, dtype) for shape in TIMED_PRODUCTS)
+
+
+def measured_flops(rows, inner, columns, dtype, seconds=0.03):
+    """The FLOP/s of a matrix product on the CPU: the fastest of as many runs as take `seconds`."""
+    x, weight = torch.ones(rows, inner, dtype=dtype), torch.ones(columns, inner, dtype=dtype)
+    times = []
+    while sum(times) < seconds:
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, weight)
+        times.append(time.perf_counter() - start)
+    return 2 * rows * inner * columns / min(times)
 
 
 def check_path(key, path):
@@ -68,12 +89,12 @@ def _run(n_processes, path, *options):
 def seconds_of(function, device, budget=0.1):
     """Seconds of the fastest call within a budget of seconds: other programs only make calls slower."""
     function()
-    metrics.synchronize(device)
+    synchronize(device)
     times = []
     while sum(times) < budget and len(times) < 200:
         start = time.perf_counter()
         function()
-        metrics.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times)
 
@@ -84,7 +105,7 @@ def median_seconds(function, device, calls=20):
     for _ in range(calls):
         start = time.perf_counter()
         function()
-        metrics.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - start)
     return statistics.median(times)
 

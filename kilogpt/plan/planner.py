@@ -73,10 +73,11 @@ class Planner:
         durations = time_model.seconds(self.shape, layout, work, self.machine)
         seconds = sum(durations.values())
         flops = self.flops_per_token * self.tokens / seconds
+        on_gpu = self.machine.device != 'cpu'
         hours = seconds * config['max_iters'] / 3600
         return dict(
             keys=keys, memory_gb=sum(memory.values()) / 1e9, ms=1e3 * seconds,
-            tokens_per_sec=self.tokens / seconds, mfu=flops / (self.gpus * self.machine.peak),
+            tokens_per_sec=self.tokens / seconds, mfu=flops / (self.gpus * self.machine.peak) if on_gpu else None,
             memory={part: count / 1e9 for part, count in memory.items()},
             milliseconds={part: 1e3 * value for part, value in durations.items()},
             dp=layout.dp, micro_batch=work.micro_batch, micro_steps=work.micro_steps,

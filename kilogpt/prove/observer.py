@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 
-from kilogpt import metrics
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import Parallel
 from kilogpt.run.state import Progress
@@ -49,7 +48,6 @@ def install(folder, in_float64=False, traces_forward=False, is_brief=False, stop
         torch.autograd.set_detect_anomaly(True, check_nan=False)
     if in_float64:
         torch.set_default_dtype(torch.float64)
-    metrics.peak_flops = lambda device, dtype: 1e12  # to measure it takes half a second
     parallelize, warm_up, clip_gradients = Parallel.parallelize, Parallel.warm_up, Parallel.clip_gradients
     end_if_finished = Progress.end_if_finished
     hooks = ModuleHooks()

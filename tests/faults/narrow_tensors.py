@@ -19,7 +19,6 @@ EXACT = {
     ('kilogpt/optim.py', '_init_group'): 'counts the steps of AdamW, in float32 for its fused kernel',
     ('kilogpt/run/guard.py', 'step'): 'is 0 or 1: whether an update is made',
     ('kilogpt/run/guard.py', '<lambda>'): 'is 1 or 0: whether an update is skipped',
-    ('kilogpt/metrics.py', 'measured_flops'): 'times products',
     ('kilogpt/run/checkpoint.py', '_copy_to_host'): 'copies, among the parameters, the steps of AdamW',
 }
 
