@@ -76,7 +76,7 @@ cuda_graph = True  # with compile, on one GPU: launch all kernels of a micro-bat
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------
-# Further keys are in kilogpt/keys, a page for each subject: data, faults, islands, layouts, scoring.
+# Further keys are in kilogpt/keys, a page for each subject: data, faults, islands, layouts, logs, scoring.
 config = configure(globals(), 'model.py:GPTConfig', 'kilogpt/keys')
 with exit_on_error():
     check_settings(config)
@@ -177,10 +177,8 @@ saves_checkpoints = (keep_checkpoints > 0 or eval_iters > 0) and not eval_only
 saves_in_background = saves_checkpoints and async_checkpoint and not config['cpu_offload']
 with exit_on_error():
     folder.begin(config, meta, resumed=source if saved else None, saves_checkpoints=saves_checkpoints)
-    wandb = dict(project=wandb_project, name=wandb_run_name, config=config, id=saved.get('wandb_id'))
-    log = metrics.Metrics(folder.path, processes.is_main,
-                          wandb if wandb_log and all_islands.island == 0 else None,
-                          tensorboard and not eval_only, run.iteration, prints=processes.is_first)
+    log = metrics.Metrics(folder.path, processes.is_main, config, saved.get('wandb_id'), run.iteration,
+                          all_islands.island, prints=processes.is_first)
     saver = checkpoint.Saver(out_dir, keep_checkpoints, all_islands.needed_checkpoint)
 meter = metrics.Meter(log, run, processes, dtype, n_params, flops_per_token, layout.tp, _started)
 

@@ -15,7 +15,7 @@ from kilogpt.configurator import read_pages
 
 # Rooms from the ground up. A folder is a room, and so are the files of kilogpt/ that share a floor.
 FLOORS = [
-    {'data/storage.py', 'kilogpt/keys'},
+    {'data/storage.py', 'kilogpt/keys', 'kilogpt/trackers'},
     {'data', 'kilogpt/configurator.py', 'kilogpt/learning_rate.py', 'kilogpt/machines.py',
      'kilogpt/metrics.py', 'kilogpt/layers', 'kilogpt/optim.py', 'kilogpt/settings.py'},
     {'kilogpt/devices', 'model.py'},
