@@ -230,9 +230,9 @@ guard = Guard(run, parallel, optimizer, dtype, log, train_loader, config)
 # What acts between iterations, in this order. Add a class of your own, a kilogpt.run.Hook.
 hooks = Hooks([all_islands] if are_on(config) else [])
 hooks += guard.rollback_hooks(out_dir, saver, hooks, save)
-if profile and processes.is_main:
-    from kilogpt.run.profiler import Profiler
-    hooks.append(Profiler(folder.path, max_iters - run.iteration))
+if profile or config['events']:
+    from kilogpt.run.events import observing_hooks
+    hooks += observing_hooks(folder.path, run, saver, meter, processes, config)
 with exit_on_error():
     if config['eval_tasks'] or config['sample_interval']:
         from kilogpt.evaluate.hooks import evaluation_hooks
@@ -313,4 +313,4 @@ with watchdog.waits_for_storage():
 log.save_written(run.iteration, run.clock.now())
 hooks.close()
 log.close()
-processes.leave(run.report_ending(processes, saver.problem))
+processes.leave(run.report_ending(processes, saver.problem, meter, config))

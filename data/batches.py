@@ -1,6 +1,7 @@
 """The micro-batches of a process: which rows and positions of a global batch it takes, read ahead by threads."""
+import contextlib
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -16,12 +17,13 @@ class Batches:
     steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
     rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence's inputs and targets that this process takes.
+    waiting(): a context in which this process waits for a micro-batch that is not read yet.
     """
 
-    def __init__(self, read, sequences, steps, rows, positions, device, ahead=1):
+    def __init__(self, read, sequences, steps, rows, positions, device, ahead=1, waiting=contextlib.nullcontext):
         self.read, self.sequences, self.steps, self.rows = read, sequences, steps, rows
         self.positions, self.device = positions, device
-        self._read_ahead = Prefetcher(self._read, ahead)
+        self._read_ahead = Prefetcher(self._read, ahead, waiting)
 
     def count(self, batch):
         """The number of micro-batches of a global batch on each process."""
@@ -61,10 +63,13 @@ class Batches:
 
 
 class Prefetcher:
-    """Calls prepare(request) in background threads, for up to `ahead` requests before they are needed."""
+    """Calls prepare(request) in background threads, for up to `ahead` requests before they are needed.
 
-    def __init__(self, prepare, ahead=1):
-        self.prepare, self.ahead = prepare, ahead
+    waiting(): a context in which the caller waits for a request that is not prepared yet.
+    """
+
+    def __init__(self, prepare, ahead=1, waiting=contextlib.nullcontext):
+        self.prepare, self.ahead, self.waiting = prepare, ahead, waiting
         self.pool, self.pending = ThreadPoolExecutor(ahead), {}
 
     def __call__(self, requests):
@@ -75,4 +80,8 @@ class Prefetcher:
         coming = list(itertools.islice(requests, 1 + self.ahead))
         self.pending = {request: self.pending.get(request) or self.pool.submit(self.prepare, request)
                         for request in coming}
-        return self.pending.pop(coming[0]).result()
+        first = self.pending.pop(coming[0])
+        if not first.done():
+            with self.waiting():
+                wait([first])
+        return first.result()

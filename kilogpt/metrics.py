@@ -217,7 +217,11 @@ class Meter:
     def __init__(self, log, run, processes, dtype, n_params, flops_per_token, loss_copies, started):
         self.log, self.run, self.device = log, run, processes.device
         self.n_params, self.flops_per_token = n_params, flops_per_token
-        self.loss_copies, self.started = loss_copies, started
+        self.loss_copies, self.started, self.dtype = loss_copies, started, dtype
+        # Of all lines but the first: iterations, seconds with pauses, and the sums of the iterations' times
+        self.iterations, self.seconds, self.last_line = 0, 0.0, None
+        self.late = {}  # {rank: milliseconds for which others have waited for it}
+        self.totals = dict.fromkeys(('dt_ms', 'data_ms', 'optimizer_ms', 'comm_ms', 'lag_ms'), 0.0)
         peak = peak_flops(processes.device, dtype)
         self.peak_flops = peak and peak * processes.world_size
 
@@ -257,8 +261,18 @@ class Meter:
         n_targets, sums = line.pop('n_targets'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
         means = {name: value / self.loss_copies / max(1, n_targets) for name, value in sums.items()}
         iterations = line.pop('iterations')
-        if 'lag_ms' in line:
-            line['lag_ms'] /= iterations
+        for key in ('data_ms', 'optimizer_ms', 'comm_ms', 'lag_ms'):
+            if key in line:
+                line[key] /= iterations
+        if self.last_line:  # the first line has what happens once, such as filling caches
+            self.iterations += iterations
+            self.seconds += line['seconds'] - self.last_line['seconds']
+            for key in self.totals:
+                self.totals[key] += iterations * line.get(key, 0.0)
+            if 'lag_ms' in line:
+                rank = line['slowest_rank']
+                self.late[rank] = self.late.get(rank, 0.0) + iterations * line['lag_ms']
+        self.last_line = line
         self.log.train(dict(iter=line['iter']) | means | line,
                        eta_seconds=(self.run.max_iters - line['iter']) * line['dt_ms'] / 1000)
 

@@ -21,7 +21,7 @@ FLOORS = [
     {'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
     {'kilogpt/run', 'kilogpt/launch_train.py'},
-    {'kilogpt/convert', 'kilogpt/plot'},
+    {'kilogpt/convert', 'kilogpt/plot', 'kilogpt/report'},
     {'kilogpt/start.py'},
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
      'kilogpt/replay', 'kilogpt/scaling'},

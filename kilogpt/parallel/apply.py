@@ -144,7 +144,8 @@ class Parallel:
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
         return Batches(read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
-                       positions=layout.positions(rank, self.block_size), device=self.device, ahead=ahead)
+                       positions=layout.positions(rank, self.block_size), device=self.device, ahead=ahead,
+                       waiting=self.processes.waits_for_data)
 
     def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.

@@ -18,7 +18,7 @@ from kilogpt.run import checkpoint
 FREE_KEYS = {
     'out_dir', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
     'save_interval', 'save_minutes', 'keep_checkpoints', 'async_checkpoint', 'init_from', 'wandb_log',
-    'wandb_project', 'wandb_run_name', 'tensorboard', 'trackio', 'max_iters', 'on_nonfinite', 'on_spike',
+    'wandb_project', 'wandb_run_name', 'tensorboard', 'trackio', 'events', 'max_iters', 'on_nonfinite', 'on_spike',
     'spike_factor', 'comm_timeout', 'backend', 'profile', 'accept_new_data'}
 # {dtype: (error of a loss, relative error of a gradient norm)} that another layout or device may cause.
 # Rounding errors grow with the iterations since the checkpoint.

@@ -74,6 +74,8 @@ class Guard:
 
         loss_sum: the sum of the losses of this process's tokens.
         """
+        processes = self.parallel.processes
+        began = processes.device_time()
         self.scaler.unscale_(self.optimizer)
         limit = self.spikes.limit()
         grad_norm = self.parallel.clip_gradients(grad_clip, limit)
@@ -89,6 +91,7 @@ class Guard:
         self.scaler.update()
         self.parallel.balance.update(is_made)
         self.parallel.zero_grad()
+        processes.record_wait(began, processes.device_time(), 'optimizer')
         self.last_update = Update(self.run.iteration, lr, HostCopy(loss_sum), HostCopy(grad_norm), limit)
         return grad_norm
 

@@ -19,6 +19,9 @@ from kilogpt.parallel.apply import saved_parameters
 from kilogpt.run import checkpoint
 
 
+LEAST_ITERATIONS = 20  # of a run that says what bounds it
+
+
 class Ending(NamedTuple):
     """Why and how a run ends."""
     reason: str  # 'finished', 'stopped' or 'failed'
@@ -160,12 +163,15 @@ class Run:
         if self.eval_only or self.iteration >= self.max_iters:
             self.end('finished')
 
-    def report_ending(self, processes, save_problem):
-        """Print why the run has ended, unless it has finished; returns the exit code.
+    def report_ending(self, processes, save_problem, meter, config):
+        """Print what bounded the run, and why it has ended, unless it has finished; returns the exit code.
 
-        save_problem: why the last checkpoint could not be saved, or None.
+        save_problem: why the last checkpoint could not be saved, or None. meter: the Meter. config: the keys.
         """
         ending = self.ending
+        if meter.iterations >= LEAST_ITERATIONS and not config['profile'] and processes.is_first:
+            from kilogpt.run.verdict import verdict_of_run
+            processes.say(verdict_of_run(meter, processes, config))
         if save_problem and ending.reason != 'failed':
             ending = Ending('failed', f'the run ended at iteration {self.iteration}, but its last checkpoint '
                             f'could not be saved ({save_problem})', 1)
@@ -319,7 +325,7 @@ def set_aside(out_dir):
     # Two short runs can begin within the same second, so the name has microseconds.
     folder = os.path.join(out_dir, f'{datetime.now():earlier-%Y%m%d-%H%M%S-%f}')
     os.makedirs(folder)
-    for name in ('ckpt', 'metrics.jsonl', 'samples.jsonl', 'tasks.jsonl', 'config.json', 'tensorboard'):
+    for name in ('ckpt', 'metrics.jsonl', 'samples.jsonl', 'tasks.jsonl', 'config.json', 'tensorboard', 'events'):
         if os.path.exists(os.path.join(out_dir, name)):
             os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
     if os.path.exists(tokenizer_folder(out_dir)):  # the new run may have the same tokenizer
