@@ -74,7 +74,7 @@ cuda_graph = True  # with compile, on one GPU: launch all kernels of a micro-bat
 seed = 1337  # determines weights, data order and dropout
 profile = False  # trace a few iterations into out_dir/trace.json and print where their time went
 # ------------------------------------------------------------------------------------------------------------
-# Further keys are in kilogpt/keys, a page for each subject: data, faults, islands, layouts, scoring.
+# Further keys are in kilogpt/keys, a page for each subject: data, faults, islands, layouts, logs, scoring.
 config = configure(globals(), 'model.py:GPTConfig', 'kilogpt/keys')
 with exit_on_error():
     check_settings(config)

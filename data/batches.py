@@ -2,7 +2,7 @@
 import contextlib
 import itertools
 import math
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import torch
@@ -20,14 +20,14 @@ class Batches:
     rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
     positions: the slice of each sequence's inputs and targets that this process takes.
     sum_later, copies: as in TargetCounts. end: the number of the first global batch that is never used.
-    reading(): the context in which this process waits for data.
+    reading(): a context around all reading. waiting(): one in which this process waits for what is not read yet.
     """
 
     def __init__(self, loader, read, sequences, steps, rows, positions, device, sum_later=None, copies=1,
-                 end=math.inf, reading=contextlib.nullcontext):
+                 end=math.inf, reading=contextlib.nullcontext, waiting=contextlib.nullcontext):
         self.loader, self.read, self.sequences, self.steps, self.rows = loader, read, sequences, steps, rows
         self.positions, self.device, self.reading = positions, device, reading
-        self._read_ahead = Prefetcher(self._read, loader.read_ahead)
+        self._read_ahead = Prefetcher(self._read, loader.read_ahead, waiting)
         self._counts = None
         if loader.has_flags:  # which tokens are targets is in the data
             from data.target_counts import TargetCounts
@@ -82,10 +82,13 @@ class Batches:
 
 
 class Prefetcher:
-    """Calls prepare(request) in background threads, for up to `ahead` requests before they are needed."""
+    """Calls prepare(request) in background threads, for up to `ahead` requests before they are needed.
 
-    def __init__(self, prepare, ahead=1):
-        self.prepare, self.ahead = prepare, ahead
+    waiting(): a context in which the caller waits for a request that is not prepared yet.
+    """
+
+    def __init__(self, prepare, ahead=1, waiting=contextlib.nullcontext):
+        self.prepare, self.ahead, self.waiting = prepare, ahead, waiting
         self.pool, self.pending = ThreadPoolExecutor(ahead), {}
 
     def __call__(self, requests):
@@ -96,4 +99,8 @@ class Prefetcher:
         coming = list(itertools.islice(requests, 1 + self.ahead))
         self.pending = {request: self.pending.get(request) or self.pool.submit(self.prepare, request)
                         for request in coming}
-        return self.pending.pop(coming[0]).result()
+        first = self.pending.pop(coming[0])
+        if not first.done():
+            with self.waiting():
+                wait([first])
+        return first.result()

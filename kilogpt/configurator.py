@@ -37,6 +37,7 @@ def exit_on_error():
     try:
         yield
     except (ValueError, OSError, ImportError, StorageError) as error:
+        sys.last_value = error  # as Python does with what ends a session; kilogpt/run/events.py asks for it
         if isinstance(sys.stderr, io.TextIOWrapper):
             # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
             # of another process could come between them.

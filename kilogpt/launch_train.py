@@ -83,7 +83,8 @@ def train_command(arguments, out_dir, **keys):
 
     A new model is trained, whatever a config file says, unless the arguments name an init_from.
     """
-    keys = dict(wandb_log=False, log_interval=1, eval_iters=0, keep_checkpoints=0, lr_decay_iters=0) | keys
+    keys = dict(wandb_log=False, trackio=False, log_interval=1, eval_iters=0, keep_checkpoints=0,
+                lr_decay_iters=0) | keys
     if not any(argument.startswith('--init_from=') for argument in arguments):
         keys.setdefault('init_from', 'scratch')
     return [os.path.join(ROOT, 'train.py'), *arguments, *as_arguments(out_dir=out_dir, **keys)]

@@ -1,4 +1,4 @@
-"""What a run logs (console, metrics.jsonl, wandb, TensorBoard), and the peak FLOP/s that MFU refers to."""
+"""What a run logs (console, metrics.jsonl, trackers), and the peak FLOP/s that MFU refers to."""
 import json
 import math
 import os
@@ -10,10 +10,6 @@ import torch
 
 from data import storage
 from kilogpt.devices.cpus import read_text
-
-# Seconds for which a run waits for the server of Weights & Biases at its start and at its end. wandb waits for
-# 90 seconds, and at the end for ever, unless WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT are set.
-WANDB_LIMITS = dict(init_timeout=30.0, finish_timeout=60.0)
 
 
 def peak_flops(device, dtype):
@@ -30,65 +26,26 @@ def peak_flops(device, dtype):
     return None
 
 
-def start_wandb(**arguments):
-    """The run that logs to Weights & Biases; an offline one, with a warning, if the server does not answer.
-
-    arguments: those of wandb.init. ImportError if wandb is not installed, ValueError if wandb cannot start.
-    """
-    try:
-        import wandb
-    except ImportError:
-        raise ImportError('wandb_log=True needs wandb: pip install wandb, or set --wandb_log=False') from None
-    limits = {key: seconds for key, seconds in WANDB_LIMITS.items()
-              if key in wandb.Settings.model_fields and f'WANDB_{key.upper()}' not in os.environ}
-    try:
-        try:
-            return wandb.init(resume='allow', settings=limits, **arguments)
-        except wandb.errors.CommError as error:
-            if isinstance(error, wandb.errors.AuthenticationError) or 'returned error' in str(error):
-                raise
-            reason = ' '.join(str(error).split())
-            print(f'warning: Weights & Biases does not answer ({reason}). Training continues, and logs to '
-                  f'{os.path.join(arguments["dir"], "wandb")}, from where `wandb sync` uploads it',
-                  file=sys.stderr, flush=True)
-            return wandb.init(resume='allow', settings=limits, mode='offline', **arguments)
-    except wandb.Error as error:  # without an account, or with a project that is not the user's
-        raise ValueError(f'wandb_log=True, but {" ".join(str(error).split())} '
-                         '(or set WANDB_MODE=offline, or --wandb_log=False)') from None
-
-
 class Metrics:
-    """Writes the log of a run to the console, out_dir/metrics.jsonl, wandb and TensorBoard.
+    """Writes the log of a run to the console, out_dir/metrics.jsonl and trackers.
 
     Only the main process writes.
     prints: whether to write to the console too.
-    wandb: None, or arguments of start_wandb (project, name, config, id).
-    tensorboard: whether to write out_dir/tensorboard too. ImportError if TensorBoard is not installed.
-    iteration: the iteration at which the run starts or resumes.
+    config: the keys of the run. wandb_id, iteration, island: as kilogpt.trackers.trackers.Trackers takes them.
     """
 
-    def __init__(self, out_dir, is_main, wandb=None, tensorboard=False, iteration=0, prints=True):
+    def __init__(self, out_dir, is_main, config={}, wandb_id=None, iteration=0, island=0, prints=True):
         self.out_dir = out_dir
-        self.file = self.wandb = self.tensorboard = None
+        self.file = self.trackers = self.wandb_id = None
         self.prints = prints
-        self.wandb_step, self.wandb_id = 0, None  # the id under which wandb continues this run
         self.save = None  # the arguments of save_started, until save_written
         self.seconds_per_iteration = None  # from the last training line
         if not is_main:
             return
-        if wandb is not None:
-            self.wandb = start_wandb(dir=out_dir, **wandb)
-            self.wandb_id = self.wandb.id
-        if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise ImportError('tensorboard=True needs TensorBoard: pip install tensorboard, '
-                                  'or set --tensorboard=False') from None
-            # After a resume, the files of the earlier part of the run hold everything up to this iteration.
-            self.tensorboard_begin = iteration + 1 if iteration else 0
-            self.tensorboard = SummaryWriter(os.path.join(out_dir, 'tensorboard'),
-                                             purge_step=self.tensorboard_begin)
+        if any(config.get(key) for key in ('wandb_log', 'trackio', 'tensorboard')):
+            from kilogpt.trackers.trackers import Trackers
+            self.trackers = Trackers(out_dir, config, wandb_id, iteration, island)
+            self.wandb_id = self.trackers.wandb_id
         path = os.path.join(out_dir, 'metrics.jsonl')
         if os.path.exists(path):
             with open(path, 'rb+') as file:  # a crash of the machine may have left half a line, to be dropped
@@ -128,7 +85,7 @@ class Metrics:
         self._write(line, f'tasks at iteration {line["iter"]}: {text}')
 
     def samples(self, iteration, samples, shown):
-        """Write samples of text, dicts of `prompt` and `text`, to samples.jsonl, wandb and TensorBoard.
+        """Write samples of text, dicts of `prompt` and `text`, to samples.jsonl and trackers.
 
         shown: how many characters of each the console shows.
         """
@@ -140,16 +97,11 @@ class Metrics:
                 file.writelines(lines)
         except OSError as error:
             print(f'warning: samples.jsonl could not be written ({error})', file=sys.stderr, flush=True)
-        for number, sample in enumerate(samples):
+        for sample in samples if self.prints else ():
             text = sample['prompt'] + sample['text']
-            if self.prints:
-                print(f'sample at iteration {iteration}: {text[:shown]!r}', flush=True)
-            if self.tensorboard and iteration >= self.tensorboard_begin:
-                self.tensorboard.add_text(f'sample/{number}', text, iteration)
-        if self.wandb:
-            import wandb
-            rows = [[sample['prompt'], sample['text']] for sample in samples]
-            self._write_to_wandb(dict(samples=wandb.Table(columns=['prompt', 'text'], data=rows)), iteration)
+            print(f'sample at iteration {iteration}: {text[:shown]!r}', flush=True)
+        if self.trackers:
+            self.trackers.add_samples(samples, iteration)
 
     def exchange(self, line):
         """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""
@@ -203,30 +155,8 @@ class Metrics:
         values = {key: None if _is_not_finite(value) else value for key, value in line.items()}
         self.file.write(json.dumps(values) + '\n')
         self._flush()
-        if self.wandb:
-            self._write_to_wandb(line, line['iter'])
-        if self.tensorboard and line['iter'] >= self.tensorboard_begin:
-            self._write_to_tensorboard(line)
-
-    def _write_to_wandb(self, values, iteration):
-        self.wandb_step = max(self.wandb_step, iteration)  # wandb drops lines of earlier steps
-        try:
-            self.wandb.log(values, step=self.wandb_step)
-        except Exception as error:  # the process wandb-core, which sends them, has died
-            print(f'warning: wandb has failed ({type(error).__name__}: {error}). Training continues without it',
-                  file=sys.stderr, flush=True)
-            self.wandb = None
-
-    def _write_to_tensorboard(self, line):
-        try:
-            for key, value in line.items():
-                if key != 'iter' and isinstance(value, (int, float)):
-                    self.tensorboard.add_scalar(key, value, line['iter'])
-            self.tensorboard.flush()
-        except OSError as error:
-            print(f'warning: out_dir/tensorboard could not be written ({error}). '
-                  'Training continues without it', file=sys.stderr, flush=True)
-            self.tensorboard = None
+        if self.trackers:
+            self.trackers.log(line)
 
     def _flush(self):
         try:
@@ -239,16 +169,11 @@ class Metrics:
             self.disk_is_full = True
 
     def close(self):
-        """Write what is left, and close wandb and TensorBoard."""
+        """Write what is left, and close the trackers."""
         if self.file is not None:
             self._flush()
-        if self.wandb:
-            try:
-                self.wandb.finish()
-            except Exception as error:  # as in _write_to_wandb
-                print(f'warning: wandb has failed ({type(error).__name__}: {error})', file=sys.stderr, flush=True)
-        if self.tensorboard:
-            self.tensorboard.close()
+        if self.trackers:
+            self.trackers.close()
 
 
 def _rewards(line, split=''):
@@ -274,6 +199,10 @@ class Meter:
         self.flops_per_token = model.flops_per_token(lengths)
         self.loss_copies = cluster.layout.tp  # how many processes compute the same loss, which counts once
         self.started, self.device = started, cluster.processes.device
+        # Of all lines but the first: iterations, seconds with pauses, and the sums of the iterations' times
+        self.iterations, self.seconds, self.last_line = 0, 0.0, None
+        self.late = {}  # {rank: milliseconds for which others have waited for it}
+        self.totals = dict.fromkeys(('dt_ms', 'data_ms', 'optimizer_ms', 'comm_ms', 'lag_ms'), 0.0)
         peak = peak_flops(self.device, cluster.dtype)
         self.peak_flops = peak and peak * cluster.processes.world_size
 
@@ -309,8 +238,18 @@ class Meter:
         n_targets, sums = line.pop('n_targets'), dict(loss=line.pop('loss_sum')) | line.pop('sums')
         means = {name: value / self.loss_copies / max(1, n_targets) for name, value in sums.items()}
         iterations = line.pop('iterations')
-        if 'lag_ms' in line:
-            line['lag_ms'] /= iterations
+        for key in ('data_ms', 'optimizer_ms', 'comm_ms', 'lag_ms'):
+            if key in line:
+                line[key] /= iterations
+        if self.last_line:  # the first line has what happens once, such as filling caches
+            self.iterations += iterations
+            self.seconds += line['seconds'] - self.last_line['seconds']
+            for key in self.totals:
+                self.totals[key] += iterations * line.get(key, 0.0)
+            if 'lag_ms' in line:
+                rank = line['slowest_rank']
+                self.late[rank] = self.late.get(rank, 0.0) + iterations * line['lag_ms']
+        self.last_line = line
         run.log.train(dict(iter=line['iter']) | means | line,
                       eta_seconds=(run.max_iters - line['iter']) * line['dt_ms'] / 1000)
 

@@ -1,7 +1,9 @@
 """What a run logs, and what it measures on any system."""
+import contextlib
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -12,6 +14,7 @@ import torch
 from helpers import ROOT
 from kilogpt import metrics
 from kilogpt.plan import calibrate
+from kilogpt.trackers import trackers
 from kilogpt.training.cluster import set_aside
 
 pytestmark = pytest.mark.quick
@@ -31,6 +34,43 @@ def test_training_line_has_seconds_only_in_the_file(tmp_path, capsys):
     assert json.loads((tmp_path / 'metrics.jsonl').read_text().splitlines()[0]) == line
 
 
+# A package `trackio` that raises an error in one place.
+DYING_TRACKER = """
+import sys
+from types import SimpleNamespace
+
+
+class Run:
+    def log(self, values, step):
+        fail('log')
+
+    def finish(self):
+        fail('finish')
+
+
+def fail(here):
+    if here == {place!r}:
+        raise OSError('planted')
+
+
+def init(**arguments):
+    fail('init')
+    return Run()
+
+
+sys.modules['trackio'] = SimpleNamespace(init=init)
+"""
+
+
+def trackers_with(run):
+    """Trackers with a run of wandb."""
+    opened = trackers.Trackers('', {})
+    tracker = trackers.Wandb.__new__(trackers.Wandb)
+    tracker.run, tracker.step = run, 0
+    opened.opened.append(tracker)
+    return opened
+
+
 def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
     """Training waits 50 ms in the call, and two iterations of usually 100 ms take 500 ms together.
 
@@ -38,7 +78,7 @@ def test_stall_of_a_save_counts_the_iterations_that_it_slowed(tmp_path):
     """
     line = dict(loss=2.5, grad_norm=0.5, lr=1e-3, dt_ms=100.0, tokens_per_sec=1.0, mem_gb=1.0)
     log, steps = metrics.Metrics(tmp_path, is_main=True), []
-    log.wandb = SimpleNamespace(log=lambda line, step: steps.append(step), finish=lambda: None)
+    log.trackers = trackers_with(SimpleNamespace(log=lambda line, step: steps.append(step), finish=lambda: None))
     log.train(dict(iter=10, **line), eta_seconds=0)
     log.save_started(SimpleNamespace(under_way=False, problem=None), 'path', 10, seconds=0.05, clock=1.0)
     log.train(dict(iter=12, **line | dict(dt_ms=250.0)), eta_seconds=0)
@@ -63,12 +103,12 @@ def test_run_continues_offline_if_wandb_does_not_answer(tmp_path, monkeypatch, c
 
     monkeypatch.setattr(wandb, 'init', init)
     monkeypatch.setenv('WANDB_FINISH_TIMEOUT', '600')
-    assert metrics.start_wandb(dir='out', project='p') == 'offline run'
+    assert trackers.start_wandb(dir='out', project='p') == 'offline run'
     assert calls[0]['settings'] == dict(init_timeout=30.0) and calls[1]['project'] == 'p'
     warning, = capsys.readouterr().err.splitlines()
     assert 'attempt(s): deadline exceeded' in warning and 'wandb sync' in warning and 'out/wandb' in warning
     with pytest.raises(ValueError, match='wandb_log=True, but returned error 403.* WANDB_MODE=offline'):
-        metrics.start_wandb(dir='out', project='p')
+        trackers.start_wandb(dir='out', project='p')
 
 
 def test_run_survives_the_death_of_the_process_of_wandb(tmp_path, capsys):
@@ -77,16 +117,50 @@ def test_run_survives_the_death_of_the_process_of_wandb(tmp_path, capsys):
         raise ConnectionResetError('Connection lost')
 
     log = metrics.Metrics(tmp_path, is_main=True)
-    log.wandb, log.wandb_id = SimpleNamespace(log=fail, finish=fail), 'abc'
+    log.trackers, log.wandb_id = trackers_with(SimpleNamespace(log=fail, finish=fail)), 'abc'
     for iteration in (10, 20):
         log.eval(dict(iter=iteration, train_loss=4.0, val_loss=4.0))
-    assert log.wandb is None and log.wandb_id == 'abc'
-    log.wandb = SimpleNamespace(finish=fail)
     log.close()
-    assert len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 2
-    first, second = capsys.readouterr().err.splitlines()
-    assert 'ConnectionResetError: Connection lost' in first and 'Training continues without it' in first
-    assert 'warning: wandb has failed' in second
+    assert log.wandb_id == 'abc' and len((tmp_path / 'metrics.jsonl').read_text().splitlines()) == 2
+    warning, = capsys.readouterr().err.splitlines()
+    assert 'wandb has failed (ConnectionResetError: Connection lost). Training continues without it' in warning
+
+
+@pytest.mark.parametrize('place', ['init', 'log', 'finish'])
+def test_tracker_that_dies_never_ends_a_run(tmp_path, train, place):
+    """trackio raises at its start, in each line, or at its end: the run says so once and has every line."""
+    fault = tmp_path / 'fault.py'
+    fault.write_text(DYING_TRACKER.format(place=place))
+    run = train('--trackio=True', faults=[fault])
+    assert run.stderr.count('warning: trackio has failed (OSError: planted). Training continues without it') == 1
+    assert run.returncode == 0 and len(run.lines) == 12 and 'Traceback' not in run.stderr, run.stderr
+
+
+@pytest.mark.slow
+def test_trackio_gets_the_numbers_of_the_log(train, tmp_path):
+    """A resumed run continues the newest run of its name."""
+    pytest.importorskip('trackio')
+    env = dict(TRACKIO_DIR=str(tmp_path))
+    arguments = '--trackio=True', '--wandb_project=p', '--wandb_run_name=r'
+    train(*arguments, env=env)
+    run = train(*arguments, '--max_iters=6', env=env)
+    resumed = train(*arguments, '--init_from=resume', out_dir=run.out_dir, env=env)
+    with contextlib.closing(sqlite3.connect(tmp_path / 'p.db')) as database:
+        rows = database.execute('select run_id, step, metrics from metrics order by id').fetchall()
+    identities = list(dict.fromkeys(identity for identity, _, _ in rows))
+    losses = {step: json.loads(values)['loss'] for identity, step, values in rows
+              if identity == identities[-1] and 'loss' in json.loads(values)}
+    assert len(identities) == 2 and losses == {i: line['loss'] for i, line in resumed.lines.items()}
+    assert len(losses) == 12
+
+
+@pytest.mark.parametrize('key, package', [('trackio', 'trackio'), ('wandb_log', 'wandb')])
+def test_package_of_a_tracker_that_is_missing_is_said_before_training(train, tmp_path, key, package):
+    fault = tmp_path / 'fault.py'
+    fault.write_text(f'import sys; sys.modules[{package!r}] = None')
+    run = train(f'--{key}=True', faults=[fault], check=False)
+    assert run.stderr == f'error: {key}=True needs {package}: pip install {package}, or set --{key}=False\n'
+    assert run.returncode == 1 and not run.lines
 
 
 @pytest.mark.parametrize('value', [float('nan'), float('inf'), float('-inf')])
@@ -149,19 +223,19 @@ def test_tensorboard_has_the_scalars_of_the_log_each_once_after_a_resume(train):
 
 def test_unwritable_tensorboard_warns_and_a_missing_one_is_an_error(tmp_path, monkeypatch, capsys):
     pytest.importorskip('tensorboard')
-    log = metrics.Metrics(tmp_path, is_main=True, tensorboard=True)
+    log = metrics.Metrics(tmp_path, is_main=True, config=dict(tensorboard=True))
 
     def fail(*arguments):
         raise OSError('no space left')
 
-    monkeypatch.setattr(log.tensorboard, 'add_scalar', fail)
+    monkeypatch.setattr(log.trackers.opened[0].writer, 'add_scalar', fail)
     for iteration in range(2):
         log.eval(dict(iter=iteration, train_loss=4.0, val_loss=4.0))
     log.close()
-    assert capsys.readouterr().err.count('out_dir/tensorboard could not be written (no space left)') == 1
+    assert capsys.readouterr().err.count('TensorBoard has failed (OSError: no space left)') == 1
     monkeypatch.setitem(sys.modules, 'torch.utils.tensorboard', None)
-    with pytest.raises(ImportError, match='tensorboard=True needs TensorBoard: pip install tensorboard'):
-        metrics.Metrics(tmp_path, is_main=True, tensorboard=True)
+    with pytest.raises(ValueError, match='tensorboard=True needs TensorBoard: pip install tensorboard'):
+        metrics.Metrics(tmp_path, is_main=True, config=dict(tensorboard=True))
 
 
 @pytest.mark.parametrize('peak, expected', [(100.0, [0.5, 2.0]), (None, [None, None])])

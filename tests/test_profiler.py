@@ -47,6 +47,19 @@ def test_overlapping_events_count_once_and_the_rest_is_idle(tmp_path, events):
     assert profiler.breakdown(*profiler.read_trace(tmp_path / 'profiler.json')) == pytest.approx(expected)
 
 
+def test_losses_are_the_waits_for_data_of_a_gpu_and_short_operators_of_a_cpu(tmp_path):
+    """The host waits for data from 3 to 9 ms, and the GPU has no work from 5 ms on. Two operators take 10 µs each."""
+    waiting = event('user_annotation', 'data', 3, 6)
+    short = [event('cpu_op', name, start, 0.01) for name, start in (('aten::relu', 70.5), ('aten::mm', 71))]
+    results = {}
+    for name, events in dict(gpu=[waiting, *GPU_EVENTS], cpu=[*short, *CPU_EVENTS]).items():
+        path = tmp_path / f'{name}.json'
+        path.write_text(json.dumps(dict(traceEvents=[event('user_annotation', 'ProfilerStep#6', 0, 100), *events])))
+        results[name] = profiler.losses(*profiler.read_trace(path))
+    assert results['gpu'] == (pytest.approx(4), {})
+    assert results['cpu'] == (0.0, {'other compute': pytest.approx(0.01), 'matmul': pytest.approx(0.01)})
+
+
 def collective(name, dims, types):
     return dict(name=name, args={'Input Dims': dims, 'Input type': types})
 

@@ -224,6 +224,9 @@ SLOW_SESSIONS = dict(
     logs=[
         step('python train.py config/train_shakespeare_char.py --wandb_log=True --wandb_project=mine '
              '--wandb_run_name=first', f'{SHAPE} {ITERATIONS}'),
+        step('torchrun --standalone --nproc_per_node=2 train.py config/quickstart.py --events=True', SMALL +
+             ' --gradient_accumulation_steps=2', nproc=2),
+        step('python -m kilogpt.report events out-quickstart'),
         # a whole path, because kilogpt.replay runs the train.py of this repository, not that of the copy
         step('python train.py config/quickstart.py --profile',
              SMALL + ' --max_iters=140 --eval_interval=70 --dataset=CHECKOUT/data/shakespeare_char'),

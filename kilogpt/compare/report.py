@@ -7,8 +7,8 @@ from kilogpt.compare.noise import paired, welch, z_test
 from kilogpt.plot.sources import describe_datasets, describe_schedule
 
 # Keys of config.json that do not change what a run learns.
-IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'eval_tasks',
-           'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval', 'sample_prompts', 'sample_tokens')
+IGNORED = ('out_dir', 'wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'trackio', 'events',
+           'eval_tasks', 'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval', 'sample_prompts', 'sample_tokens')
 MISSING = '—'
 COSTS = dict(tokens=('tokens', ',.0f'), seconds=('seconds', ',.0f'), flops=('FLOPs', '.3g'))  # label, format
 

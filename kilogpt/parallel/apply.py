@@ -146,7 +146,7 @@ class Parallel:
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
                        positions=layout.positions(rank, self.block_size), device=self.device,
                        sum_later=self.processes.sum_later, copies=layout.world_size // layout.dp, end=end,
-                       reading=exit_on_error)
+                       reading=exit_on_error, waiting=self.processes.waits_for_data)
 
     def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.

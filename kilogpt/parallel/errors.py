@@ -39,7 +39,7 @@ def _report_error(kind, error, trace):
 
     A process that is killed prints nothing. The first process that notices then prints one line.
     """
-    if _follows_from_another(error):
+    if follows_from_another(error):
         if _note_error():
             print(f'error: rank {os.environ["RANK"]} lost its connection to another process: '
                   'the launcher names the one that ended first', file=sys.stderr, flush=True)
@@ -54,7 +54,7 @@ def _report_error(kind, error, trace):
     _note_error()  # before this process ends, since the others notice its end
 
 
-def _follows_from_another(error):
+def follows_from_another(error):
     """Whether an exception, or one that caused it, is that another process has ended."""
     while error is not None:
         if re.search('gloo.*(peer|closure|Socket closed|Broken pipe|Timed out|Read error|Write error)',

@@ -19,7 +19,64 @@ from kilogpt.devices.cpus import cpu_name
 LAUNCHED = 'OMPI_COMM_WORLD_SIZE', 'PMI_SIZE', 'SLURM_STEP_NUM_TASKS'  # set by launchers of MPI programs
 
 
-class Processes:
+class Waits:
+    """What the iterations of a process wait for. device: of the process."""
+
+    def __init__(self, device):
+        self.device = device
+        self._spans = dict(others=[], data=[], optimizer=[])  # {what: [(begin, end)]}, for seconds_of
+        self._counts_waits = False
+        self.waited = dict.fromkeys(self._spans, 0.0)  # seconds in all, as far as the host has measured them
+
+    @contextlib.contextmanager
+    def waits_counted(self):
+        """Count the waits within this context, for `seconds_of`."""
+        self._counts_waits = True
+        try:
+            yield
+        finally:
+            self._counts_waits = False
+
+    def record_wait(self, begin, end, what='others'):
+        """Record a wait between two times of `time.perf_counter` or of `device_time`.
+
+        what: 'others' (processes), 'data', or 'optimizer', which is the work of an update.
+        """
+        if self._counts_waits:
+            self._spans[what].append((begin, end))
+            if isinstance(begin, float):
+                self.waited[what] += end - begin
+
+    @contextlib.contextmanager
+    def waits_for_data(self):
+        """A context in which this process waits for data. On a GPU, the time in which it has no work counts."""
+        begin = self.device_time()
+        yield
+        self.record_wait(begin, self.device_time(), 'data')
+
+    def device_time(self):
+        """The present time on the device's clock. On a GPU this is an event in its stream, without a wait."""
+        if self.device.type != 'cuda':
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds_of(self):
+        """{'others', 'data', 'optimizer': seconds} that this process has waited or worked since the last call.
+
+        Of the waits for other processes, those for DDP's gradients are counted. The waits of FSDP2, tensor, context
+        and pipeline parallelism are within the model and are not measured.
+        """
+        seconds = {}
+        for what, spans in self._spans.items():
+            seconds[what] = sum(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
+                                for begin, end in spans)
+            spans.clear()
+        return seconds
+
+
+class Processes(Waits):
     """This process among all of torchrun's: `rank`, `local_rank`, `world_size`, `is_main`, `device`.
 
     device: 'auto' (CUDA, else Apple's MPS, else CPU), 'cpu', 'cuda', 'cuda:1', 'mps'. Under torchrun with
@@ -42,13 +99,11 @@ class Processes:
         self.island, self.rank = divmod(rank, self.world_size)
         self.is_main = self.rank == 0
         self.is_first = rank == 0  # the main process of island 0
-        self.device = find_device(device, self.local_rank, count)
+        super().__init__(find_device(device, self.local_rank, count))
         self.between = None  # the Between of this process
         self.mesh = None  # the mesh of the parameters: pp × dp_replicate × dp_shard_cp × tp
         self.cp_mesh = None  # the mesh of the ranks that share sequences
         self.expert_mesh = None  # the mesh of experts' parameters
-        self._waits = []  # (begin, end) of waiting for other processes
-        self._counts_waits = False
 
     def join(self, layout, backend='auto', comm_timeout=600):
         """Join the process group that torchrun announces and build the meshes of a Layout.
@@ -220,22 +275,6 @@ class Processes:
         # A regular exit takes a second, and would abort in threads of gloo that still need the interpreter.
         os._exit(exit_code)
 
-    # --- waiting for other processes ------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def waits_counted(self):
-        """Count the waits within this context, for `seconds_waited`."""
-        self._counts_waits = True
-        try:
-            yield
-        finally:
-            self._counts_waits = False
-
-    def record_wait(self, begin, end):
-        """Record a wait for other processes between two times of `time.perf_counter` or of `device_time`."""
-        if self._counts_waits:
-            self._waits.append((begin, end))
-
     def seed(self, seed, iteration, rank):
         """Seed the generators of this process's device and of its CPU for an iteration.
 
@@ -246,26 +285,6 @@ class Processes:
         torch.default_generator.manual_seed(number)
         if self.device.type != 'cpu':
             torch.get_device_module(self.device).manual_seed(number)
-
-    def device_time(self):
-        """The present time on the device's clock. On a GPU this is an event in its stream, without a wait."""
-        if self.device.type != 'cuda':
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def seconds_waited(self):
-        """Seconds that this process has waited for others since the last call.
-
-        Waits for DDP's gradients are counted. The waits of FSDP2, tensor, context and pipeline parallelism
-        are within the model and are not measured.
-        """
-        seconds = 0.0
-        for begin, end in self._waits:
-            seconds += end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
-        self._waits.clear()
-        return seconds
 
 
 class Between:

@@ -246,7 +246,7 @@ def measure(processes, per_node):
     else:
         memory = torch.cuda.get_device_properties(device).total_memory
         name = torch.cuda.get_device_name(device)
-    peak = metrics.peak_flops(device, dtype) or max(rate for _, rate in products[dtype])
+    peak = best_flops(dtype) if on_cpu else peak_flops(device, dtype) or max(rate for _, rate in products[dtype])
     return Machine(
         name, device.type, memory, dtype, peak, products, attention, bandwidth, node_link, network, per_node, nodes,
         latency, hop, launch, dtensor_launch, redistribute, overlap=0.0 if on_cpu else 1.0,

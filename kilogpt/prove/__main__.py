@@ -166,7 +166,8 @@ def shrink(config, layouts, keep):
     small = {key: value for key, value in small.items() if key not in keep}
     plain = dict(
         device='cpu', backend='auto', dtype='float32', compile=False, fp8=False, deterministic=False,
-        profile=False, wandb_log=False, tensorboard=False, init_from='scratch', loss='cross_entropy', eval_only=False,
+        profile=False, wandb_log=False, trackio=False, tensorboard=False, events=False, init_from='scratch',
+        loss='cross_entropy', eval_only=False,
         async_tp=False, grad_compress='none', dropout=0.0, zero_init=False, on_nonfinite='abort',
         warmup_iters=1, max_iters=ITERATIONS + MORE, lr_decay_iters=max(10, config['lr_decay_iters']),
         eval_iters=MICRO_STEPS, eval_interval=ITERATIONS, log_interval=1, save_interval=0,

@@ -159,7 +159,7 @@ NOT_DRAWN = dict(
     # What does not take part in an update
     **dict.fromkeys(('eval_only', 'eval_tasks', 'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval',
                      'sample_prompts', 'sample_tokens'), 'scores or writes text; tests/evaluate'),
-    **dict.fromkeys(('wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'profile'),
+    **dict.fromkeys(('wandb_log', 'wandb_project', 'wandb_run_name', 'tensorboard', 'trackio', 'events', 'profile'),
                     'only logs'),
     **dict.fromkeys(('always_save_checkpoint', 'save_minutes', 'data_cache_gb', 'accept_new_data'),
                     'when to save, and where data lie'),

@@ -29,7 +29,7 @@ from kilogpt.run import checkpoint
 # The keys of a replay that differ from the run: it only trains, and saves its last iteration.
 REPLAY_KEYS = dict(log_interval=1, eval_iters=0, eval_interval=2 ** 31, eval_only=False, save_interval=0,
                    save_minutes=0, keep_checkpoints=1, async_checkpoint=False, wandb_log=False,
-                   tensorboard=False, accept_new_data=True)  # the comparison tells what has changed
+                   trackio=False, tensorboard=False, events=False, accept_new_data=True)  # the comparison tells what has changed
 
 
 def main():

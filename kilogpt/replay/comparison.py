@@ -18,8 +18,8 @@ from kilogpt.run import checkpoint
 FREE_KEYS = {
     'out_dir', 'eval_interval', 'log_interval', 'eval_iters', 'eval_only', 'always_save_checkpoint',
     'save_interval', 'save_minutes', 'keep_checkpoints', 'async_checkpoint', 'init_from', 'wandb_log',
-    'wandb_project', 'wandb_run_name', 'tensorboard', 'max_iters', 'on_nonfinite', 'on_spike', 'spike_factor',
-    'comm_timeout', 'backend', 'profile', 'accept_new_data'}
+    'wandb_project', 'wandb_run_name', 'tensorboard', 'trackio', 'events', 'max_iters', 'on_nonfinite', 'on_spike',
+    'spike_factor', 'comm_timeout', 'backend', 'profile', 'accept_new_data'}
 # {dtype: (error of a loss, relative error of a gradient norm)} that another layout or device may cause.
 # Rounding errors grow with the iterations since the checkpoint.
 BOUNDS = {'float32': (1e-3, 1e-2), 'bfloat16': (0.05, 0.2), 'float16': (0.05, 0.2)}

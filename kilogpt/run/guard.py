@@ -67,6 +67,8 @@ class Guard:
 
         loss_sum: the sum of the losses of this process's tokens.
         """
+        processes = self.parallel.processes
+        began = processes.device_time()
         set_lr(self.optimizer, lr)
         self.scaler.unscale_(self.optimizer)
         limit = self.spikes.limit()
@@ -83,6 +85,7 @@ class Guard:
         self.scaler.update()
         self.parallel.balance.update(is_made)
         self.parallel.zero_grad()
+        processes.record_wait(began, processes.device_time(), 'optimizer')
         self.last_update = Update(self.run.iteration, lr, HostCopy(loss_sum), HostCopy(grad_norm), limit)
         return grad_norm
 

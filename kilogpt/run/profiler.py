@@ -6,7 +6,7 @@ import re
 
 import torch
 
-from kilogpt.run import Hook
+from kilogpt.run import Hook, verdict
 
 # The category of an event is the first whose pattern matches the name of the event in lower case.
 PATTERNS = {
@@ -22,6 +22,7 @@ CATEGORIES = ('matmul', 'attention', 'other compute', 'optimizer', 'collectives'
 # All communication in PyTorch ends in operators of c10d. These are their names, and ours.
 COLLECTIVES = dict(allreduce='all_reduce', allgather='all_gather', reduce_scatter='reduce_scatter',
                    alltoall='all_to_all', broadcast='broadcast', send='send', recv='recv')
+SHORT = 20  # microseconds of an operator on a CPU, of which its start takes about as many
 ITEM_BYTES = {'double': 8, 'long int': 8, 'long': 8, 'half': 2, 'bfloat16': 2}  # any other type takes 4
 
 
@@ -30,11 +31,11 @@ class Profiler(Hook):
 
     The figures, and the bytes communicated, go to out_dir/profile.json. Four iterations are traced, after
     five in which the run settles; in a run of less than nine iterations, both are fewer.
-    iterations: the number of iterations of the whole run.
+    run: the Run, which makes `max_iters` iterations.
     """
 
-    def __init__(self, out_dir, iterations):
-        self.out_dir = out_dir
+    def __init__(self, run):
+        self.run, self.out_dir, iterations = run, run.cluster.folder.path, run.max_iters - run.iteration
         self.traced = min(4, max(1, iterations))
         settle = min(5, max(0, iterations - self.traced))
         self.is_done = False
@@ -64,6 +65,8 @@ class Profiler(Hook):
             print(f'  {category:<14}{value:>10.2f}ms {100 * value / total:>6.1f}%', flush=True)
         communicated = ', '.join(f'{name} {count / 1e6:,.3f}MB' for name, count in moved.items())
         print('  communicated ', communicated or 'nothing', flush=True)
+        print(' ', verdict.verdict_of_profile(milliseconds, *losses(events, steps), verdict.situation_of(self.run)),
+              flush=True)
         self.is_done = True
 
     def close(self):
@@ -138,19 +141,10 @@ def breakdown(events, steps):
     do not overlap with computation. Idle is the remaining time: waiting for the host, for other processes,
     for data.
     """
-    begin = min(start for start, _ in map(_interval, steps))
-    end = max(stop for _, stop in map(_interval, steps))
-    computing, communicating = [], []  # intervals
-    if any(event['cat'] == 'kernel' for event in events):
-        kernels = [e for e in events if e['cat'] in ('kernel', 'gpu_memcpy', 'gpu_memset')]
-        work = [(e, _category(e['name']), e['dur']) for e in kernels]
-    else:
-        operators = [e for e in events if e['cat'] in ('cpu_op', 'user_annotation') and e not in steps]
-        communicating = [_interval(e) for e in operators if _category(e['name']) == 'collectives']
-        # Other annotations include waiting, of a pipeline for its neighbours and of gloo for other processes.
-        work = _self_times([e for e in operators if e['tid'] == steps[0]['tid'] and (
-            e['cat'] == 'cpu_op' or _category(e['name']) in ('data', 'optimizer'))])
+    begin, end = _span(steps)
     spans = dict.fromkeys(CATEGORIES, 0.0)
+    work, communicating = _work(events, steps)
+    computing = []  # intervals
     for event, category, duration in work:
         start, stop = _interval(event)
         start, stop = max(begin, start), min(end, stop)
@@ -162,6 +156,49 @@ def breakdown(events, steps):
     spans['collectives'] = _length(computing + communicating) - computed
     spans['idle'] = end - begin - computed - spans['collectives']
     return {category: span / 1000 / len(steps) for category, span in spans.items()}
+
+
+def losses(events, steps):
+    """What `breakdown` does not tell, both in milliseconds per iteration.
+
+    First, of the idle time of a GPU, that in which the host waits for data (on a CPU this time is in `data`). Second,
+    {category: the time of operators on a CPU that take about as long to start as to run}.
+    """
+    begin, end = _span(steps)
+    work, _ = _work(events, steps)
+    milliseconds = 1 / 1000 / len(steps)
+    if not _has_kernels(events):
+        short = {}
+        for _, category, duration in work:
+            if duration < SHORT:
+                short[category] = short.get(category, 0.0) + duration * milliseconds
+        return 0.0, short
+    busy = [_interval(event) for event, _, _ in work]
+    busy = [(max(begin, start), min(end, stop)) for start, stop in busy if start < end and stop > begin]
+    waiting = [_interval(event) for event in events if event['name'] == 'data' and event['cat'] == 'user_annotation']
+    waiting = [(max(begin, start), min(end, stop)) for start, stop in waiting if start < end and stop > begin]
+    return (_length(busy + waiting) - _length(busy)) * milliseconds, {}
+
+
+def _work(events, steps):
+    """([(event, category, duration)] of what a GPU or the main thread does, intervals of collectives on a CPU)."""
+    if _has_kernels(events):
+        kernels = [e for e in events if e['cat'] in ('kernel', 'gpu_memcpy', 'gpu_memset')]
+        return [(e, _category(e['name']), e['dur']) for e in kernels], []
+    operators = [e for e in events if e['cat'] in ('cpu_op', 'user_annotation') and e not in steps]
+    communicating = [_interval(e) for e in operators if _category(e['name']) == 'collectives']
+    # Other annotations include waiting, of a pipeline for its neighbours and of gloo for other processes.
+    return _self_times([e for e in operators if e['tid'] == steps[0]['tid'] and (
+        e['cat'] == 'cpu_op' or _category(e['name']) in ('data', 'optimizer'))]), communicating
+
+
+def _has_kernels(events):
+    return any(event['cat'] == 'kernel' for event in events)
+
+
+def _span(steps):
+    """(start of the first, stop of the last) iteration."""
+    return min(start for start, _ in map(_interval, steps)), max(stop for _, stop in map(_interval, steps))
 
 
 def _self_times(events):

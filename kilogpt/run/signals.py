@@ -64,7 +64,8 @@ class Signals:
         line: a line of the log (Meter.line) whose `loss_sum` and `sums` are to be added up. The next
         exchange, or `flush`, passes the line to `write_line` with the sums over all processes. With several
         processes, the line then also has `slowest_rank`, the process that has waited least for others since
-        the previous line, and `lag_ms`, by how much the longest wait of another process exceeds that.
+        the previous line, `comm_ms`, how long that process has waited, and `lag_ms`, by how much the longest wait of
+        another process exceeds that. `data_ms` and `optimizer_ms` are means over the processes.
         """
         processes, now = self.processes, time.perf_counter()
         seconds_per_step = (now - self._time) / max(1, self._steps)
@@ -74,8 +75,9 @@ class Signals:
             numbers |= dict(save_requests=float(self.wants_save()), seconds_per_step=seconds_per_step)
         waited = 0.0
         if line is not None:
-            numbers |= dict(loss_sum=line['loss_sum']) | line['sums']
-            waited = processes.seconds_waited()
+            seconds = processes.seconds_of()
+            waited = seconds.pop('others')
+            numbers |= dict(loss_sum=line['loss_sum']) | line['sums'] | seconds
         arrived, self._under_way = self._under_way, (processes.sum_later(numbers, waited), line)
         if processes.world_size == 1:
             self.flush()
@@ -119,7 +121,10 @@ class Signals:
             return
         line['loss_sum'] = sums['loss_sum']
         line['sums'] = {name: sums[name] for name in line['sums']}
+        for what in ('data', 'optimizer'):
+            line[f'{what}_ms'] = 1000 * sums[what] / len(waits)
         if len(waits) > 1:
             line['slowest_rank'] = waits.index(min(waits))
+            line['comm_ms'] = 1000 * min(waits)
             line['lag_ms'] = 1000 * (max(waits) - min(waits))
         self.write_line(line)

@@ -177,7 +177,7 @@ def set_aside(out_dir):
     # Two short runs can begin within the same second, so the name has microseconds.
     folder = os.path.join(out_dir, f'{datetime.now():earlier-%Y%m%d-%H%M%S-%f}')
     os.makedirs(folder)
-    for name in ('ckpt', 'metrics.jsonl', 'samples.jsonl', 'tasks.jsonl', 'config.json', 'tensorboard'):
+    for name in ('ckpt', 'metrics.jsonl', 'samples.jsonl', 'tasks.jsonl', 'config.json', 'tensorboard', 'events'):
         if os.path.exists(os.path.join(out_dir, name)):
             os.rename(os.path.join(out_dir, name), os.path.join(folder, name))
     if os.path.exists(tokenizer_folder(out_dir)):  # the new run may have the same tokenizer

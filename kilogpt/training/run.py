@@ -12,6 +12,9 @@ from kilogpt.run.signals import Signals
 from kilogpt.run.state import Ending, Progress
 
 
+LEAST_ITERATIONS = 20  # of a run that says what bounds it
+
+
 class Run(Progress):
     """A run of train.py, the same on all its processes. Prints what it is, and opens its folder.
 
@@ -38,21 +41,13 @@ class Run(Progress):
             self.processes.say(f'resuming {start.source} at iteration {self.iteration}')
         cluster.folder.begin(config, start.meta, resumed=start.source if start.saved else None,
                              saves_checkpoints=self.saves_checkpoints)
-        self.log = self._open_log()
+        self.log = Metrics(cluster.folder.path, self.processes.is_main, config, start.saved.get('wandb_id'),
+                           self.iteration, self.island, prints=self.processes.is_first)
         self.saver = checkpoint.Saver(cluster.out_dir, config['keep_checkpoints'], cluster.islands.needed_checkpoint)
         self.signals = Signals(self.processes, cluster.stop_request, cluster.watchdog, self.wants_save,
                                lambda line: meter.write(self, line))
         self.guard = Guard(self)
         self.hooks = Hooks([cluster.islands] if are_on(config) else [])
-
-    def _open_log(self):
-        config = self.config
-        wandb = dict(project=config['wandb_project'], name=config['wandb_run_name'], config=config,
-                     id=self.start.saved.get('wandb_id'))
-        return Metrics(self.cluster.folder.path, self.processes.is_main,
-                       wandb if config['wandb_log'] and self.island == 0 else None,
-                       config['tensorboard'] and not self.eval_only, self.iteration,
-                       prints=self.processes.is_first)
 
     def begin(self, save):
         """Add the hooks that keys ask for, and continue from the hooks' part of a checkpoint. save(): saves one."""
@@ -60,9 +55,12 @@ class Run(Progress):
         if config['on_spike'] == 'rollback':
             from kilogpt.run.rollback import Rollback
             self.hooks.append(Rollback(self, save))
+        if config['events'] and not self.eval_only:
+            from kilogpt.run.events import Events
+            self.hooks.append(Events(self))
         if config['profile'] and self.processes.is_main:
             from kilogpt.run.profiler import Profiler
-            self.hooks.append(Profiler(self.cluster.folder.path, self.max_iters - self.iteration))
+            self.hooks.append(Profiler(self))
         if config['eval_tasks'] or config['sample_interval']:
             from kilogpt.evaluate.hooks import evaluation_hooks
             self.hooks += evaluation_hooks(self)
@@ -179,13 +177,16 @@ class Run(Progress):
             self.end('stopped', f'stopped by {name} at iteration {self.iteration}{resumes}', 143)
 
     def leave(self):
-        """Wait for the last save, close the log, and end this process with the exit code of the run."""
+        """Wait for the last save, close the log, say what bounded the run, and end this process with its exit code."""
         with self.cluster.watchdog.waits_for_storage():
             self.saver.wait()
         self.log.save_written(self.iteration, self.clock.now())
         self.hooks.close()
         self.log.close()
         ending, problem = self.ending, self.saver.problem
+        if self.meter.iterations >= LEAST_ITERATIONS and not self.config['profile'] and self.processes.is_first:
+            from kilogpt.run.verdict import verdict_of_run
+            self.processes.say(verdict_of_run(self))
         if problem and ending.reason != 'failed':
             ending = Ending('failed', f'the run ended at iteration {self.iteration}, but its last checkpoint '
                             f'could not be saved ({problem})', 1)
