@@ -171,7 +171,8 @@ def test_metrics_and_console_show_every_iteration(variants):
     assert list(base.lines) == list(range(1, 13)) and list(base.evals) == [0, 6, 12]
     assert saved_iterations(base.out_dir) == [6, 12]
     for i, line in base.lines.items():
-        assert list(line) == 'iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds'.split()
+        assert list(line) == ('iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds '
+                              'data_ms optimizer_ms').split()
         assert line['tokens'] == i * 12 * 32
         assert line['tokens_per_sec'] == pytest.approx(384e3 / line['dt_ms'])
         assert line['mfu'] > 0 and line['mem_gb'] > 0

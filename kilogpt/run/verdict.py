@@ -54,7 +54,7 @@ def situation_of(meter, processes, config):
     peak = 1e9 * metrics.peak_memory_gb(processes.device)
     if processes.device.type == 'cpu':  # its processes share the memory
         peak *= int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    return Situation(config, Layout.of(processes.world_size, config), processes.device.type == 'cuda', meter.dtype,
+    return Situation(config, Layout.of(processes.world_size, config), processes.device.type != 'cpu', meter.dtype,
                      peak / metrics.available_memory(processes.device),
                      max(meter.late, key=meter.late.get, default=None))
 
@@ -231,7 +231,7 @@ KINDS = dict(
     overhead=(lambda situation: 'overhead of small operators', _overhead),
     small=(lambda situation: f'small micro-batches of {situation.micro_batch} tokens', _overhead),
     optimizer=(lambda situation: 'memory traffic of the optimizer', _optimizer),
-    pauses=(lambda situation: 'evaluation and saving', _pauses),
+    pauses=(lambda situation: 'pauses for evaluation and saving', _pauses),
     traffic=(lambda situation: 'memory traffic', _traffic),
     products=(lambda situation: 'compute', _compute),
     compute=(lambda situation: 'compute', _compute),
