@@ -1,5 +1,6 @@
 """Updates that are skipped because of their gradient norm: runs with planted bad batches."""
 import json
+import re
 import shutil
 
 import numpy as np
@@ -72,7 +73,9 @@ def test_run_that_goes_back_is_the_one_that_never_saw_these_batches(train, datas
     """After spikes in iterations 23 to 26, the run goes back to 20 and continues with the later batches."""
     data = f'--dataset={plant(dataset, tmp_path / "data", [23, 24, 25, 26])}'
     options = [*LONG, *layout.split(), data]
-    run = train(*options, '--on_spike=rollback', nproc=nproc, faults=SPIKES)
+    run = train(*options, '--on_spike=rollback', '--events=True', nproc=nproc, faults=SPIKES)
+    events = (run.out_dir / 'events' / 'rank_00000.jsonl').read_text()
+    assert re.findall('"rollback".*"iter": (\\d+), "what": "back from iteration (\\d+)"', events) == [('20', '26')]
     assert run.stdout.count('4 spikes in a row: going back to') == 1 and run.lines[34]['spikes'] == 4
     assert run.lines[34]['tokens'] == (34 + 6) * SEQUENCES * 32
 

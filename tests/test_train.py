@@ -171,10 +171,11 @@ def test_metrics_and_console_show_every_iteration(variants):
     assert list(base.lines) == list(range(1, 13)) and list(base.evals) == [0, 6, 12]
     assert saved_iterations(base.out_dir) == [6, 12]
     for i, line in base.lines.items():
-        assert list(line) == 'iter loss grad_norm lr dt_ms tokens_per_sec mem_gb tokens seconds'.split()
+        assert list(line) == ('iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds '
+                              'data_ms optimizer_ms').split()
         assert line['tokens'] == i * 12 * 32
         assert line['tokens_per_sec'] == pytest.approx(384e3 / line['dt_ms'])
-        assert line['mem_gb'] > 0
+        assert line['mfu'] is None and line['mem_gb'] > 0
     assert all(list(line) == ['iter', 'train_loss', 'val_loss', 'val_bpb'] for line in base.evals.values())
     assert base.lines[12]['loss'] < base.lines[1]['loss'] - 0.5  # it learns
     # The console shows the same numbers in nanoGPT's format.

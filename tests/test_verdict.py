@@ -141,7 +141,7 @@ def situation(world_size=1, memory=0.5, dtype='bfloat16', **keys):
      '--zero_stage=1 (each process updates a part)'),
     (dict(input=0.0, compute=1.0), dict(memory=0.95, cpu_offload=True, zero_stage=3, world_size=8),
      'size of the memory', '--batch_size=4 --gradient_accumulation_steps=16'),
-    (dict(pauses=0.6), {}, 'evaluation and saving', '--eval_interval=200; or --eval_iters=5')])
+    (dict(pauses=0.6), {}, 'pauses for evaluation and saving', '--eval_interval=200; or --eval_iters=5')])
 def test_rules(shares, keys, bound, advice):
     sentence = judge(shares, situation(**keys))
     assert sentence.startswith(f'bound by: {bound}') and advice in sentence, sentence

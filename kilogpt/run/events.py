@@ -48,7 +48,7 @@ class Events(Hook):
         self.lap_began, self.waited = now, dict(self.processes.waited)
         self._note_saves()
         if self.run.iteration < self.iteration:
-            self._write('rollback', of=self.iteration)
+            self._write('rollback', what=f'back from iteration {self.iteration + 1}')
         self.iteration = self.run.iteration
         if time.monotonic() - self.alive_at > SIGN_OF_LIFE and self.is_open:
             self.alive_at = time.monotonic()

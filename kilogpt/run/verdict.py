@@ -55,7 +55,7 @@ def situation_of(run):
     peak = 1e9 * metrics.peak_memory_gb(processes.device)
     if processes.device.type == 'cpu':  # its processes share the memory
         peak *= int(os.environ.get('LOCAL_WORLD_SIZE', 1))
-    return Situation(config, run.cluster.layout, processes.device.type == 'cuda', run.cluster.dtype,
+    return Situation(config, run.cluster.layout, processes.device.type != 'cpu', run.cluster.dtype,
                      peak / metrics.available_memory(processes.device),
                      max(meter.late, key=meter.late.get, default=None))
 
@@ -232,7 +232,7 @@ KINDS = dict(
     overhead=(lambda situation: 'overhead of small operators', _overhead),
     small=(lambda situation: f'small micro-batches of {situation.micro_batch} tokens', _overhead),
     optimizer=(lambda situation: 'memory traffic of the optimizer', _optimizer),
-    pauses=(lambda situation: 'evaluation and saving', _pauses),
+    pauses=(lambda situation: 'pauses for evaluation and saving', _pauses),
     traffic=(lambda situation: 'memory traffic', _traffic),
     products=(lambda situation: 'compute', _compute),
     compute=(lambda situation: 'compute', _compute),
