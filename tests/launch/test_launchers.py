@@ -104,6 +104,11 @@ def test_torchrun_within_a_launcher_counts(adopted):
 
 
 @pytest.mark.quick
+def test_task_with_a_rank_of_its_own_is_a_run_of_its_own(adopted):
+    assert adopted(**of_rank(SRUN, 1), RANK='0') == dict(RANK='0')
+
+
+@pytest.mark.quick
 def test_mpirun_within_a_job_of_slurm_counts(adopted):
     helper = SRUN | dict(SLURM_PROCID='1', SLURM_LOCALID='0', SLURM_STEP_TASKS_PER_NODE='1(x2)', SLURM_NODEID='1')
     found = adopted(**helper, **of_rank(OPEN_MPI, 0))

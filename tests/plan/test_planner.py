@@ -161,6 +161,15 @@ def test_name_of_a_gpu_is_found_without_its_spaces_and_capitals():
     assert [machines.find_machine(name).name for name in ('RTX4090', 'h100-pcie')] == ['RTX 4090', 'H100 PCIe']
 
 
+@pytest.mark.quick
+@pytest.mark.parametrize('device, nodes, link, network', [
+    ('cuda', 2, None, 1e9), ('cuda', 1, None, 37.5e9), ('cuda', 2, 200, 18.75e9), ('cpu', 1, None, 1e9)])
+def test_network_is_measured_or_as_the_link_says(tmp_path, device, nodes, link, network):
+    path = tmp_path / 'cluster.json'
+    machines.write_machine(dataclasses.replace(MACHINE, device=device, nodes=nodes), path)
+    assert machines.find_machine(str(path), link).network == network
+
+
 def test_search_proposes_nothing_that_train_would_refuse(machine_file):
     """Each row passes train.py's checks, and train.py would not change a micro-batch."""
     config = config_of(os.path.join(ROOT, 'train.py'), [*TINY, '--gradient_accumulation_steps=4'])
