@@ -79,18 +79,23 @@ def draw(results, reference, dataset, path):
         mean = statistics.mean(percents)
         spread = [[mean - min(percents)], [max(percents) - mean]]
         axes.errorbar(reduction(runs), mean, spread, marker='o', capsize=3, color='#0072b2')
-        is_crowded = 'fragments' in interval
-        axes.annotate(f'{interval} ({sent_as})', (reduction(runs), mean), (-8 if is_crowded else 8, 0),
+        is_crowded = 'fragments' in interval or reduction(runs) > 150
+        every, *more = interval.split(', ')
+        iterations = 'iteration' if every == '1' else f'{every} iterations'
+        later = [', in 2 parts, 2 iterations late'] if more == ['2 fragments', 'delay 2'] else []
+        label = ''.join([f'every {iterations}, as {sent_as}', *later])
+        axes.annotate(label, (reduction(runs), mean), (-8 if is_crowded else 8, 0),
                       fontsize=8, ha='right' if is_crowded else 'left', va='center',
                       textcoords='offset points')
     axes.axhline(0, color='grey', linewidth=0.8)
-    axes.set(xscale='log', xlim=(0.3, 500), xlabel='times fewer bytes than DDP',
-             ylabel='validation loss above DDP, %',
-             title=f'{dataset}, {PARAMETERS:,} parameters, {ITERATIONS:,} iterations of {ISLANDS} islands; '
-                   'float32 on CPUs')
+    axes.set(xscale='log', xlim=(0.3, 2000), xlabel='bytes sent by data parallelism (DDP) / bytes sent by an island',
+             ylabel='validation loss above that of DDP, %',
+             title=f'What it costs to exchange less: {ISLANDS} islands (groups that train apart and\n'
+                   f'exchange parameters at times), {PARAMETERS:,} parameters, {ITERATIONS:,} iterations on {dataset}')
+    axes.xaxis.set_major_formatter('{x:g}')
     axes.title.set_size('medium')
-    axes.text(0.02, 0.25, 'points: mean and range of the seeds\nlabels: outer_interval (sent as)', fontsize=8,
-              transform=axes.transAxes)
+    axes.text(0.02, 0.25, 'labels: how often, and in which numbers, parameters are exchanged\n'
+              'points and bars: mean and range of the seeds', fontsize=8, transform=axes.transAxes)
     figure.savefig(path, dpi=120)
 
 

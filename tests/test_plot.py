@@ -171,16 +171,16 @@ def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
     assert axes_of([ends_alone], 'iterations', tmp_path)[0].get_ylim() == pytest.approx((3.9, 6.1))
 
 
-def test_bits_per_byte_are_points_alone(folder, tmp_path, monkeypatch, capsys):
-    with_bytes = folder(evaluation(0, 4.0), training(2), evaluation(2, 3.0) | dict(val_bpb=1.5))
+def test_bits_per_byte_of_training_follow_from_those_of_the_validation_text(folder, tmp_path, monkeypatch, capsys):
+    with_bytes = folder(evaluation(0, 4.0), training(1, loss=3.6), training(2, loss=3.2), evaluation(2, 3.0) | dict(val_bpb=1.5))
     run = sources.read_run(with_bytes)
     from matplotlib import pyplot
     curves.draw([run], ['tokens'], tmp_path / 'bpb.png', y='bpb')
     panel, = pyplot.gcf().axes
     pyplot.close()
     line, points = panel.lines
-    assert not len(line.get_xdata()) and list(points.get_ydata()) == [1.5]
-    assert panel.get_ylabel() == 'loss in bits per byte. Points: validation'
+    assert list(line.get_ydata()) == pytest.approx([1.8, 1.6]) and list(points.get_ydata()) == [1.5]
+    assert panel.get_ylabel() == 'loss, bits per byte'
     without = folder(evaluation(0, 4.0), name='without')
     monkeypatch.setattr(
         sys, 'argv', ['plot.py', with_bytes, without, '--y=bpb', f'--out={tmp_path}/both.png'])
@@ -192,7 +192,7 @@ def test_flops_of_training_lines_follow_from_those_of_evaluations(folder, tmp_pa
     run = sources.read_run(folder(evaluation(0, 4.0) | dict(flops=0, tokens=0), training(1), training(2),
                                   evaluation(2, 3.0) | dict(flops=1000, tokens=200)))
     assert [line['flops'] for line in run.train + run.evals] == [500, 1000, 0, 1000]
-    assert axes_of([run], 'flops', tmp_path)[0].get_xlabel() == 'flops'
+    assert axes_of([run], 'flops', tmp_path)[0].get_xlabel() == 'FLOPs (floating-point operations)'
 
 
 def test_spread_of_means_is_drawn_as_bars(folder, tmp_path):
@@ -209,6 +209,20 @@ def test_labels_do_not_overlap(folder, tmp_path):
     line_height = heights['b'] - heights['a']
     assert line_height > 0.04 and heights['c'] - heights['b'] == pytest.approx(line_height)
     assert heights['d'] - heights['c'] > 0.5
+
+
+def test_of_many_runs_the_first_and_the_lowest_have_names_and_the_others_one(folder, tmp_path):
+    runs = [sources.read_run(folder(evaluation(0, 4.0), training(9), evaluation(9, 3 - i / 100), name=f'run{i:02}'))
+            for i in range(20)]
+    figure = figure_of(runs, ['tokens', 'seconds'], tmp_path)
+    labels = [text.get_text() for panel in figure.axes for text in panel.texts]
+    names = {f'run{i:02}  last {3 - i / 100:.2f}' for i in (0, *range(14, 20))}
+    assert set(labels) == names | {'13 others  last 2.87 to 2.99'} and len(labels) == 8
+    assert len(figure.get_suptitle().splitlines()) == 2
+    colors = [line.get_color() for line in figure.axes[0].lines[::2]]
+    assert colors.count(curves.GREY) == 13 and len(set(colors)) == 8
+    loss, speed = figure_of(runs, ['iterations'], tmp_path).axes
+    assert len(loss.texts) == 8 and len(speed.texts) == 7
 
 
 def test_run_without_evaluations_is_drawn_with_its_training_loss(folder, tmp_path):
@@ -237,16 +251,21 @@ def test_picture_has_tokens_and_seconds_and_names_data_and_machine(folder, tmp_p
         return sources.read_run(str(path))
     a, b, c = run('a', 'shakespeare_char'), run('b', 'data/shakespeare_char/'), run('c', 'owt', 'NVIDIA H100')
     figure = figure_of([a, b], ['tokens', 'seconds'], tmp_path)
-    assert [panel.get_xlabel() for panel in figure.axes] == ['tokens', 'seconds']
-    about = 'shakespeare_char; AMD EPYC, 2 process(es) of 1 thread(s)'
-    assert figure.get_suptitle() == about
-    assert figure_of([a, c], ['seconds'], tmp_path).get_suptitle() == (
-        f'a: {about}\nc: owt; NVIDIA H100, 2 process(es) of 1 thread(s)')
+    assert [panel.get_xlabel() for panel in figure.axes] == ['tokens trained on', 'seconds since the start']
+    assert [len(panel.texts) for panel in figure.axes] == [0, 2]  # each label once
+    legend = 'points: validation; lines: training, means over a hundredth of the run'
+    assert figure.get_suptitle() == f'Loss of a and b on shakespeare_char\n{legend}; AMD EPYC, 2 processes of 1 thread'
+    assert figure_of([a, c], ['seconds'], tmp_path).get_suptitle() == f'Loss of a and c on owt and shakespeare_char\n{legend}'
+    assert figure_of([a, b, c, a], ['seconds'], tmp_path).get_suptitle().startswith('Loss of 4 runs on owt and ')
+    curves.draw([a], ['seconds'], tmp_path / 'named.png', title='Mine')
+    from matplotlib import pyplot
+    assert pyplot.gcf().get_suptitle().splitlines()[0] == 'Mine'
+    pyplot.close()
     # Without --x there are both panels. A run that has nothing to draw, or no tokens, is not passed over.
     (tmp_path / 'n.log').write_text(NANOGPT.partition('\n')[2])
     drawn = []
     monkeypatch.setattr(
-        plot, 'draw', lambda runs, axes, out, y: drawn.append(([run.name for run in runs], axes)))
+        plot, 'draw', lambda runs, axes, out, y, title: drawn.append(([run.name for run in runs], axes)))
     for arguments in (['a', 'b'], ['a', folder(name='nothing')], ['a', f'n={tmp_path}/n.log']):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(sys, 'argv', ['plot.py', *arguments])

@@ -56,7 +56,7 @@ FIGURE = [
          '--max_iters=2000 --lr_decay_iters=2000 --dropout=0.0', SMALL),
     step('python -m kilogpt.plot "nanoGPT=nanogpt.log" "the same command line=out-shakespeare-char" '
          '"quick start=out-quickstart" "shakespeare_cpu=out-shakespeare-cpu" '
-         '--out=assets/loss.png'),
+         '--title="Loss of nanoGPT and of three runs of kiloGPT on tiny Shakespeare" --out=assets/loss.png'),
 ]
 SESSIONS = dict(
     own_settings=[

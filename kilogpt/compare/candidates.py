@@ -125,8 +125,8 @@ def mean_run(candidate, y):
     first = candidate.runs[0]
     if len(candidate.runs) == 1:
         return first._replace(name=candidate.name)
-    about = first.about if len({run.about for run in candidate.runs}) == 1 else ''
-    return first._replace(name=candidate.name, about=about,
+    machine = first.machine if len({run.machine for run in candidate.runs}) == 1 else ''
+    return first._replace(name=candidate.name, machine=machine,
                           train=mean_lines([run.train for run in candidate.runs], y),
                           evals=mean_lines([run.evals for run in candidate.runs], f'val_{y}'))
 

@@ -7,9 +7,10 @@
 A source is the folder of a run, or a text with the console output of nanoGPT. NAME=SOURCE names a curve.
 Points are evaluations, and a curve's label has the last of them. Nothing is drawn between points, since
 nobody knows the validation loss there. The faint line is the training loss, in means over a hundredth of the
-run. --y=bpb draws bits per byte of text, which only evaluations have. --x=iterations has throughput beside
-the losses. The x axis is logarithmic if runs have very different lengths. The title names the data and the
-machine, as far as the runs' folders say.
+run. --y=bpb draws bits per byte of text; those of training take a token to have as many bytes as in the
+validation text. --x=iterations has throughput beside the losses. The x axis is logarithmic if runs have very
+different lengths. Of more than seven runs, the first and the six that end lowest have a colour and a name. The
+title names the data and the machine, as far as the runs' folders say.
 
 Seconds are wall-clock time. For a folder they include start-up, evaluations and saves, and add up over
 resumed runs. For a text they are the sum of the logged times (kilogpt/plot/sources.py).
@@ -28,6 +29,7 @@ def main():
                         help='the folder of a run, or a text printed by nanoGPT')
     parser.add_argument('--x', choices=KEYS, help='the only x axis (default: tokens and seconds)')
     parser.add_argument('--y', choices=Y, default='loss', help='loss per token, or bits per byte (loss)')
+    parser.add_argument('--title', default='', help='first line above the picture (default: the runs and their data)')
     parser.add_argument('--out', default='plot.png', help='file for the picture (plot.png)')
     options = parser.parse_args()
     runs = []
@@ -48,7 +50,7 @@ def main():
                     sys.exit(f'error: {run.name} does not say {X[x]}: choose --x=seconds or --x=iterations')
                 print(f'{run.name} does not say {X[x]}: drawn against seconds alone')
                 axes.remove(x)
-    draw(runs, axes, options.out, options.y)
+    draw(runs, axes, options.out, options.y, options.title)
 
 
 if __name__ == '__main__':

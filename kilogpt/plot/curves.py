@@ -10,6 +10,10 @@ from kilogpt.plot.sources import Y, is_finite
 KEYS = dict(iterations='iter', tokens='tokens', seconds='seconds', flops='flops')  # {--x: key of a line}
 COLORS = ('#0072b2', '#d55e00', '#009e73', '#cc79a7', '#e69f00', '#56b4e9', '#000000')  # Okabe and Ito
 MOST_MEANS = 100  # a line of more values is drawn as this many means
+MOST_NAMES = len(COLORS)  # runs with a colour and a label of their own; more are grey, with one label
+GREY = '#999999'
+UNITS = dict(iterations='iterations', tokens='tokens trained on', seconds='seconds since the start',
+             flops='FLOPs (floating-point operations)')
 
 
 class Curve(NamedTuple):
@@ -51,31 +55,32 @@ def import_pyplot():
     return pyplot
 
 
-def draw(runs, axes, path, y='loss'):
+def draw(runs, axes, path, y='loss', title=''):
     """Write a picture of the runs' losses, with a panel for each of `axes`, which are names in KEYS.
 
-    Iterations alone have a panel of the throughput too. y: 'loss', or 'bpb' for bits per byte.
+    Iterations alone have a panel of the throughput too. y: 'loss', or 'bpb' for bits per byte. title: its first
+    line; '' = the number of runs and their data.
     """
     pyplot = import_pyplot()
-    colored = list(zip(runs, itertools.cycle(COLORS)))
+    colored = color(runs, y)
     speeds = []
     if axes == ['iterations']:
         speeds = [speed_curve(run, color) for run, color in colored]
         speeds = [speed for speed in speeds if speed.x]
     panels = len(axes) + bool(speeds)
-    figure, (row,) = pyplot.subplots(1, panels, figsize=(2 + 6 * panels, 4.8), squeeze=False,
+    figure, (row,) = pyplot.subplots(1, panels, figsize=(2 + 5.5 * panels, 4.8), squeeze=False,
                                      layout='constrained')
-    figure.suptitle(describe_runs(runs), fontsize='medium')
-    lines = ';\nlines: training, means of a hundredth of the run' if y == 'loss' else ''
-    row[0].set_ylabel(f'loss in {Y[y]}. Points: validation{lines}')
+    figure.suptitle(describe_runs(runs, y, title), fontsize='medium')
+    row[0].set_ylabel(f'loss, {Y[y]}')
     for panel, x in zip(row, axes):
-        draw_losses(panel, colored, x, y)
+        draw_losses(panel, colored, x, y, is_labelled=x == axes[-1])
     if speeds:
         row[-1].set_ylabel('tokens per second')
         row[-1].yaxis.set_major_formatter('{x:,.0f}')
         for speed in speeds:
             row[-1].plot(speed.x, speed.y, color=speed.color, linewidth=1)
         finish_panel(row[-1], speeds, 'iterations', (0, None))
+        label_ends(row[-1], [speed for speed in speeds if speed.color != GREY])
     save(figure, path)
 
 
@@ -88,12 +93,39 @@ def save(figure, path):
     print(f'wrote {path}')
 
 
-def describe_runs(runs):
-    """The data and the machine of all runs in one line, or in a line for each run that tells them."""
-    known = [run for run in runs if run.about]
-    if len({run.about for run in known}) == 1:
-        return known[0].about
-    return '\n'.join(f'{run.name}: {run.about}' for run in known)
+def color(runs, y):
+    """[(run, color)]: all but the first and those with the lowest last values are grey if there are many."""
+    def last(run):
+        values = [line[f'val_{y}'] for line in run.evaluations(y)]
+        return (values or [line[y] for line in run.train if is_finite(line.get(y))])[-1]
+
+    named = runs
+    if len(runs) > MOST_NAMES:
+        named = runs[:1] + sorted(runs[1:], key=last)[:MOST_NAMES - 1]
+    colors = iter(COLORS)
+    colored = [(run, next(colors) if any(run is other for other in named) else GREY) for run in runs]
+    return sorted(colored, key=lambda pair: pair[1] != GREY)  # grey ones are drawn first
+
+
+def describe_runs(runs, y, title=''):
+    """Two lines: which losses of which runs, and what points and lines are, with the machine if it is one.
+
+    title: as in `draw`.
+    """
+    datasets, machines = ({getattr(run, key) for run in runs} - {''} for key in ('dataset', 'machine'))
+    if not title:
+        *first, last = [run.name for run in runs]
+        which = f'{", ".join(first)} and {last}' if len(first) in (1, 2) else f'{len(runs)} runs' if first else last
+        names = ' and '.join(sorted(datasets)) if len(datasets) < 3 else f'{len(datasets)} datasets'
+        title = f'Loss of {which}' + (f' on {names}' if names else '')
+    facts = ['points: validation', 'lines: training, means over a hundredth of the run']
+    if any(f'val_{y}_spread' in line for run in runs for line in run.evals):
+        facts[0] += ', mean and standard deviation over seeds'
+    if y == 'bpb':
+        facts[1] += ', with the bytes per token of the validation text'
+    if len(machines) == 1:
+        facts += machines
+    return f'{title}\n{"; ".join(facts)}'
 
 
 def speed_curve(run, color):
@@ -103,7 +135,7 @@ def speed_curve(run, color):
     return averaged(curve)._replace(label=f'{run.name}  median {median:,.0f}', end=median)
 
 
-def draw_losses(panel, colored, x, y):
+def draw_losses(panel, colored, x, y, is_labelled):
     """Draw validation losses as points and training losses as lines. colored: [(run, color)]."""
     drawn, labelled = [], []
     for run, color in colored:
@@ -118,6 +150,16 @@ def draw_losses(panel, colored, x, y):
         drawn.append([curve for curve in (training, validation) if curve.x])
         labelled.append(shown._replace(label=f'{run.name}  {kind} {shown.y[-1]:.2f}', end=shown.y[-1]))
     finish_panel(panel, labelled, x, loss_limits(drawn))
+    if is_labelled:
+        label_ends(panel, with_one_label_for_grey(labelled))
+
+
+def with_one_label_for_grey(curves):
+    """The curves, of which the lowest grey one has a label for all grey ones, and the others are left out."""
+    grey = sorted((curve for curve in curves if curve.color == GREY), key=lambda curve: curve.end)
+    if len(grey) > 1:
+        grey = [grey[0]._replace(label=f'{len(grey)} others  last {grey[0].end:.2f} to {grey[-1].end:.2f}')]
+    return [curve for curve in curves if curve.color != GREY] + grey
 
 
 def loss_limits(runs):
@@ -136,7 +178,7 @@ def loss_limits(runs):
 
 
 def finish_panel(panel, curves, x, y_limits):
-    """Scale the axes of a panel to its curves over x, and write their labels."""
+    """Scale the axes of a panel to its curves over x, and name them."""
     from matplotlib import ticker
     ends = [curve.x[-1] for curve in curves]
     if max(ends) >= 10 * min(ends) > 0:
@@ -146,15 +188,14 @@ def finish_panel(panel, curves, x, y_limits):
         panel.set_xlim(left=first / 2)
     formats = dict(tokens=ticker.EngFormatter(sep=''), flops='{x:.3g}')
     panel.xaxis.set_major_formatter(formats.get(x, '{x:,.10g}'))
-    panel.set(xlabel=x, ylim=y_limits)
+    panel.set(xlabel=UNITS[x], ylim=y_limits)
     panel.grid(alpha=0.25)
     panel.spines[['top', 'right']].set_visible(False)
-    panel.figure.draw_without_rendering()  # computes the final limits and sizes
-    label_ends(panel, curves)
 
 
 def label_ends(panel, curves):
     """Write each label beside the axes, at the height of its curve's end or just above the label below."""
+    panel.figure.draw_without_rendering()  # computes the final limits and sizes
     bottom, top = panel.get_ylim()
     points = panel.get_window_extent().height / panel.figure.dpi * 72
     free = 0.0  # the lowest free height, as a share of the axes' height

@@ -22,13 +22,14 @@ X = dict(tokens='how many tokens it has trained on', flops='how many FLOPs it ha
 class Run(NamedTuple):
     """Lines as in metrics.jsonl, sorted by iteration, with seconds added. nanoGPT's lines may have no tokens.
 
-    about: the dataset and the machine, as far as they are known.
+    dataset, machine: names of them, '' if not known.
     path: the folder or the text. config: what config.json says, or {}.
     """
     name: str
     train: list
     evals: list
-    about: str
+    dataset: str
+    machine: str
     path: str
     config: dict
 
@@ -59,12 +60,13 @@ def read_run(source):
     is_text = os.path.isfile(path)
     lines = read_text(path) if is_text else read_folder(path)
     add_flops(lines)
+    add_bits(lines)
     # A resumed run repeats the iterations since its checkpoint: the last line of an iteration counts.
     train = {line['iter']: line for line in lines if 'loss' in line}
     evals = {line['iter']: line for line in lines if 'val_loss' in line}
     config = {} if is_text else read_config(path)
     return Run(name, [train[i] for i in sorted(train)], [evals[i] for i in sorted(evals)],
-               '' if is_text else describe_folder(path, config), path, config)
+               dataset_name(config) if 'dataset' in config else '', '' if is_text else machine_of(path), path, config)
 
 
 def read_folder(folder):
@@ -132,19 +134,29 @@ def add_flops(lines):
             line.setdefault('flops', flops_per_token * line['tokens'])
 
 
-def describe_folder(folder, config):
-    """'dataset, machine' of a run, or as much of this as its config and newest checkpoint tell."""
-    facts = []
+def add_bits(lines):
+    """Set the `bpb` of training lines, if the run says how many bits a byte of its validation text has.
+
+    A token of the training text is taken to have as many bytes as one of the validation text.
+    """
+    known = [line for line in lines if is_finite(line.get('val_bpb')) and line['val_loss'] > 0]
+    for line in lines if known else ():
+        if is_finite(line.get('loss')):
+            line['bpb'] = line['loss'] * known[-1]['val_bpb'] / known[-1]['val_loss']
+
+
+def machine_of(folder):
+    """'PROCESSOR, 2 processes' of a run, as its newest checkpoint tells; '' without one, as for a copied log."""
     try:
-        facts.append(dataset_name(config))
         newest = max(glob.glob(os.path.join(glob.escape(folder), 'ckpt', 'iter_*', 'state.json')))
         with open(newest, encoding='utf-8') as file:
             processes, processor, threads, _ = json.load(file)['machine']
         processor = processor.rpartition(':')[2].strip()
-        facts.append(f'{processor}, {processes} process(es) of {threads} thread(s)')
-    except (OSError, ValueError, KeyError):  # a copied log alone, or a run without checkpoints
-        pass
-    return '; '.join(facts)
+    except (OSError, ValueError):
+        return ''
+    counts = [f'{count} {name}{"" if count == 1 else ending}' for count, name, ending in (
+        (processes, 'process', 'es'), (threads, 'thread', 's'))]
+    return f'{processor}, {" of ".join(counts)}'
 
 
 def dataset_name(config):

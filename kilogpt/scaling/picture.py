@@ -5,6 +5,9 @@ from kilogpt.plot.curves import import_pyplot, save
 from kilogpt.plot.sources import Y
 from kilogpt.scaling.law import Point, flops_factor, largest
 
+MOST_SIZES = 6  # in the legend
+SAID = dict(N='parameters', D='tokens', C='FLOPs')
+
 
 def draw(law, predictions, y, path):
     """Write the picture. predictions: Points with their predicted losses."""
@@ -12,10 +15,12 @@ def draw(law, predictions, y, path):
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(14, 4.8), layout='constrained')
     sizes = sorted({point.n for point in law.points})
     colors = dict(zip(sizes, pyplot.get_cmap('viridis')(np.linspace(0, 0.9, len(sizes)))))
+    shown = sizes if len(sizes) <= MOST_SIZES else [
+        sizes[round(i * (len(sizes) - 1) / (MOST_SIZES - 1))] for i in range(MOST_SIZES)]
     for n in sizes:
         runs = [point for point in law.points if point.n == n]
         left.plot([run.c for run in runs], [run.loss for run in runs], 'o', color=colors[n],
-                  label=f'{n:.3g} parameters')
+                  label=f'{n:.3g} parameters' if n in shown else None)
         if 'D' in law.variables:
             draw_curve(left, law, same_size(runs), color=colors[n], linewidth=1)
     if len(law.variables) == 1 and 'D' not in law.variables:
@@ -26,13 +31,16 @@ def draw(law, predictions, y, path):
                    label='compute-optimal')
     left.plot([point.c for point in predictions], [point.loss for point in predictions], '*', color='black',
               markersize=10, label='predicted')
-    left.set(xscale='log', xlabel='FLOPs', ylabel=f'last validation loss in {Y[y]}', title=str(law))
+    letters = ', '.join(f'{letter}: {SAID[letter]}' for letter in law.variables)
+    figure.suptitle(f'Validation loss of {len(law.points)} runs of {len(sizes)} size(s), and the law fitted to them:\n'
+                    f'{law} ({letters})', fontsize='medium')
+    left.set(xscale='log', xlabel='training cost in FLOPs (floating-point operations)', ylabel=f'last loss, {Y[y]}')
     left.legend(fontsize='small', frameon=False)
     predicted, _ = law.loss_at(law.points)
     for point, loss in zip(law.points, predicted):
         right.plot(point.loss, loss, 'o', color=colors[point.n])
     right.axline((point.loss, point.loss), slope=1, color='black', linewidth=0.5)
-    right.set(xlabel='measured', ylabel='predicted')
+    right.set(xlabel=f'measured loss, {Y[y]}', ylabel=f'loss by the law, {Y[y]}')
     for panel in (left, right):
         panel.grid(alpha=0.25)
         panel.spines[['top', 'right']].set_visible(False)
