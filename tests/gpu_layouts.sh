@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Layouts on one GPU, a world of 1, in one call of some minutes. Figures go to LOG.md. Their losses are compared by
+# Layouts on one GPU, a world of 1, in one call of some minutes. Figures go to docs/log. Their losses are compared by
 # tests/gpu_checks.py.
 #   bash tests/gpu_layouts.sh
 # To try the script itself on a CPU:

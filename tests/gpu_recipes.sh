@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What the convolutions gain and cost on one GPU, in one call of at most nine minutes. Figures go to LOG.md and decide
+# What the convolutions gain and cost on one GPU, in one call of at most nine minutes. Figures go to docs/log and decide
 # whether config/train_gpt2_modern.py gets attention_conv and mlp_conv. The dataset is one of docs/compare.md's, of
 # which 20M training tokens are enough (head -c 42000000 of its train.bin):
 #   bash tests/gpu_recipes.sh data/english

@@ -109,7 +109,7 @@ def run_forked(script, *arguments, check=True, **options):
     This saves seconds. options: those of `_run_in_fork_server`.
     """
     done = _run_in_fork_server(script, *arguments, **options)
-    if min(done.codes) < 0:  # one process in hundreds dies in malloc, in torch or gloo (LOG.md)
+    if min(done.codes) < 0:  # one process in hundreds dies in malloc, in torch or gloo (docs/log)
         warnings.warn(f'a signal ended this run, which is therefore repeated: {arguments}, {done.outputs}')
         done = _run_in_fork_server(script, *arguments, **options)
     assert done.returncode == 0 or not check, '\n'.join(done.outputs)

@@ -18,7 +18,7 @@ ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_it
 def rows_of(*arguments, **options):
     """The rows that bench.py prints with --json."""
     done = run_script('bench.py', *arguments, '--json', check=False, **options)
-    if 'lost its connection' in done.stdout:  # one process in hundreds dies, as in run_forked (LOG.md)
+    if 'lost its connection' in done.stdout:  # one process in hundreds dies, as in run_forked (docs/log)
         warnings.warn(f'a process of this run died, so the run is repeated: {arguments}, {done.stdout}')
         done = run_script('bench.py', *arguments, '--json', check=False, **options)
     assert done.returncode == 0, f'{done.stdout}\n{done.stderr}'

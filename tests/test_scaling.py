@@ -68,7 +68,7 @@ def test_losses_without_noise_give_the_planted_coefficients():
 
 
 def test_intervals_of_noisy_losses_hold_the_planted_coefficients():
-    """LOG.md has how often they do in many such sets."""
+    """docs/log has how often they do in many such sets."""
     fitted = law.Law(simulate(noise=0.003, seed=3), samples=100)
     for name, value, samples in fitted.described()[:5]:
         low, high = np.percentile(samples, [2.5, 97.5])

@@ -1,7 +1,7 @@
 """The passes of a micro-batch as one CUDA graph, which the host launches in a single call.
 
 One by one, the thousand kernels of a micro-batch of GPT-2 take the host longer to launch than a fast GPU
-takes to run them (LOG.md).
+takes to run them (docs/log).
 """
 import warnings
 

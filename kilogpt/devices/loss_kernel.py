@@ -1,7 +1,7 @@
 """The loss on GPUs: one kernel turns the logits into their gradients where they are. Needs Triton.
 
 The kernel reads a row of logits twice, the second time from the GPU's cache, and writes it once. The compiler
-makes two kernels of the same formula, one for each pass (LOG.md). The idea is Liger Kernel's (Hsu et al.
+makes two kernels of the same formula, one for each pass (docs/log). The idea is Liger Kernel's (Hsu et al.
 2024).
 """
 import torch

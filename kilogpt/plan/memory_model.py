@@ -23,7 +23,7 @@ CONTEXT = 1.5e9  # bytes that CUDA and NCCL take for themselves
 # Among the processes that share the experts, the rows of the busiest one over their mean. A guess.
 LOAD_IMBALANCE = 1.2
 GAPS = 0.06  # memory lost between tensors, as a share of their bytes; fitted (docs/layouts.md)
-# The same for processes on CPUs, fitted to the runs in LOG.md of 2026-11-25.
+# The same for processes on CPUs, fitted to the runs in docs/log of 2026-11-25.
 CPU_PROCESS = 0.34e9  # bytes of Python and PyTorch, and of what they load before the first iteration
 CPU_COMPILER = 0.13e9  # bytes of torch.compile
 # glibc keeps what is freed (host.keep_freed_memory), and a tensor that fits into none of the gaps takes new
@@ -31,7 +31,7 @@ CPU_COMPILER = 0.13e9  # bytes of torch.compile
 # another one if copies for saves are allocated beside the training.
 CPU_GAPS = 0.13  # as a share of the bytes of all tensors
 CPU_HOLE = 0.4  # as a share of the bytes of logits
-# The same for several processes, fitted to the runs in LOG.md of 2026-11-27. Parameters and gradients that are
+# The same for several processes, fitted to the runs in docs/log of 2026-11-27. Parameters and gradients that are
 # gathered and freed in every iteration, and gloo's copies of them, leave holes between what stays.
 CPU_PEERS = 0.08e9  # bytes of torch.distributed and gloo
 CPU_HOLES_OF_ZERO1 = 1.7  # as a share of the bytes of whole parameters

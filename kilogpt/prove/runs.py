@@ -54,7 +54,7 @@ class LayoutRuns:
         evals of each island; uncompiled: why the run was not compiled although it should be, or None.
         arguments, keys: settings of train.py, which override the config.
 
-        If a process crashes, the run is repeated once: in rare cases PyTorch or gloo crashes (LOG.md).
+        If a process crashes, the run is repeated once: in rare cases PyTorch or gloo crashes (docs/log).
         """
         run = self._train_once(processes, arguments, to_end, keys)
         if CRASHES.intersection(run.codes):

@@ -119,7 +119,7 @@ def refusal_of(draw, base):
 def run_draw(draw, number, datasets, base):
     """Run a draw; returns its Outcome. number: of the draw, for ports of its own. datasets: of write_data.
 
-    A draw that ends with an error is run once more: in rare cases PyTorch or gloo fails (LOG.md).
+    A draw that ends with an error is run once more: in rare cases PyTorch or gloo fails (docs/log).
     """
     outcome = run_once(draw, number, datasets, base)
     if outcome.kind != 'failed':

@@ -61,7 +61,7 @@ def test_planted_mistake_shows_in_a_draw_of_few_keys(mistake):
 @pytest.mark.slow
 @pytest.mark.parametrize('mistake', ['Megatron-LM 5916'])
 def test_planted_mistake_is_found_within_50_draws_and_shrinks(mistake):
-    """LOG.md has the number of draws that twelve of them took."""
+    """docs/log has the number of draws that twelve of them took."""
     done = prove(mistake, '--random=50', '--exitfirst', '--shrink=1', '--seed=2')
     print(done.stdout)
     smallest = re.search(r'SMALLEST: .*\n    python -m kilogpt.prove --draw="(.*)"', done.stdout)
