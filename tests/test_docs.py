@@ -61,7 +61,7 @@ def test_files_that_pages_name_exist():
     for page in PAGES:
         if page.name == 'files.md':  # written from the files
             continue
-        names = set(re.findall(r'(?<![\w./*-])[\w/-]+\.(?:py|sh|md)\b', page.read_text('utf-8')))
+        names = set(re.findall(r'(?<![\w./*])[\w/-]+\.(?:py|sh|md)\b', page.read_text('utf-8')))
         for name in names:
             places = [pathlib.Path(ROOT, folder, name) for folder in ('', 'config', 'data', 'docs', 'launch')]
             if not any(place.exists() for place in places):
