@@ -65,7 +65,8 @@ def choose_config(names):
 
 def choose_tokenizer(names):
     if FILES[0] not in names:
-        raise ValueError(f'has no {FILES[0]}: name a repository that has one')
+        advice = 'docs/data.md says how to make one of its tokenizer.model' if 'tokenizer.model' in names else 'name another'
+        raise ValueError(f'has no {FILES[0]}: {advice}')
     return [name for name in names if name in FILES]
 
 
@@ -196,6 +197,9 @@ def _download(place, cache, commit, files):
                 _download_large(place, cache, commit, name, size, digest)
             with _without_bars() if size <= LARGEST else contextlib.nullcontext():
                 hf_hub_download(place.repository, name, repo_type=place.kind, revision=commit)
+        if place.revision != commit:  # by which other programs find the commit without a network
+            with write_atomically(os.path.join(cache, 'refs', place.revision)) as file:
+                file.write(commit.encode())
     except Exception as error:  # as in _list
         raise OSError(_reason(place, error, name)) from None
 
