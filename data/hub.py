@@ -144,15 +144,16 @@ def _folders_of(place):
 def _list(place):
     """(commit, {file: [bytes, sha256 or None]}, error) of a Place: of the hub, or with the error of the last time."""
     from huggingface_hub import HfApi
-    path = os.path.join(_folders_of(place)[1], f'{place.revision.replace("/", "--")}.json')
-    began = time.time()
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    own, began = _folders_of(place)[1], time.time()
+    path = os.path.join(own, f'{place.revision.replace("/", "--")}.json')
+    os.makedirs(own, exist_ok=True)
     with FileLock(f'{path}.lock'):
         has_list = os.path.exists(path)
         if has_list:
             with open(path, encoding='utf-8') as file:
                 commit, files = json.load(file)
-            if os.path.getmtime(path) >= began:  # another process has asked in the meantime
+            # A commit does not change. Otherwise another process may have asked in the meantime.
+            if place.revision == commit or os.path.getmtime(path) >= began:
                 return commit, files, None
         try:
             info = HfApi().repo_info(place.repository, revision=place.revision, repo_type=place.kind, timeout=TIMEOUT,
@@ -165,8 +166,9 @@ def _list(place):
                 os.utime(path)
             return commit, files, error
         files = {file.rfilename: [file.size or 0, file.lfs.sha256 if file.lfs else None] for file in info.siblings}
-        with write_atomically(path) as file:
-            file.write(json.dumps([info.sha, files]).encode())
+        for kept in {path, os.path.join(own, f'{info.sha}.json')}:
+            with write_atomically(kept) as file:
+                file.write(json.dumps([info.sha, files]).encode())
         return info.sha, files, None
 
 

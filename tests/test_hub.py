@@ -252,7 +252,8 @@ def test_adapters_name_the_commit_of_their_base(hub, repositories, train, prepar
     run = train(f'--dataset={prepared}', '--init_from=org/tiny', '--lora_rank=2', '--max_iters=1', env=hub.env)
     assert newest_state(run.out_dir)['base']['source'] == f'org/tiny@{COMMIT}'
     gone = without_network(hub)
-    assert run_forked('sample.py', f'--out_dir={run.out_dir}', *SAMPLE, env=gone).stdout.startswith('A')
+    sampled = run_forked('sample.py', f'--out_dir={run.out_dir}', *SAMPLE, env=gone)
+    assert sampled.stdout.startswith('A') and 'from the cache' not in sampled.stderr  # a commit is not asked for again
     run_forked('kilogpt.convert', 'export', run.out_dir, tmp_path / 'adapter', '--adapter', env=gone)
     entries = json.loads((tmp_path / 'adapter' / 'adapter_config.json').read_text())
     assert (entries['base_model_name_or_path'], entries['revision']) == ('org/tiny', COMMIT)
