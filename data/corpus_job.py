@@ -30,7 +30,7 @@ def prepare_corpus(input, text_field, out, encoder, filter, deduplicate, shuffle
     if n_shards < 0 or num_proc < (0 if ray else 1):
         raise ValueError(f'n_shards is {n_shards} and num_proc is {num_proc}: give positive numbers')
     folder = pathlib.Path(places_of(out)[0])
-    check_unused(folder, encoder, input, overwrite)
+    check_unused(out, encoder, input, overwrite)
     partial = folder / '.partial'
     versions = file_versions(find_files(input))
     job = dict(files=[path for path, *_ in versions], field=text_field, dtype=encoder.meta()['dtype'],

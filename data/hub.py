@@ -65,7 +65,8 @@ def choose_config(names):
 
 def choose_tokenizer(names):
     if FILES[0] not in names:
-        raise ValueError(f'has no {FILES[0]}: name a repository that has one')
+        advice = 'docs/data.md says how to make one of its tokenizer.model' if 'tokenizer.model' in names else 'name another'
+        raise ValueError(f'has no {FILES[0]}: {advice}')
     return [name for name in names if name in FILES]
 
 
@@ -143,15 +144,16 @@ def _folders_of(place):
 def _list(place):
     """(commit, {file: [bytes, sha256 or None]}, error) of a Place: of the hub, or with the error of the last time."""
     from huggingface_hub import HfApi
-    path = os.path.join(_folders_of(place)[1], f'{place.revision.replace("/", "--")}.json')
-    began = time.time()
-    os.makedirs(os.path.dirname(path), exist_ok=True)
+    own, began = _folders_of(place)[1], time.time()
+    path = os.path.join(own, f'{place.revision.replace("/", "--")}.json')
+    os.makedirs(own, exist_ok=True)
     with FileLock(f'{path}.lock'):
         has_list = os.path.exists(path)
         if has_list:
             with open(path, encoding='utf-8') as file:
                 commit, files = json.load(file)
-            if os.path.getmtime(path) >= began:  # another process has asked in the meantime
+            # A commit does not change. Otherwise another process may have asked in the meantime.
+            if place.revision == commit or os.path.getmtime(path) >= began:
                 return commit, files, None
         try:
             info = HfApi().repo_info(place.repository, revision=place.revision, repo_type=place.kind, timeout=TIMEOUT,
@@ -164,8 +166,9 @@ def _list(place):
                 os.utime(path)
             return commit, files, error
         files = {file.rfilename: [file.size or 0, file.lfs.sha256 if file.lfs else None] for file in info.siblings}
-        with write_atomically(path) as file:
-            file.write(json.dumps([info.sha, files]).encode())
+        for kept in {path, os.path.join(own, f'{info.sha}.json')}:
+            with write_atomically(kept) as file:
+                file.write(json.dumps([info.sha, files]).encode())
         return info.sha, files, None
 
 
@@ -196,6 +199,9 @@ def _download(place, cache, commit, files):
                 _download_large(place, cache, commit, name, size, digest)
             with _without_bars() if size <= LARGEST else contextlib.nullcontext():
                 hf_hub_download(place.repository, name, repo_type=place.kind, revision=commit)
+        if place.revision != commit:  # by which other programs find the commit without a network
+            with write_atomically(os.path.join(cache, 'refs', place.revision)) as file:
+                file.write(commit.encode())
     except Exception as error:  # as in _list
         raise OSError(_reason(place, error, name)) from None
 

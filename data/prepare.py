@@ -219,11 +219,18 @@ def encode_all(tokenizer, texts, num_proc):
                           'try a smaller --num_proc') from None
 
 
-def check_unused(folder, tokenizer, origin, overwrite):
-    """Raise ValueError if a folder has a dataset of another tokenizer or origin, unless it is to be overwritten."""
+def check_unused(out, tokenizer, origin, overwrite):
+    """Raise ValueError if data/`out` has a dataset of another tokenizer or origin, unless it is to be overwritten.
+
+    Scripts call this before a download or other long work; write_dataset calls it in any case.
+    """
+    folder = places_of(out)[0]
     if overwrite or not find_shards(folder, 'train'):
         return
-    meta = read_meta(folder)
+    try:
+        meta = read_meta(folder)
+    except ValueError:  # a damaged one, which has to be prepared again
+        return
     ours, theirs = describe_tokenizer(portable(tokenizer.meta())), describe_tokenizer(meta)
     is_same_text = origin == meta.get('input')
     has_new_alphabet = is_same_text and meta.get('tokenizer') == tokenizer.name == 'char'  # the text was edited
@@ -244,11 +251,12 @@ def write_dataset(out, tokenizer, splits, shard_tokens=0, num_proc=1, source=Non
     source: the origin of the texts, as plain data. If a run with the same source, tokenizer and shard_tokens
         was killed, this run continues it: complete files are kept in the subfolder .partial.
     origin: what a person calls the texts, such as the key `input`. It is kept in meta.json.
-    overwrite: replace a dataset of another tokenizer or origin too. share: the key that says how much val has; '' = none.
+    overwrite: replace a dataset of another tokenizer or origin too.
+    share: the key that says how much val has; '' = none.
     ValueError if a split is empty, or if the folder has another dataset.
     """
     folder = pathlib.Path(places_of(out)[0])
-    check_unused(folder, tokenizer, origin, overwrite)
+    check_unused(out, tokenizer, origin, overwrite)
     partial = folder / '.partial'
     separator = {} if tokenizer.eot is None else dict(separator=tokenizer.eot)  # as data/documents.py reads it
     meta = portable(tokenizer.meta()) | separator | ({} if origin is None else dict(input=origin))

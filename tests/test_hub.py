@@ -2,6 +2,7 @@
 import hashlib
 import itertools
 import json
+import os
 import shutil
 import signal
 
@@ -9,6 +10,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import torch
+from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import save_file
 
 from helpers import ROOT, newest_state, run_forked, run_script, start_script, wait_until
@@ -103,6 +105,8 @@ def test_weights_are_downloaded_once_and_come_from_the_cache_without_a_network(h
     assert 'downloading org/tiny: 3 file(s), 2.1 MB, into ' in first.stderr
     needed = {'config.json', 'tokenizer.json', 'tokenizer_config.json', 'model.safetensors'}
     assert hub.downloads().keys() == needed
+    cache = os.path.join(hub.env['HF_HOME'], 'hub')
+    assert isinstance(try_to_load_from_cache('org/tiny', 'model.safetensors', cache), str)  # as transformers looks for it
     again = run_forked(*command, env=hub.env)
     assert all(spans == [None] for spans in hub.downloads().values()) and again.stdout == first.stdout
     gone = run_forked(*command, env=without_network(hub))
@@ -243,16 +247,35 @@ def test_plan_needs_the_config_alone(hub):
     assert 'which is not here: the model is that of the keys' in missing.stderr
 
 
-def test_adapters_name_the_commit_of_their_base(hub, train, prepared, tmp_path):
+@pytest.mark.slow
+def test_adapters_name_the_commit_of_their_base(hub, repositories, train, prepared, tmp_path):
     run = train(f'--dataset={prepared}', '--init_from=org/tiny', '--lora_rank=2', '--max_iters=1', env=hub.env)
     assert newest_state(run.out_dir)['base']['source'] == f'org/tiny@{COMMIT}'
     gone = without_network(hub)
-    assert run_forked('sample.py', f'--out_dir={run.out_dir}', *SAMPLE, env=gone).stdout.startswith('A')
+    sampled = run_forked('sample.py', f'--out_dir={run.out_dir}', *SAMPLE, env=gone)
+    assert sampled.stdout.startswith('A') and 'from the cache' not in sampled.stderr  # a commit is not asked for again
     run_forked('kilogpt.convert', 'export', run.out_dir, tmp_path / 'adapter', '--adapter', env=gone)
     entries = json.loads((tmp_path / 'adapter' / 'adapter_config.json').read_text())
     assert (entries['base_model_name_or_path'], entries['revision']) == ('org/tiny', COMMIT)
     run_forked('kilogpt.convert', 'import', tmp_path / 'adapter', tmp_path / 'again', env=gone)
     assert newest_state(tmp_path / 'again')['base'] == newest_state(run.out_dir)['base']
+    shutil.copytree(tmp_path / 'adapter', repositories / 'models' / 'org' / 'adapter')
+    run_forked('kilogpt.convert', 'import', 'org/adapter', tmp_path / 'by_name', env=hub.env)
+    assert newest_state(tmp_path / 'by_name')['base'] == newest_state(run.out_dir)['base']
+
+
+@pytest.mark.slow
+def test_gguf_file_of_a_repository_is_taken_by_its_path(hub, repositories, prepared, tmp_path):
+    place = repositories / 'models' / 'org' / 'gguf'
+    place.mkdir()
+    (place / 'other.gguf').write_text('never read')
+    run_forked('kilogpt.convert', 'import', 'org/tiny', tmp_path / 'run', env=hub.env)
+    run_forked('kilogpt.convert', 'export', tmp_path / 'run', place / 'tiny.gguf')
+    text = run_forked('sample.py', '--init_from=org/gguf/tiny.gguf@v1', *SAMPLE, env=hub.env).stdout
+    assert text == run_forked('sample.py', '--init_from=org/tiny', *SAMPLE, env=hub.env).stdout
+    prepare(f'--input={prepared.parent}/a.txt', f'--out={tmp_path}/data', '--tokenizer=org/gguf/tiny.gguf', env=hub.env)
+    assert (tmp_path / 'data' / 'train.bin').read_bytes() == (prepared / 'train.bin').read_bytes()
+    assert 'other.gguf' not in hub.downloads() and hub.downloads()['tiny.gguf'] == [None]
 
 
 # --- datasets -----------------------------------------------------------------------------------------------
@@ -268,6 +291,8 @@ def test_dataset_is_prepared_by_its_name_from_its_training_split(hub, tmp_path):
     text = bytes((tmp_path / 'data' / 'train.bin').read_bytes()[::2]).decode()
     assert text.startswith('texts/data/train-00000-of-00002 0\n') and 'train-00001-of-00002 0\n' in text
     prepare('--input=org/texts', f'--out={tmp_path}/data', env=without_network(hub))
+    run_forked('data/corpus/prepare.py', '--input=org/texts', f'--out={tmp_path}/corpus', '--tokenizer=bytes',
+               '--num_proc=1', '--val_fraction=0', env=without_network(hub))
     prepare('--input=org/texts/data/test-*', f'--out={tmp_path}/other', env=hub.env)
     assert 'data/test-00000-of-00001.parquet' in hub.downloads()
 

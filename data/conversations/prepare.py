@@ -13,7 +13,7 @@ from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.messages import ConversationEncoder, conversation_splits
-from data.prepare import write_dataset
+from data.prepare import check_unused, write_dataset
 from data.readers import file_versions, find_files
 
 input = ''  # files, globs, folders of .jsonl or .parquet files, datasets on the hub (org/name); by commas
@@ -31,8 +31,9 @@ if __name__ == '__main__':
             raise ValueError("no conversations given: set --input, such as --input='chats/*.jsonl'")
         if not 0 <= val_fraction < 1:
             raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
-        paths = find_files(input)
         encoder = ConversationEncoder(find_tokenizer(tokenizer), roles)
+        check_unused(out, encoder, input, overwrite)
+        paths = find_files(input)
         splits = conversation_splits(paths, val_fraction)
         write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction, roles],
                       origin=input, overwrite=overwrite)

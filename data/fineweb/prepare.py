@@ -10,7 +10,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.prepare import load_rows, row_split, write_dataset
+from data.prepare import check_unused, load_rows, row_split, write_dataset
 from data.readers import file_versions, find_files
 
 input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
@@ -28,10 +28,11 @@ configure(globals())
 if __name__ == '__main__':
     with exit_on_error():
         encoder = find_tokenizer(tokenizer)
+        origin = input or f'{repository}, {subset}'
+        check_unused(out, encoder, origin, overwrite)
         paths = find_files(input) if input else []
         rows = load_rows(paths, repository, name=subset, streaming=streaming)
         count = val_documents if streaming else min(val_documents, len(rows))
         splits = {'val': row_split(rows.take(count)), 'train': row_split(rows.skip(count))}
         source = [file_versions(paths), repository, subset, val_documents]
-        origin = input or f'{repository}, {subset}'
         write_dataset(out, encoder, splits, shard_tokens, num_proc, source, origin, overwrite, 'val_documents')

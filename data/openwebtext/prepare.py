@@ -9,7 +9,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.prepare import load_rows, row_split, write_dataset
+from data.prepare import check_unused, load_rows, row_split, write_dataset
 from data.readers import file_versions, find_files
 
 input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
@@ -24,9 +24,11 @@ configure(globals())
 if __name__ == '__main__':
     with exit_on_error():
         encoder = find_tokenizer(tokenizer)
+        origin = input or 'OpenWebText'
+        check_unused(out, encoder, origin, overwrite)
         paths = find_files(input) if input else []
         rows = load_rows(paths, 'Skylion007/openwebtext', revision=revision, num_proc=num_proc)
         rows = rows.train_test_split(test_size=0.0005, seed=2357, shuffle=True)
         splits = {'val': row_split(rows['test']), 'train': row_split(rows['train'])}
         write_dataset(out, encoder, splits, shard_tokens, num_proc, [file_versions(paths), revision],
-                      input or 'OpenWebText', overwrite, share='')
+                      origin, overwrite, share='')

@@ -14,7 +14,7 @@ from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
 from data.messages import conversation_splits
 from data.pairs import PairEncoder, read_pairs
-from data.prepare import write_dataset
+from data.prepare import check_unused, write_dataset
 from data.readers import file_versions, find_files
 
 input = ''  # files, globs, folders of .jsonl or .parquet files, datasets on the hub (org/name); by commas
@@ -31,8 +31,9 @@ if __name__ == '__main__':
             raise ValueError("no pairs given: set --input, such as --input='pairs/*.jsonl'")
         if not 0 <= val_fraction < 1:
             raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
-        paths = find_files(input)
         encoder = PairEncoder(find_tokenizer(tokenizer), 'assistant')
+        check_unused(out, encoder, input, overwrite)
+        paths = find_files(input)
         splits = conversation_splits(paths, val_fraction, read_pairs)
         write_dataset(out, encoder, splits, num_proc=num_proc, source=[file_versions(paths), val_fraction],
                       origin=input, overwrite=overwrite)

@@ -11,7 +11,7 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.prepare import text_splits, write_dataset
+from data.prepare import check_unused, text_splits, write_dataset
 from data.readers import DOCUMENTS, file_versions, find_files, form_of, measure, read_texts
 from data.tokenizer import CharTokenizer
 
@@ -32,6 +32,8 @@ if __name__ == '__main__':
         if not 0 <= val_fraction < 1:
             raise ValueError(f'val_fraction is {val_fraction}, but must be at least 0 and below 1')
         encoder = None if tokenizer == 'char' else find_tokenizer(tokenizer)
+        if encoder:
+            check_unused(out, encoder, input, overwrite)
         paths = find_files(input)
         sizes = measure(paths, text_field)
         has_documents = len(sizes) > 1 or any(form_of(path) in DOCUMENTS for path in sizes)
