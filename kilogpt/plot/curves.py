@@ -1,5 +1,4 @@
 """Draw the losses of runs in one picture, and their throughput beside it."""
-import itertools
 import math
 import statistics
 import sys
