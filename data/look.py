@@ -35,7 +35,7 @@ def main():
     parser = argparse.ArgumentParser('python -m data.look', description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('dataset', nargs='?', help='a dataset or a mixture, as in train.py; without one, the names of those that are here')
+    add('dataset', nargs='?', help='a dataset or a mixture, as in train.py (without: the names of those here)')
     add('--max_tokens', type=float, default=1e8, help='tokens to read of each split at most (1e8)')
     add('--samples', type=int, default=3, help='random documents to show of each split (3)')
     add('--seed', type=int, default=0, help='of the random documents (0)')

@@ -176,7 +176,8 @@ def test_mean_curve_has_the_iterations_that_all_seeds_have(write_run, monkeypatc
     monkeypatch.setattr('kilogpt.plot.curves.save', lambda figure, path: figures.append(figure))
     both = [candidates.read_candidate(source) for source in ('a=a-s*', 'a-s0')]
     compare.draw_candidates(both, 'loss', '')
-    assert [panel.get_xlabel() for panel in figures[0].axes] == ['tokens trained on', 'seconds since the start', 'FLOPs (floating-point operations)']
+    assert [panel.get_xlabel() for panel in figures[0].axes] == [
+        'tokens trained on', 'seconds since the start', 'FLOPs (floating-point operations)']
     assert [len(panel.containers) for panel in figures[0].axes] == [1, 1, 1]  # the first candidate has bars
 
 

@@ -172,7 +172,8 @@ def test_losses_past_the_first_tenth_fill_the_picture(folder, tmp_path):
 
 
 def test_bits_per_byte_of_training_follow_from_those_of_the_validation_text(folder, tmp_path, monkeypatch, capsys):
-    with_bytes = folder(evaluation(0, 4.0), training(1, loss=3.6), training(2, loss=3.2), evaluation(2, 3.0) | dict(val_bpb=1.5))
+    with_bytes = folder(evaluation(0, 4.0), training(1, loss=3.6), training(2, loss=3.2),
+                        evaluation(2, 3.0) | dict(val_bpb=1.5))
     run = sources.read_run(with_bytes)
     from matplotlib import pyplot
     curves.draw([run], ['tokens'], tmp_path / 'bpb.png', y='bpb')
@@ -255,7 +256,8 @@ def test_picture_has_tokens_and_seconds_and_names_data_and_machine(folder, tmp_p
     assert [len(panel.texts) for panel in figure.axes] == [0, 2]  # each label once
     legend = 'points: validation; lines: training, means over a hundredth of the run'
     assert figure.get_suptitle() == f'Loss of a and b on shakespeare_char\n{legend}; AMD EPYC, 2 processes of 1 thread'
-    assert figure_of([a, c], ['seconds'], tmp_path).get_suptitle() == f'Loss of a and c on owt and shakespeare_char\n{legend}'
+    assert figure_of([a, c], ['seconds'], tmp_path).get_suptitle() == (
+        f'Loss of a and c on owt and shakespeare_char\n{legend}')
     assert figure_of([a, b, c, a], ['seconds'], tmp_path).get_suptitle().startswith('Loss of 4 runs on owt and ')
     curves.draw([a], ['seconds'], tmp_path / 'named.png', title='Mine')
     from matplotlib import pyplot

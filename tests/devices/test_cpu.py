@@ -61,11 +61,13 @@ def test_plain_attention_in_bfloat16_equals_the_fused_one(kv_heads, length):
 class WindowAttention(DotProductAttention):
     """An edit: each position sees the last `window` ones."""
 
-    def __init__(self, window):
+    def __init__(self, window, when=(True, False)):
         super().__init__(dropout=0.0)
-        self.window = window
+        self.window, self.when = window, when
 
     def forward(self, q, k, v, mask=None):
+        if self.training not in self.when:
+            return super().forward(q, k, v, mask=mask)
         seen = torch.ones(q.size(2), q.size(2), dtype=torch.bool).tril().triu(1 - self.window)
         return super().forward(q, k, v, mask=seen)
 
@@ -77,6 +79,16 @@ def test_attention_that_was_edited_is_not_replaced():
     use_faster_parts(model)
     assert [type(block.attn.dot_product) for block in (first, second, third)] == [
         WindowAttention, PlainAttention, PlainAttention]
+
+
+@pytest.mark.parametrize('is_training', [True, False])
+def test_attention_that_was_edited_in_training_or_in_evaluation_alone_is_not_replaced(is_training):
+    cpu.ARE_PLAIN.clear()
+    model = GPT(GPTConfig(block_size=64, vocab_size=97, n_layer=1, n_head=4, n_embd=32))
+    attention = model.transformer.h['0'].attn
+    attention.dot_product = WindowAttention(16, when=(is_training,))
+    use_faster_parts(model)
+    assert type(attention.dot_product) is WindowAttention and attention.dot_product.training
 
 
 def test_faster_parts_stand_everywhere_and_change_no_parameter():
