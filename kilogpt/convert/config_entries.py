@@ -7,16 +7,16 @@ from kilogpt.layers.rope import read_scaling
 class Entries:
     """The entries of a config.json. Each method raises ValueError for a value that cannot be."""
 
-    def __init__(self, theirs, source):
-        self.theirs, self.source = theirs, source
-        self.family = theirs['model_type']
+    def __init__(self, hf_config, source):
+        self.hf_config, self.source = hf_config, source
+        self.family = hf_config['model_type']
 
     def refuse(self, key, value, reason):
         raise ValueError(f'{self.source} is of the family {self.family} with {key}={value!r} in its '
                          f'config.json, {reason}')
 
     def value(self, key, default, kinds, description):
-        value = self.theirs.get(key)
+        value = self.hf_config.get(key)
         if value is None:
             if default is None:
                 self.refuse(key, value, f'but {key} must be {description}')
@@ -32,7 +32,7 @@ class Entries:
         return value
 
     def number(self, key, default=None):
-        if key in self.theirs and self.theirs[key] is None:  # unlike in sizes, null does not mean a default
+        if key in self.hf_config and self.hf_config[key] is None:  # unlike in sizes, null does not mean a default
             self.refuse(key, None, f'but {key} must be a number')
         value = float(self.value(key, default, (int, float), 'a number'))
         if not math.isfinite(value):
@@ -52,8 +52,8 @@ class Entries:
 
     def only(self, key, *allowed):
         """Refuse all values of a key but `allowed`; a missing key is allowed."""
-        if key in self.theirs and self.theirs[key] not in allowed:
-            self.refuse(key, self.theirs[key], 'which our model cannot represent')
+        if key in self.hf_config and self.hf_config[key] not in allowed:
+            self.refuse(key, self.hf_config[key], 'which our model cannot represent')
 
 
 def biases(norm=False, qkv=False, proj=False, mlp=False):
@@ -80,7 +80,7 @@ def read_rope(entries, theta=10000.0, share=None):
     name = found.pop('rope_type', None) or found.pop('type', None) or 'default'
     found.pop('type', None)
     theta = found.pop('rope_theta', None) or entries.number('rope_theta', theta)
-    found_share = (found.pop('partial_rotary_factor', None) or entries.theirs.get('partial_rotary_factor')
+    found_share = (found.pop('partial_rotary_factor', None) or entries.hf_config.get('partial_rotary_factor')
                    or share or 1.0)
     if share is None and found_share != 1:
         entries.refuse('partial_rotary_factor', found_share, 'but this family rotates all features')

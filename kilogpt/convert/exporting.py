@@ -65,7 +65,7 @@ def export_weights(source, target, which='best', dtype='float32', tokenizer='', 
                 write_adapters(target, path, state, entries, tokenizer, dtype)
             else:
                 config, weights = open_run(path, state)
-                tensors = families.to_theirs(weights, entries, config)
+                tensors = families.to_hf_names(weights, entries, config)
                 write = write_gguf_file if to_gguf else write_hugging_face
                 write(target, config, state, entries, tensors, tokenizer, dtype)
     print(f'wrote {target} from {path}')
@@ -89,7 +89,7 @@ def write_adapters(target, path, state, entries, tokenizer, dtype):
         if base is not state['base']:
             untrained = state | dict(iteration=0, val_loss=None, config={})  # the base is not what the run trained
             write_hugging_face(base['source'], plain_config(config), untrained, entries,
-                               families.to_theirs(weights, entries, plain_config(config)), tokenizer, dtype)
+                               families.to_hf_names(weights, entries, plain_config(config)), tokenizer, dtype)
             print(f'{state["base"]["source"]} is nothing that peft can load: it is in {base["source"]} too')
     except BaseException:
         shutil.rmtree(target, ignore_errors=True)

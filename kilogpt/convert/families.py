@@ -40,7 +40,7 @@ def gpt2_read(entries):
     entries.only('scale_attn_weights', True)
     entries.only('scale_attn_by_inverse_layer_idx', False)
     entries.only('activation_function', 'gelu_new', 'gelu', 'gelu_pytorch_tanh')
-    exact = entries.theirs.get('activation_function') == 'gelu'
+    exact = entries.hf_config.get('activation_function') == 'gelu'
     return dict(
         block_size=entries.integer('n_positions', 1024), vocab_size=entries.integer('vocab_size'),
         n_layer=entries.integer('n_layer'), n_head=entries.integer('n_head'),
@@ -149,11 +149,11 @@ def granite_write(config):
 
 def gpt_neox_read(entries):
     entries.only('hidden_act', 'gelu', 'gelu_new', 'gelu_pytorch_tanh', 'gelu_fast')
-    exact = entries.theirs.get('hidden_act', 'gelu') == 'gelu'
+    exact = entries.hf_config.get('hidden_act', 'gelu') == 'gelu'
     entries.only('head_dim', None, entries.integer('hidden_size') // entries.integer('num_attention_heads'))
     # Entries of other families, which this one passes over
     passed_over = 'rope_theta', 'partial_rotary_factor'
-    entries = Entries({key: value for key, value in entries.theirs.items() if key not in passed_over}, entries.source)
+    entries = Entries({key: value for key, value in entries.hf_config.items() if key not in passed_over}, entries.source)
     rope = read_rope(entries, entries.number('rotary_emb_base', 10000.0), entries.number('rotary_pct', 0.25))
     return rope | biases(norm=True, mlp=True, **dict.fromkeys(
         ('qkv', 'proj'), entries.flag('attention_bias', True))) | dict(
@@ -178,7 +178,7 @@ def gemma_read(entries):
     entries.only('hidden_activation', 'gelu_pytorch_tanh', None)
     if entries.family == 'gemma':  # transformers takes "gelu", which its older files have, for the approximation by tanh
         entries.only('hidden_act', 'gelu_pytorch_tanh', 'gelu', 'gelu_new', None)
-    elif not entries.theirs.get('hidden_activation'):
+    elif not entries.hf_config.get('hidden_activation'):
         entries.only('hidden_act', 'gelu_pytorch_tanh', None)
     return (read_llama(entries, head_width=256, tied=True, mlp='geglu')
             | biases(**read_attention_bias(entries))
@@ -194,8 +194,8 @@ def read_gemma_extras(entries, every, softcap, attention_softcap):
     n_layer = entries.integer('num_hidden_layers')
     types = ['sliding_attention' if (i + 1) % every else 'full_attention' for i in range(n_layer)]
     types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
-    windows = read_windows(Entries(dict(sliding_window=4096) | entries.theirs, entries.source), types)
-    caps = {key: entries.theirs.get(key, default) or 0.0 for key, default in (
+    windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
+    caps = {key: entries.hf_config.get(key, default) or 0.0 for key, default in (
         ('final_logit_softcapping', softcap), ('attn_logit_softcapping', attention_softcap))}
     entries.only('use_bidirectional_attention', False, None)
     return windows | dict(
@@ -230,7 +230,7 @@ def gemma3_read(entries):
     full |= scaling
     local = dict(rope_theta=entries.number('rope_local_base_freq', 10000.0)) | (ropes.get('sliding_attention') or {})
     ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
-    entries = Entries(entries.theirs | ropes, entries.source)
+    entries = Entries(entries.hf_config | ropes, entries.source)
     every = entries.integer('sliding_window_pattern', 6)
     return gemma_read(entries) | read_gemma_extras(entries, max(every, 1), 0.0, 0.0) | dict(qk_norm=True)
 
@@ -288,7 +288,7 @@ def qwen3_moe_read(entries):
                        f'so that blocks {blocks} have experts, but in our model every n-th block has them')
     divides = entries.flag('norm_topk_prob', False)
     check_single_expert(entries, divides)
-    n_experts = 'num_experts' if 'num_experts' in entries.theirs else 'num_local_experts'
+    n_experts = 'num_experts' if 'num_experts' in entries.hf_config else 'num_local_experts'
     arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_softmax_router(entries)
     if entries.flag('use_sliding_window', False):
         arguments |= read_windows(entries, ['sliding_attention'] * n_layer)
@@ -360,14 +360,14 @@ FAMILIES = dict(
 
 # --- config.json --------------------------------------------------------------------------------------------
 
-def arguments_of(theirs, source):
+def arguments_of(hf_config, source):
     """The GPTConfig arguments for the content of a config.json. ValueError if our model lacks a part."""
-    family = theirs.get('model_type')
+    family = hf_config.get('model_type')
     if family not in FAMILIES:
         reason = f', since {REFUSED[family]}' if family in REFUSED else ''
         raise ValueError(f'{source} is of the family {family!r} (model_type in its config.json), which our '
                          f'model cannot represent{reason}: it can be {", ".join(FAMILIES)}')
-    entries = Entries(theirs, source)
+    entries = Entries(hf_config, source)
     entries.only('quantization_config', None)
     return FAMILIES[family].read(entries)
 
@@ -409,13 +409,13 @@ def families_of(config):
 
 # --- tensors ------------------------------------------------------------------------------------------------
 
-def to_ours(tensors, theirs, arguments):
-    """{our name: LazyTensor} from {their name: LazyTensor}. theirs: config.json; arguments: those that it gave."""
-    family, config = FAMILIES[theirs['model_type']], GPTConfig(**arguments)
+def to_ours(tensors, hf_config, arguments):
+    """{our name: LazyTensor} from {their name: LazyTensor}. hf_config: config.json; arguments: those that it gave."""
+    family, config = FAMILIES[hf_config['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
-    if theirs['model_type'] == 'glm4_moe':
+    if hf_config['model_type'] == 'glm4_moe':
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
-    if theirs['model_type'] == 'gpt2':
+    if hf_config['model_type'] == 'gpt2':
         tensors = renaming.transpose_matrices(tensors)
     for packed, parts in family.packed:
         tensors = renaming.unpack(tensors, packed, parts, **rows_of(config, packed))
@@ -425,7 +425,7 @@ def to_ours(tensors, theirs, arguments):
     return renaming.with_router_loads(tensors) if arguments.get('router_balance') == 'loss' else tensors
 
 
-def to_theirs(tensors, entries, config):
+def to_hf_names(tensors, entries, config):
     """{their name: LazyTensor} from {our name: LazyTensor}. entries: those of `entries_of`."""
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}

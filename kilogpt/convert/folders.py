@@ -27,14 +27,14 @@ def open_folder(folder):
     config_file = os.path.join(folder, 'config.json')
     if not os.path.exists(config_file):
         raise OSError(_missing(folder, 'config.json'))
-    theirs = read_json(config_file)
-    refuse_quantized(folder, theirs)
+    hf_config = read_json(config_file)
+    refuse_quantized(folder, hf_config)
     tensors = open_tensors(folder)
     for key in LAYER_KEYS:
-        if isinstance(theirs.get(key), int) and theirs[key] > len(tensors):
-            raise ValueError(f'{config_file} has {key}={theirs[key]}, but the files have only {len(tensors)} '
+        if isinstance(hf_config.get(key), int) and hf_config[key] > len(tensors):
+            raise ValueError(f'{config_file} has {key}={hf_config[key]}, but the files have only {len(tensors)} '
                              f'tensors: {ADVICE}')
-    return theirs, tensors
+    return hf_config, tensors
 
 
 def read_json(path):
@@ -61,10 +61,10 @@ def refuse_adapter(folder):
                          f'it with python -m kilogpt.convert import {folder} OUT_DIR')
 
 
-def refuse_quantized(folder, theirs):
-    """ValueError if the weights are quantized. theirs: the content of config.json."""
-    entry = next((name for name in QUANTIZATION_ENTRIES if theirs.get(name)), None)
-    found, source = theirs.get(entry), f'config.json has an entry {entry}'
+def refuse_quantized(folder, hf_config):
+    """ValueError if the weights are quantized. hf_config: the content of config.json."""
+    entry = next((name for name in QUANTIZATION_ENTRIES if hf_config.get(name)), None)
+    found, source = hf_config.get(entry), f'config.json has an entry {entry}'
     for name in QUANTIZATION_FILES:
         if not found and os.path.exists(os.path.join(folder, name)):
             found, source = read_json(os.path.join(folder, name)), f'it has a file {name}'

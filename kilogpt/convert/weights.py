@@ -120,27 +120,27 @@ def choose_tokenizer(name, stored, source, vocab_size):
 def read_hugging_face(source):
     """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a folder, or of a name on the hub."""
     folder = source if os.path.isdir(source) else fetch_weights(source)
-    theirs, tensors = open_folder(folder)
-    arguments, tensors = from_standard_form(theirs, tensors, folder)
-    return arguments, tensors, find_tokenizer(folder, theirs)
+    hf_config, tensors = open_folder(folder)
+    arguments, tensors = from_standard_form(hf_config, tensors, folder)
+    return arguments, tensors, find_tokenizer(folder, hf_config)
 
 
 def read_gguf_file(path):
     """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a GGUF file."""
-    theirs, tensors, write_tokenizer = read_gguf(path)
+    hf_config, tensors, write_tokenizer = read_gguf(path)
     tensors = {name: checked(stored, path, name, 'use other weights') for name, stored in tensors.items()}
-    arguments, tensors = from_standard_form(theirs, tensors, path)
+    arguments, tensors = from_standard_form(hf_config, tensors, path)
     return arguments, tensors, unpack(path, write_tokenizer) if write_tokenizer else None
 
 
-def from_standard_form(theirs, tensors, source):
+def from_standard_form(hf_config, tensors, source):
     """(GPTConfig arguments, {our name: LazyTensor}) from config.json's entries and {their name: LazyTensor}."""
-    arguments = families.arguments_of(theirs, source)
-    ours = theirs.get('kilogpt', {})  # added by our own export
+    arguments = families.arguments_of(hf_config, source)
+    ours = hf_config.get('kilogpt', {})  # added by our own export
     arguments['dropout'] = ours.get('model', {}).get('dropout', 0.0)
     with naming(source):
-        tensors = families.to_ours(tensors, theirs, arguments)
-    if theirs['model_type'] == 'gpt2' and ours and not ours['model']['bias']:
+        tensors = families.to_ours(tensors, hf_config, arguments)
+    if hf_config['model_type'] == 'gpt2' and ours and not ours['model']['bias']:
         biases = [name for name in tensors if name.endswith('.bias')]
         if not any(tensors[name].whole().any() for name in biases):  # GPT-2 has biases, our model had none
             arguments['bias'] = False
@@ -164,12 +164,12 @@ def is_nanogpt(source):
     return os.path.isfile(source) and not source.endswith('.gguf')
 
 
-def find_tokenizer(folder, theirs):
-    """The meta of the tokenizer of a Hugging Face folder, or None. theirs: the content of its config.json."""
-    if 'tokenizer' in theirs.get('kilogpt', {}):
-        meta = theirs['kilogpt']['tokenizer']
+def find_tokenizer(folder, hf_config):
+    """The meta of the tokenizer of a Hugging Face folder, or None. hf_config: the content of its config.json."""
+    if 'tokenizer' in hf_config.get('kilogpt', {}):
+        meta = hf_config['kilogpt']['tokenizer']
         return meta | {'folder': folder} if meta and 'digest' in meta else meta
-    if theirs['model_type'] == 'gpt2' and theirs['vocab_size'] in GPT2_VOCAB_SIZES:
+    if hf_config['model_type'] == 'gpt2' and hf_config['vocab_size'] in GPT2_VOCAB_SIZES:
         return GPT2_META
     if os.path.exists(os.path.join(folder, JsonTokenizer.name)):
         return load_tokenizer(folder).meta()
@@ -195,13 +195,13 @@ def read_config(name):
 
 def read_arguments(name):
     """The GPTConfig arguments of a name on the hub, of which the config alone is downloaded."""
-    theirs = read_config(name)
-    kinds = theirs.get('architectures') or []
-    arguments = families.arguments_of(theirs, name)
+    hf_config = read_config(name)
+    kinds = hf_config.get('architectures') or []
+    arguments = families.arguments_of(hf_config, name)
     if kinds and not any(kind.endswith(('ForCausalLM', 'LMHeadModel')) for kind in kinds):
         raise ValueError(f'{name} is of the kind {", ".join(kinds)} (architectures in its config.json), which does not '
                          'write text: name a model whose kind ends in ForCausalLM')
-    refuse_quantized(name, theirs)
+    refuse_quantized(name, hf_config)
     return arguments
 
 
