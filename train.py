@@ -35,11 +35,6 @@ save_minutes = 0.0  # also save when the last checkpoint is this many minutes ol
 keep_checkpoints = 2  # newest checkpoints to keep besides the best; 0 with eval_iters=0 saves none
 async_checkpoint = True  # write checkpoints while training continues, from a copy in host memory
 init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), a path to weights, org/name on the hub
-# wandb logging
-wandb_log = False  # log to Weights & Biases too (WANDB_MODE=offline works)
-wandb_project = 'owt'  # project in Weights & Biases
-wandb_run_name = 'gpt2'  # run name in Weights & Biases
-tensorboard = False  # write out_dir/tensorboard too (pip install tensorboard)
 # data
 dataset = 'openwebtext'  # a name in data/ (or here), a path, or a mixture, 'web:0.7, code:0.3'
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes
