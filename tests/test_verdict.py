@@ -14,7 +14,7 @@ from kilogpt.configurator import config_of
 from kilogpt.parallel.layout import Layout
 from kilogpt.run.verdict import KINDS, Situation, judge
 
-LONGER = '--max_iters=30', '--lr_decay_iters=30', '--eval_iters=0', '--keep_checkpoints=0'
+LONGER = '--max_iters=24', '--lr_decay_iters=24', '--eval_iters=0', '--keep_checkpoints=0'
 
 
 def verdict(run):
