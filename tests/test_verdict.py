@@ -14,7 +14,7 @@ from kilogpt.configurator import config_of
 from kilogpt.parallel.layout import Layout
 from kilogpt.run.verdict import KINDS, Situation, judge
 
-LONGER = '--max_iters=30', '--lr_decay_iters=30', '--eval_iters=0', '--keep_checkpoints=0'
+LONGER = '--max_iters=24', '--lr_decay_iters=24', '--eval_iters=0', '--keep_checkpoints=0'
 
 
 def verdict(run):
@@ -50,6 +50,12 @@ def test_slow_link(train):
     assert bound == 'network' and figures['waiting for communication'] >= 30, run.stdout
     assert advice == ('--gradient_accumulation_steps=4 (half as many exchanges for a token); '
                       'or --grad_compress=bf16 (half as many bytes)')
+
+
+def test_communication_in_the_model_is_not_called_compute(train):
+    bound, figures, _ = verdict(train(*LONGER, '--gradient_accumulation_steps=2', '--zero_stage=3', nproc=2))
+    assert bound == 'nothing dominates' and figures['computing and communicating in the model'] >= 30
+    assert 'waiting for communication' not in figures
 
 
 def test_late_process(train):
@@ -109,13 +115,14 @@ def test_thin_link_between_two_namespaces(dataset, tmp_path, how):
                 ['ip', 'netns', 'exec', name, sys.executable, '-m', 'torch.distributed.run', '--nnodes=2',
                  f'--node_rank={rank}', '--nproc_per_node=1', f'--master_addr={thin_wire.MACHINES[0][1]}',
                  '--master_port=29611', 'train.py', *TINY, *LONGER,
-                 '--n_embd=64', '--gradient_accumulation_steps=2', f'--profile={how == "profile"}', f'--dataset={dataset}', f'--out_dir={tmp_path}/out'],
+                 '--n_embd=64', '--gradient_accumulation_steps=2',
+                 f'--profile={how == "profile"}', f'--dataset={dataset}', f'--out_dir={tmp_path}/out'],
                 cwd=ROOT, env=dict(os.environ, OMP_NUM_THREADS='1'), text=True, stdout=subprocess.PIPE))
         outputs = [node.communicate(timeout=300)[0] for node in nodes]
     finally:
         for name, _ in thin_wire.MACHINES:
             subprocess.run(['ip', 'netns', 'del', name])
-    assert re.search(r'bound by: network \(.*[5-9]\d% waiting for communication', outputs[0]), outputs
+    assert re.search(r'bound by: network.* \(.*[5-9]\d% waiting for communication', outputs[0]), outputs
 
 
 # --- the rules ------------------------------------------------------------------------------------------

@@ -6,6 +6,8 @@ import re
 import statistics
 from datetime import datetime
 
+from data.storage import local_folder
+
 LINES = 40  # of a page, above which the saves and the slow iterations of a start are one line each
 WIDTH = 160  # characters of an error
 NAMED = 3  # ranks that a line names
@@ -36,7 +38,7 @@ def page(out_dir, shows_all=False):
 def read_events(out_dir):
     """(all events by time, the number of lines that are no events, {rank: time of the last change of its file})."""
     events, torn, signs = [], 0, {}
-    for path in sorted(pathlib.Path(out_dir, 'events').glob('rank_*.jsonl')):
+    for path in sorted(pathlib.Path(local_folder(out_dir), 'events').glob('rank_*.jsonl')):
         for line in path.read_bytes().splitlines():
             try:
                 event = json.loads(line)
@@ -132,19 +134,20 @@ def _iterations(group):
 
 def _slow(group):
     """How slow the iterations were, and which ranks the others waited for."""
-    def lost(event):
-        """The seconds beyond the usual that a rank has not waited for others."""
-        return event['seconds'] - event['usual'] - event.get('waited_for_others', 0.0)
-
+    lost, data, events = {}, {}, {}  # {rank: seconds beyond the usual in which it has not waited for others; ...}
+    for event in group:
+        rank, seconds = event['rank'], event['seconds'] - event['usual'] - event.get('waited_for_others', 0.0)
+        lost[rank] = lost.get(rank, 0.0) + max(0.0, seconds)
+        data[rank] = data.get(rank, 0.0) + event.get('waited_for_data', 0.0)
+        events[rank] = event
     worst = max(group, key=lambda event: event['seconds'])
     text = f'{_iterations(group)}: up to {worst["seconds"]:.1f}s, usually {worst["usual"]:.1f}s'
-    by_loss = sorted(group, key=lost, reverse=True)
-    slowest = [event for event in by_loss if lost(event) > STANDS_OUT * lost(by_loss[0])]
-    if len({event['rank'] for event in slowest}) > max(1, group[0]['of'] // 2):
+    first, *others = sorted(lost, key=lost.get, reverse=True)
+    slowest = [first, *(rank for rank in others if lost[rank] > STANDS_OUT * lost[first])]
+    if len(slowest) > max(1, group[0]['of'] // 2):
         return f'{text}; no rank stands out'
-    data = by_loss[0].get('waited_for_data', 0.0)
-    why = f', which waited {data:.1f}s for data' if data > STANDS_OUT * lost(by_loss[0]) else ''
-    return f'{text}; slowest {name_ranks(slowest)}{why}'
+    why = f'; rank {first} waited {data[first]:.1f}s for data' if data[first] > STANDS_OUT * lost[first] else ''
+    return f'{text}; slowest {name_ranks([events[rank] for rank in slowest])}{why}'
 
 
 def _silent(group):

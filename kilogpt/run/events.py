@@ -1,5 +1,6 @@
 """What happens to each process of a run, one JSON line for each event, in out_dir/events/rank_*.jsonl."""
 import atexit
+import contextlib
 import json
 import os
 import socket
@@ -52,7 +53,8 @@ class Events(Hook):
         self.iteration = self.run.iteration
         if time.monotonic() - self.alive_at > SIGN_OF_LIFE and self.is_open:
             self.alive_at = time.monotonic()
-            os.utime(self.path)
+            with contextlib.suppress(OSError):  # the next event warns
+                os.utime(self.path)
 
     def _note_time(self, seconds):
         """Note a slow iteration. seconds: of the last one, without evaluation and saving."""

@@ -13,12 +13,12 @@ CLEARLY = 1.25  # how many times as much as the next kind of work the largest ha
 SMALL_ON_CPU, SMALL_ON_GPU = 2e4, 2e6
 FULL, HALF_EMPTY = 0.85, 0.6  # shares of the memory
 AT_WORK = 0.3  # the least MFU of a GPU that computes most of the time
-WAITS = 'input', 'network', 'late', 'overhead'  # what nobody works in
+WAITS = 'input', 'network', 'exchange', 'late', 'overhead'  # what nobody works in
 MEANINGS = dict(
     input='waiting for data', network='waiting for communication', late='waiting for a late process',
-    overhead='in starting small operators', optimizer='in the optimizer', products='in matrix products and attention',
-    traffic='in operators that move more than they compute', compute='in forward and backward passes',
-    small='in forward and backward passes', pauses='in evaluations and saves')
+    exchange='waiting for communication', overhead='in starting small operators', optimizer='in the optimizer',
+    products='in matrix products and attention', traffic='in operators that move more than they compute',
+    compute='in forward and backward passes', small='in forward and backward passes', pauses='in evaluations and saves')
 
 
 class Situation(NamedTuple):
@@ -92,12 +92,12 @@ def verdict_of_profile(milliseconds, waiting, short, situation):
     works = {category: milliseconds[category] - short.get(category, 0.0)
              for category in ('matmul', 'attention', 'other compute')}
     shares = {name: span / total for name, span in dict(
-        input=milliseconds['data'] + waiting, network=milliseconds['collectives'],
+        input=milliseconds['data'] + waiting, exchange=milliseconds['collectives'],
         overhead=milliseconds['idle'] - waiting + sum(short.get(category, 0.0) for category in works),
         optimizer=milliseconds['optimizer'], products=works['matmul'] + works['attention'],
         traffic=works['other compute']).items()}
     if situation.layout.world_size == 1:
-        del shares['network']
+        del shares['exchange']
     return judge(shares, situation, is_profile=True)
 
 
@@ -164,7 +164,7 @@ def _overhead(situation):
     config = situation.config
     return [_larger_micro_batch(situation, 'more work in each operator'),
             *['--compile=True (fewer operators)'] * (not config['compile']),
-            *['--log_interval=10 (each line waits for the device)'] * (situation.on_gpu and config['log_interval'] < 10),
+            *['--log_interval=10 (each line waits for the GPU)'] * (situation.on_gpu and config['log_interval'] < 10),
             f'--block_size={2 * config["block_size"]}']
 
 
@@ -187,7 +187,8 @@ def _compute(situation):
     return [*['--compile=True (fewer operators)'] * (not config['compile']),
             *['--dtype=bfloat16'] * (situation.dtype == 'float32'),
             *['--fp8=True (on an H100 and newer)'] * (situation.on_gpu and not config['fp8']),
-            'more processes (torchrun --nproc_per_node)', f'a smaller model, such as --n_layer={max(1, config["n_layer"] // 2)}']
+            'more processes (torchrun --nproc_per_node)',
+            f'a smaller model, such as --n_layer={max(1, config["n_layer"] // 2)}']
 
 
 def _traffic(situation):
@@ -228,6 +229,8 @@ def _memory_in_use(situation):
 KINDS = dict(
     input=(lambda situation: 'input', _input),
     network=(lambda situation: 'network', _network),
+    # A trace of one process does not tell what it waits for.
+    exchange=(lambda situation: 'network, or a late process', _network),
     late=(lambda situation: f'a late process, rank {situation.slowest_rank}', _late),
     overhead=(lambda situation: 'overhead of small operators', _overhead),
     small=(lambda situation: f'small micro-batches of {situation.micro_batch} tokens', _overhead),

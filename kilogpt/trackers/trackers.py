@@ -15,12 +15,12 @@ class Trackers:
     """The trackers of a run. One that raises an error is left out from then on, with one warning.
 
     out_dir: the folder of the run. config: its keys. wandb_id: of the run that continues, or None. iteration: at which
-    the run starts or resumes. island: of several, the first alone is shown outside its folder. RefusedRun if a package is not installed, or if wandb refuses the run, for lack of an
-    account, for example.
+    the run starts or resumes. island: of several, the first alone is shown outside its folder.
+    RefusedRun if a package is not installed, or if wandb refuses the run, for lack of an account, for example.
     """
 
     def __init__(self, out_dir, config, wandb_id=None, iteration=0, island=0):
-        self.wandb_id = None  # under which wandb continues this run
+        self.wandb_id = wandb_id  # under which wandb continues this run
         self.opened = []
         for kind in (TensorBoard,) if island else (Wandb, Trackio, TensorBoard):
             if config.get(kind.key) and not (kind is TensorBoard and config.get('eval_only')):

@@ -1,4 +1,4 @@
-"""Rank 1 takes a second longer in one iteration. FAULT_PLACE: in a block's MLP ('forward'), or to read data ('loader')."""
+"""Rank 1 takes a second longer in one iteration: in a block's MLP (FAULT_PLACE=forward) or to read data (loader)."""
 import os
 import time
 
@@ -12,7 +12,7 @@ def delayed(function):
     def delayed_function(*args):
         global calls
         calls += os.environ['RANK'] == '1'
-        if calls == 24:  # of 2 a iteration in the MLPs of 2 blocks
+        if calls == 24:  # of 2 an iteration in the MLPs of 2 blocks
             calls += 1
             time.sleep(1)
         return function(*args)
