@@ -8,7 +8,7 @@ import time
 import pytest
 
 from helpers import FAULTS, run_forked, run_script
-from kilogpt.run.state import set_aside
+from kilogpt.training.cluster import set_aside
 
 PARTS = '--events=True', '--gradient_accumulation_steps=2', '--eval_iters=0', '--save_interval=6'
 
