@@ -127,6 +127,7 @@ def test_interrupted_download_continues(hub, repositories, tmp_path):
     assert part.with_suffix('').read_bytes() == weights and not part.exists()
 
 
+@pytest.mark.slow
 def test_part_that_does_not_fit_is_thrown_away(hub, repositories, tmp_path):
     weights = (repositories / 'models' / 'org' / 'tiny' / 'model.safetensors').read_bytes()
     part = tmp_path / 'cache' / 'hub' / 'models--org--tiny' / 'blobs' / f'{hashlib.sha256(weights).hexdigest()}.incomplete'
@@ -240,6 +241,7 @@ def test_each_command_takes_a_name(hub, prepared, tmp_path, door):
     assert ('model.safetensors' in hub.downloads()) == ('--tokenizer=org/tiny' not in command)
 
 
+@pytest.mark.slow
 def test_plan_needs_the_config_alone(hub):
     run = run_forked('kilogpt.plan', '--init_from=org/tiny', '--gpus=1', '--block_size=32', '--as_given', env=hub.env)
     assert 'the model is that of org/tiny' in run.stderr and list(hub.downloads()) == ['config.json']
@@ -284,6 +286,7 @@ def prepare(*arguments, env, check=True):
     return run_forked('data/text/prepare.py', '--num_proc=1', '--tokenizer=bytes', *arguments, env=env, check=check)
 
 
+@pytest.mark.slow
 def test_dataset_is_prepared_by_its_name_from_its_training_split(hub, tmp_path):
     run = prepare('--input=org/texts', f'--out={tmp_path}/data', env=hub.env)
     assert 'org/texts: 2 file(s), data/train-*.parquet' in run.stdout

@@ -227,6 +227,7 @@ def keys(folder):
             f'--mixture_phases=1700: {mixture_of(folder, code=0.9, wiki=0.1)}']
 
 
+@pytest.mark.slow
 def test_run_continues_over_a_phase_on_any_number_of_processes(train, keys, tmp_path):
     whole = train(*RUN, *keys)
     for stop in (4, 8, 12):

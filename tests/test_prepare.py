@@ -507,6 +507,7 @@ def test_lack_of_text_names_the_file_the_split_and_the_key(run_failing_prepare, 
         assert run_failing_prepare(kind, *arguments, '--tokenizer=bytes') == f'error: {sentence}'
 
 
+@pytest.mark.slow
 def test_used_names_are_overwritten_only_on_request(run_prepare, start_prepare, tmp_path):
     (tmp_path / 'a.txt').write_text('a text')
     (tmp_path / 'b.txt').write_text('b text')

@@ -24,7 +24,7 @@ def verdict(run):
     return bound, {words: int(share) for share, words in re.findall(r'(\d+)% ([a-z ]+)', figures)}, advice
 
 
-@pytest.mark.parametrize('how', ['at the end', 'profile'])
+@pytest.mark.parametrize('how', ['at the end', pytest.param('profile', marks=pytest.mark.slow)])
 def test_slow_loader(train, how):
     run = train(*LONGER, '--gradient_accumulation_steps=1', f'--profile={how == "profile"}',
                 faults=[FAULTS / 'slow_loader.py'])
@@ -34,6 +34,7 @@ def test_slow_loader(train, how):
     assert run.stdout.count('bound by') == 1
 
 
+@pytest.mark.slow
 def test_waits_for_data_are_in_the_log(train):
     """With three micro-batches in an iteration, each of which takes 60 ms to read, partly while another is in use."""
     slow = train('--max_iters=6', faults=[FAULTS / 'slow_loader.py'])
@@ -65,7 +66,7 @@ def test_late_process(train):
     assert 'rank 1' in advice and '--events=True' in advice
 
 
-@pytest.mark.parametrize('how', ['at the end', 'profile'])
+@pytest.mark.parametrize('how', ['at the end', pytest.param('profile', marks=pytest.mark.slow)])
 def test_tiny_batch(train, how):
     run = train(*LONGER, '--n_layer=4', '--batch_size=1', '--gradient_accumulation_steps=4',
                 f'--profile={how == "profile"}')

@@ -100,7 +100,7 @@ def logits_of(folder, base):
 
 def test_drawn_adapters_give_the_logits_of_peft(difference):
     assert set(BASES) <= CASES.keys()
-    check_draws(draw, difference, seed=1, seconds=3, at_least=20)
+    check_draws(draw, difference, seed=1, seconds=0, at_least=20)
 
 
 @pytest.mark.slow

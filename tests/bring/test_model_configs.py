@@ -139,7 +139,7 @@ def build(entries, folder):
 
 
 def test_drawn_configs_give_the_logits_of_transformers(difference):
-    check_draws(draw, difference, seed=1, seconds=5, at_least=20)
+    check_draws(draw, difference, seed=1, seconds=0, at_least=20)
 
 
 @pytest.mark.slow

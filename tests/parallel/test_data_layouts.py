@@ -69,7 +69,8 @@ def compare_with_one_process(train, tmp_path_factory):
 
 # --- documents and answers --------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('nproc, layout', [(2, '--cp=2'), slow(2, '--zero_stage=2 --compile=True')])
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [(2, '--cp=2'), (2, '--zero_stage=2 --compile=True')])
 def test_layout_trains_documents_and_windows_as_one_process_does(compare_with_one_process, documents, nproc, layout):
     compare_with_one_process(nproc, layout, *DOCUMENTS, f'--dataset={documents}')
 
@@ -96,6 +97,7 @@ def test_processes_without_any_answer_train_as_one_process_does(compare_with_one
     assert all(line['grad_norm'] > 0 for line in one.lines.values())
 
 
+@pytest.mark.slow
 def test_packed_run_that_was_killed_continues_on_any_number_of_processes(train, documents, tmp_path):
     """Two processes end after iteration 15 without a save. On two, the rest is equal to the bit."""
     options = [f'--dataset={documents}', '--documents=pack', '--max_iters=20', '--lr_decay_iters=20',

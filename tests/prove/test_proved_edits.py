@@ -12,6 +12,8 @@ from helpers import copy_repository, run_forked
 from test_edits import EDITS, KEYS, LOSS, MLP, apply_diff
 from test_prove import ONE_MICRO_STEP, SMALL
 
+pytestmark = pytest.mark.slow
+
 SCHEDULE = 'train.py', '    return lr_of(config, iteration)\n'
 HOOKS = 'train.py', 'hooks = run.hooks\n'
 STEP = 'train.py', '        grad_norm = run.guard.step(lr, loss_sum, grad_clip)\n'
@@ -147,7 +149,6 @@ CORRECT, MISTAKES = correct_edits(random.Random(SEED)), mistakes(random.Random(S
 # Mistakes that show in some layouts only
 LAYOUTS = {'a mean for a sum': ONE_MICRO_STEP, 'a mean over the batch': ONE_MICRO_STEP, 'a mean over positions': 'tp2',
            'a bias of heads from 0': 'tp2', 'a change of data': 'dp2 full'}
-IN_DEFAULT_TESTS = 'a rate for each process',
 
 
 def judge(folder, edit, layouts, *keys):
@@ -158,17 +159,12 @@ def judge(folder, edit, layouts, *keys):
     return done
 
 
-def cases(names):
-    return [pytest.param(name, marks=() if name in IN_DEFAULT_TESTS else pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize('name', cases(CORRECT))
+@pytest.mark.parametrize('name', CORRECT)
 def test_correct_edit_passes(tmp_path, name):
     done = judge(tmp_path, CORRECT[name], 'dp2 zero3; cp2; pp2')
     assert done.returncode == 0 and done.stdout.count('same: ') == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('title', [MLP, LOSS])
 def test_edit_of_the_model_is_right_in_every_layout(tmp_path, title):
     """Compiled too, where a CPU would take a faster form of the part."""
@@ -177,7 +173,7 @@ def test_edit_of_the_model_is_right_in_every_layout(tmp_path, title):
     assert done.returncode == 0 and done.stdout.count('same: ') == 7
 
 
-@pytest.mark.parametrize('name', cases(MISTAKES))
+@pytest.mark.parametrize('name', MISTAKES)
 def test_mistake_is_found(tmp_path, name):
     file, edit = MISTAKES[name]
     done = judge(tmp_path, edit, LAYOUTS.get(name, 'dp2'))
