@@ -26,7 +26,7 @@ class Batches:
     def __init__(self, loader, read, sequences, steps, rows, positions, device, sum_later=None, copies=1,
                  end=math.inf, reading=contextlib.nullcontext, waiting=contextlib.nullcontext):
         self.loader, self.read, self.sequences, self.steps, self.rows = loader, read, sequences, steps, rows
-        self.positions, self.device, self.reading = positions, device, reading
+        self.positions, self.device, self.reading, self.waiting = positions, device, reading, waiting
         self._read_ahead = Prefetcher(self._read, loader.read_ahead, waiting)
         self._counts = None
         if loader.has_flags:  # which tokens are targets is in the data

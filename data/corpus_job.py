@@ -8,7 +8,7 @@ import shutil
 
 from data.datasets import places_of
 from data.storage import write_atomically
-from data.tokenizer_base import portable
+from data.tokenizer_base import copy_tokenizer, portable
 from data.pipeline import (
     DIGESTS_AT_ONCE, find_copies, mark_copies, processes_engine, ray_engine, run_tasks, tokenize, write_shard)
 from data.prepare import check_unused, publish
@@ -33,14 +33,16 @@ def prepare_corpus(input, text_field, out, encoder, filter, deduplicate, shuffle
     check_unused(out, encoder, input, overwrite)
     partial = folder / '.partial'
     versions = file_versions(find_files(input))
+    meta = encoder.meta() | ({} if encoder.gains_from_processes else dict(tokenizer='gpt2-gigatoken'))
     job = dict(files=[path for path, *_ in versions], field=text_field, dtype=encoder.meta()['dtype'],
-               tokenizer=encoder.meta() | ({} if encoder.gains_from_processes else dict(tokenizer='gpt2-gigatoken')),
+               tokenizer=meta | (dict(folder=str(partial / 'tokenizer')) if 'folder' in meta else {}),
                filter=os.path.abspath(filter) if filter else '', deduplicate=deduplicate, shuffle=shuffle,
                val_fraction=val_fraction, seed=seed, folder=str(partial))
     job |= _shards_of([size for _, size, _ in versions], n_shards)
     recipe = job | dict(versions=versions, tokenizer='', encoder=encoder.meta() | dict(folder=''),
                         filter_digest=hashlib.sha256(pathlib.Path(filter).read_bytes()).hexdigest() if filter else '')
     _continue_or_clear(partial, json.loads(json.dumps(recipe)))
+    copy_tokenizer(meta, partial / 'tokenizer')  # other machines may not have the folder that it is in
     engine = ray_engine(ray, num_proc) if ray else processes_engine(num_proc)
     counts, copies, written = _run(job, engine)
     _publish(job, folder, encoder, input, versions, counts, copies, written)

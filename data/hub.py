@@ -22,7 +22,7 @@ from data.tokenizer_base import FILES
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # the only names that are known without their org/
 NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*')
 FILE_ENDINGS = ('.gguf', '.pt', '.bin', '.json', '.safetensors')  # org/name is not a path of such a file
-TIMEOUT = 10  # seconds that the hub may take to answer
+TIMEOUTS = dict(model=10, dataset=60)  # seconds that the hub may take to list files; a dataset has up to 100,000
 LARGEST = 50_000_000_000  # bytes of a file that the hub gives by HTTP; larger ones come by its own protocol
 # Files of weights that are read, besides the tensors: the last two tell quantized weights.
 DESCRIPTIONS = ('config.json', 'adapter_config.json', *FILES, 'quantize_config.json', 'quant_config.json',
@@ -94,13 +94,16 @@ def fetch(place, choose):
     Of processes that call this at the same time, one downloads, and the others wait. OSError if the files cannot be
     had, with one sentence; what was downloaded until then is kept.
     """
-    commit, files, error = _list(place)
     cache, own = _folders_of(place)
+    is_writable = _is_writable(own)
+    commit, files, error = _list(place) if is_writable else _list_read_only(place)
     folder = os.path.join(cache, 'snapshots', commit)
     try:
         names = choose(sorted(files))
     except ValueError as problem:
         raise ValueError(f'{place.name} {problem}') from None
+    if not is_writable:
+        return folder
     with FileLock(os.path.join(own, '.lock')):
         missing = sorted((name for name in names if not os.path.exists(os.path.join(folder, name))),
                          key=lambda name: files[name][0])  # weights come last: where they are, all is
@@ -156,20 +159,41 @@ def _list(place):
             if place.revision == commit or os.path.getmtime(path) >= began:
                 return commit, files, None
         try:
-            info = HfApi().repo_info(place.repository, revision=place.revision, repo_type=place.kind, timeout=TIMEOUT,
-                                     files_metadata=True)
+            info = HfApi().repo_info(place.repository, revision=place.revision, repo_type=place.kind,
+                                     timeout=TIMEOUTS[place.kind], files_metadata=True)
         except Exception as error:  # without a network, the client raises many kinds of errors
             commit, files = (commit, files) if has_list else _list_cache(place) or (None, None)
             if commit is None:
                 raise OSError(_reason(place, error)) from None
-            if has_list:
-                os.utime(path)
+            if place.revision != commit:  # so that the other processes of this machine do not ask too
+                _write_list(path, commit, files)
             return commit, files, error
         files = {file.rfilename: [file.size or 0, file.lfs.sha256 if file.lfs else None] for file in info.siblings}
         for kept in {path, os.path.join(own, f'{info.sha}.json')}:
-            with write_atomically(kept) as file:
-                file.write(json.dumps([info.sha, files]).encode())
+            _write_list(kept, info.sha, files)
         return info.sha, files, None
+
+
+def _write_list(path, commit, files):
+    with write_atomically(path) as file:
+        file.write(json.dumps([commit, files]).encode())
+
+
+def _is_writable(folder):
+    """Whether a folder, which may not exist yet, can be written. Clusters share caches that users may only read."""
+    while not os.path.exists(folder):
+        folder = os.path.dirname(folder)
+    return os.access(folder, os.W_OK)
+
+
+def _list_read_only(place):
+    """The list of `_list` for a cache that cannot be written: what is there."""
+    from huggingface_hub.constants import HF_HOME
+    found = _list_cache(place)
+    if not found:
+        raise OSError(f'{place.name} is not in the cache, and {HF_HOME} cannot be written: set HF_HOME to a folder of '
+                      'your own')
+    return *found, None
 
 
 def _list_cache(place):

@@ -94,7 +94,9 @@ def _choose_data(place, names):
         raise ValueError(f'has no {place.path or "file"} that ends in {", ".join(DOCUMENTS + TEXTS)}')
     form = next(form for form in ('.parquet', *DOCUMENTS, *TEXTS) if form in map(form_of, files))
     files = [name for name in files if form_of(name) == form]
-    files = [name for name in files if re.search('(^|[^a-z])train', name.lower())] or files
+    others = re.compile('(^|[^a-z])(valid|validation|val|dev|test)([^a-z]|$)')
+    files = ([name for name in files if re.search('(^|[^a-z])train', name.lower())]
+             or [name for name in files if not others.search(name.lower())] or files)
     sets = list(dict.fromkeys(map(_set_of, files)))
     if len(sets) > 1:
         raise ValueError(f'has no single set of texts, but {len(sets)} ({", ".join(sets[:MOST_PROBLEMS])}): name one, '

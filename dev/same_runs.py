@@ -44,8 +44,8 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent
 
 # Entries of a line of metrics.jsonl that differ from run to run.
-MACHINE = {'dt_ms', 'data_ms', 'optimizer_ms', 'comm_ms', 'tokens_per_sec', 'mfu', 'mem_gb', 'seconds', 'lag_ms', 'slowest_rank', 'wait_s',
-           'ckpt_stall_ms'}
+MACHINE = {'dt_ms', 'data_ms', 'optimizer_ms', 'comm_ms', 'lag_ms', 'slowest_rank', 'wait_s', 'tokens_per_sec', 'mfu',
+           'mem_gb', 'seconds', 'ckpt_stall_ms'}
 # Entries of state.json that are compared.
 STATE = 'iteration', 'tokens', 'val_loss', 'best_val_loss', 'skipped', 'spikes', 'scaler'
 TIME_LIMIT = 180  # seconds for a run

@@ -2,6 +2,7 @@
 
 What reads weights trained elsewhere (kilogpt/convert) is imported where a run has such weights.
 """
+import contextlib
 import dataclasses
 import json
 import os
@@ -47,7 +48,7 @@ def find_start(keys, meta, cluster):
 
     ValueError if init_from does not exist, or if its model has another tokenizer than the dataset.
     keys: the values of train.py's keys; with the vocab_size of the data, they define a new model.
-    meta: the dataset's meta.json.
+    meta: the dataset's meta.json. cluster: the run's Cluster, which has the checkpoints to resume.
     """
     cluster.watchdog.beat()
     init_from = keys['init_from']
@@ -60,7 +61,8 @@ def find_start(keys, meta, cluster):
         arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
         base = saved.get('base')
     elif init_from != 'scratch':
-        source, tensors, arguments, model_meta, base = find_initial(init_from, cluster.processes)
+        with waits_for_hub(init_from, cluster.watchdog):
+            source, tensors, arguments, model_meta, base = find_initial(init_from, cluster.processes)
         if keys['rope_scaling'] not in ('', arguments.get('rope_scaling')):
             arguments = with_longer_context(arguments, keys)
     if init_from == 'resume' and not source:
@@ -79,7 +81,8 @@ def find_start(keys, meta, cluster):
         check_reference(keys, meta)
     if base:
         from kilogpt.convert.weights import open_base
-        tensors = open_base(base, source)
+        with waits_for_hub(base['source'], cluster.watchdog):
+            tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
             raise ValueError(f'lora_rank is {keys["lora_rank"]}, but {source} has adapters of rank '
                              f'{arguments["lora_rank"]}: set that, or start from its weights as '
@@ -88,6 +91,12 @@ def find_start(keys, meta, cluster):
         source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys)
     cluster.watchdog.beat()
     return Start(source, tensors, saved, arguments | dict(dropout=keys['dropout']), meta, base)
+
+
+def waits_for_hub(source, watchdog):
+    """A context in which weights may be downloaded, however long that takes."""
+    from data import hub
+    return watchdog.suspended() if hub.is_name(source) else contextlib.nullcontext()
 
 
 def describe_weights(source):

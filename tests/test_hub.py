@@ -13,7 +13,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from safetensors.torch import save_file
 
-from helpers import ROOT, newest_state, run_forked, run_script, start_script, wait_until
+from helpers import FAULTS, ROOT, newest_state, run_forked, run_script, start_script, wait_until
 from hub_server import COMMIT, Hub
 
 WIDTH, HIDDEN, TOKENS = 128, 512, 257
@@ -308,3 +308,14 @@ def test_dataset_of_several_sets_or_without_a_network_asks_in_one_sentence(hub, 
     assert list(hub.downloads()) == ['other/train-00000-of-00001.parquet']
     failure = prepare('--input=org/none', f'--out={tmp_path}/none', env=without_network(hub), check=False).stderr
     assert failure.startswith('error: org/none is neither a file nor in the Hugging Face cache, and could not be')
+
+
+def test_cache_that_cannot_be_written_gives_what_is_there(hub):
+    """As clusters share one."""
+    run_forked('kilogpt.convert', 'inspect', 'org/tiny', env=hub.env)
+    hub.requests.clear()
+    options = dict(env=hub.env, faults=[FAULTS / 'read_only_cache.py'])
+    assert 'parameters in' in run_forked('kilogpt.convert', 'inspect', 'org/tiny', **options).stdout
+    absent = run_forked('kilogpt.convert', 'inspect', 'org/shards', check=False, **options)
+    assert 'error: org/shards is not in the cache, and ' in absent.stderr and 'set HF_HOME to a folder' in absent.stderr
+    assert not hub.requests

@@ -29,6 +29,9 @@ def find_meta(name):
 
 def _stored_meta(name):
     """The meta that find_meta finds in files; None for a tokenizer's own name."""
+    folder = dataset_folder(name)
+    if find_shards(folder, 'train') or os.path.exists(os.path.join(folder, 'meta.json')):
+        return read_meta(folder)
     if hub.is_name(name) and name not in hub.GPT2_NAMES:  # an encoding of tiktoken has the first of them
         place = hub.parse(name)
         if not place.path:
@@ -37,9 +40,6 @@ def _stored_meta(name):
     if name.endswith('.gguf') and os.path.exists(name):
         from kilogpt.convert.gguf_files import read_gguf  # imports torch, which the preparation of data does not need
         return unpack(name, read_gguf(name)[-1])
-    folder = dataset_folder(name)
-    if find_shards(folder, 'train') or os.path.exists(os.path.join(folder, 'meta.json')):
-        return read_meta(folder)
     if os.path.exists(os.path.join(name, JsonTokenizer.name)) or os.path.isfile(name):
         return load_tokenizer(name).meta()
     if os.path.isdir(os.path.join(name, 'ckpt')) or is_url(name):

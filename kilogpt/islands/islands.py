@@ -272,7 +272,9 @@ class Islands(Hook):
         wait_began = time.perf_counter()
         if not self._wait_for_others(run):
             return None
-        return self._merge(iteration, self._receive(), time.perf_counter() - wait_began)
+        result, waited = self._receive(), time.perf_counter() - wait_began
+        self.processes.waited['others'] += waited
+        return self._merge(iteration, result, waited)
 
     def _send(self, number):
         self._bytes_sent = 0

@@ -77,6 +77,7 @@ class IslandJob(Islands):
                 if not self._wait_for_others(run):
                     return False
                 waited += time.perf_counter() - wait_began
+                self.processes.waited['others'] += waited
                 join_state = self._receive()
                 self.is_joining = False
                 if not self.processes.share(join_state is None):

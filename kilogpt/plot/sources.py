@@ -152,7 +152,7 @@ def machine_of(folder):
         with open(newest, encoding='utf-8') as file:
             processes, processor, threads, _ = json.load(file)['machine']
         processor = processor.rpartition(':')[2].strip()
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError):  # no checkpoint, or one that was imported
         return ''
     counts = [f'{count} {name}{"" if count == 1 else ending}' for count, name, ending in (
         (processes, 'process', 'es'), (threads, 'thread', 's'))]

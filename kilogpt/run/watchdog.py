@@ -4,6 +4,7 @@ import datetime
 import faulthandler
 import itertools
 import json
+import math
 import os
 import socket
 import sys
@@ -49,6 +50,13 @@ class Watchdog:
     def waits_for_storage(self):
         """A context in which no beat is due for STORAGE_LIMIT seconds more than usual."""
         self.last_beat = time.monotonic() + STORAGE_LIMIT
+        yield
+        self.beat()
+
+    @contextlib.contextmanager
+    def suspended(self):
+        """A context in which no beat is due, for what gives up by itself."""
+        self.last_beat = math.inf
         yield
         self.beat()
 

@@ -59,7 +59,7 @@ class Cluster:
         available = available_memory(processes.device) - self.islands.bytes_on(processes.device)
         lines = [*describe_layout(parallel, optimizer, config['batch_size'], config['islands']),
                  *self.islands.describe(), *data.train.describe()]
-        if processes.world_size > 1:
+        if processes.world_size * processes.islands > 1:
             from kilogpt.parallel.network import describe_nodes
             lines += describe_nodes(self.out_dir, place)
         lines += describe_memory(model, self.layout, config | dict(dtype=self.dtype), available, processes.device)

@@ -11,7 +11,6 @@ from kilogpt.run.guard import Guard
 from kilogpt.run.signals import Signals
 from kilogpt.run.state import Ending, Progress
 
-
 LEAST_ITERATIONS = 20  # of a run that says what bounds it
 
 
@@ -181,18 +180,18 @@ class Run(Progress):
         with self.cluster.watchdog.waits_for_storage():
             self.saver.wait()
         self.log.save_written(self.iteration, self.clock.now())
+        if self.saver.problem and self.ending.reason != 'failed':
+            self.ending = Ending('failed', f'the run ended at iteration {self.iteration}, but its last checkpoint '
+                                 f'could not be saved ({self.saver.problem})', 1)
         self.hooks.close()
         self.log.close()
-        ending, problem = self.ending, self.saver.problem
-        if self.meter.iterations >= LEAST_ITERATIONS and not self.config['profile'] and self.processes.is_first:
+        is_told = self.processes.is_first and not self.config['profile'] and not are_on(self.config)
+        if is_told and self.meter.iterations >= LEAST_ITERATIONS:  # waits for other islands have no share
             from kilogpt.run.verdict import verdict_of_run
             self.processes.say(verdict_of_run(self))
-        if problem and ending.reason != 'failed':
-            ending = Ending('failed', f'the run ended at iteration {self.iteration}, but its last checkpoint '
-                            f'could not be saved ({problem})', 1)
-        if ending.reason == 'stopped':
-            self.processes.say(ending.message)
-        sentence = f'error: {ending.message}'
-        if ending.reason == 'failed' and self.processes.is_main and is_to_say(sentence):
+        if self.ending.reason == 'stopped':
+            self.processes.say(self.ending.message)
+        sentence = f'error: {self.ending.message}'
+        if self.ending.reason == 'failed' and self.processes.is_main and is_to_say(sentence):
             print(sentence, file=sys.stderr, flush=True)
-        self.processes.leave(ending.exit_code)
+        self.processes.leave(self.ending.exit_code)

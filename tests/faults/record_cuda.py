@@ -1,8 +1,8 @@
 """Record what each iteration asks of CUDA, and where, in OUT_DIR.cuda.RANK, under dev/cuda_without_gpu.
 
 The file has {iteration: [[call, place, how often], ...]}. An iteration is what happens from one call of
-Progress.count_update to the next; what an evaluation or a save asks for counts in the iteration that follows. A place is the innermost line
-of ours. OUT_DIR.streams.RANK has the same with the number of a stream instead of a place: 0 is the stream in which
+Progress.count_update to the next; what an evaluation or a save asks for counts in the iteration that follows. A
+place is the innermost line of ours. OUT_DIR.streams.RANK has the same with the number of a stream instead of a place: 0 is the stream in which
 PyTorch computes unless it is told otherwise, and the others have numbers in the order of their first use.
 """
 import collections
