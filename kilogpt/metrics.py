@@ -58,9 +58,9 @@ class Metrics:
     def train(self, line, eta_seconds):
         """Write a training line: iter loss grad_norm lr dt_ms tokens_per_sec mfu mem_gb tokens seconds.
 
-        Then data_ms and optimizer_ms. mfu is None where the device's peak is unknown, as on CPUs. With several processes the line also has
-        slowest_rank, comm_ms and lag_ms, and with DPO reward_margin and reward_accuracy. `seconds`, since the start of the
-        process, is not printed.
+        Then data_ms and optimizer_ms. mfu is None where the device's peak is unknown, as on CPUs. With several
+        processes the line also has slowest_rank, comm_ms and lag_ms, and with DPO reward_margin and reward_accuracy.
+        `seconds`, since the start of the process, is not printed.
         """
         mfu = '' if line.get('mfu') is None else f'mfu {100 * line["mfu"]:.2f}%, '
         lag = f', rank {line["slowest_rank"]} last by {line["lag_ms"]:.1f}ms' if 'lag_ms' in line else ''

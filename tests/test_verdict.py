@@ -131,7 +131,7 @@ def test_thin_link_between_two_namespaces(dataset, tmp_path, how):
 CONFIG = dict(dataset='x', data_cache_gb=0.0, documents='stream', batch_size=8, gradient_accumulation_steps=8,
               block_size=1024, n_embd=1024, n_layer=12, compile=True, fp8=False, log_interval=10, optimizer='adamw',
               activation_checkpoint='none', cpu_offload=False, tp=1, cp=1, zero_stage=0, grad_compress='none',
-              eval_interval=100, eval_iters=10)
+              eval_interval=100, eval_iters=10, async_checkpoint=True)
 
 
 def situation(world_size=1, memory=0.5, dtype='bfloat16', **keys):
@@ -149,6 +149,10 @@ def situation(world_size=1, memory=0.5, dtype='bfloat16', **keys):
      '--zero_stage=1 (each process updates a part)'),
     (dict(input=0.0, compute=1.0), dict(memory=0.95, cpu_offload=True, zero_stage=3, world_size=8),
      'size of the memory', '--batch_size=4 --gradient_accumulation_steps=16'),
+    (dict(compute=1.0), dict(memory=0.95, batch_size=1, block_size=64), 'size of the memory',
+     'Next: more GPUs, or GPUs with more memory'),
+    (dict(pauses=0.6), dict(eval_iters=0), 'pauses for evaluation and saving', 'a larger --save_interval or --save_minutes'),
+    (dict(pauses=0.6), dict(eval_iters=1), 'pauses for evaluation and saving', 'Next: --eval_interval=200'),
     (dict(pauses=0.6), {}, 'pauses for evaluation and saving', '--eval_interval=200; or --eval_iters=5')])
 def test_rules(shares, keys, bound, advice):
     sentence = judge(shares, situation(**keys))

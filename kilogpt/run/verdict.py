@@ -180,17 +180,18 @@ def _optimizer(situation):
 def _pauses(situation):
     config = situation.config
     if not config['eval_iters']:
-        return ['--async_checkpoint=True'] * (not config['async_checkpoint']) + ['a larger --save_interval or --save_minutes']
+        keys = ['--async_checkpoint=True'] * (not config['async_checkpoint'])
+        return [*keys, 'a larger --save_interval or --save_minutes']
     return [f'--eval_interval={2 * config["eval_interval"]}',
             *[f'--eval_iters={config["eval_iters"] // 2}'] * (config['eval_iters'] > 1)]
 
 
 def _compute(situation):
     config = situation.config
-    can_have_fp8 = situation.on_gpu and not config['fp8'] and situation.dtype == 'bfloat16' and situation.layout.tp == 1
+    can_have_fp8 = situation.on_gpu and situation.dtype == 'bfloat16' and situation.layout.tp == 1
     return [*['--compile=True (fewer operators)'] * (not config['compile']),
             *['--dtype=bfloat16'] * (situation.dtype == 'float32'),
-            *['--fp8=True (on an H100 and newer)'] * can_have_fp8,
+            *['--fp8=True (on an H100 and newer)'] * (can_have_fp8 and not config['fp8']),
             'more processes (torchrun --nproc_per_node)',
             f'a smaller model, such as --n_layer={max(1, config["n_layer"] // 2)}']
 
@@ -201,11 +202,11 @@ def _traffic(situation):
 
 def _memory(situation):
     config, layout = situation.config, situation.layout
-    next_stage = max(1, config['zero_stage'] + 1)
+    next_stage, batch_size = max(1, config['zero_stage'] + 1), config['batch_size']
     return [*[f'--zero_stage={next_stage} (each process holds a part)'] * (layout.world_size > 1 and next_stage <= 3),
             *['--activation_checkpoint=selective (computes less twice)'] * (config['activation_checkpoint'] == 'full'),
-            *[f'--batch_size={config["batch_size"] // 2} --gradient_accumulation_steps='
-              f'{2 * config["gradient_accumulation_steps"]} (the same batch in less memory)'] * (config['batch_size'] % 2 == 0),
+            *[f'--batch_size={batch_size // 2} --gradient_accumulation_steps={2 * config["gradient_accumulation_steps"]} '
+              '(the same batch in less memory)'] * (batch_size % 2 == 0),
             *['--dtype=bfloat16'] * (situation.dtype == 'float32'), 'more GPUs, or GPUs with more memory']
 
 
