@@ -7,7 +7,6 @@ same few classes. What fewer models have is in `kilogpt/layers/`: options.py has
 Shapes in comments: B batch, T positions, C n_embd, H heads, G key/value heads, D head width, V vocabulary
 rows, S positions that a query may see, N tokens (B * T).
 """
-import hashlib
 import math
 from dataclasses import dataclass, field
 
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen
 from kilogpt.layers.options import AdapterOptions, BlockOptions, ExpertOptions
-from kilogpt.layers.precision import at_least_float32, cast_for_linears
+from kilogpt.layers.precision import at_least_float32, cast_for_linears, draw_normal
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding, build_gate, head_strengths
 
@@ -312,11 +311,7 @@ class GPT(nn.Module):
             self.lm_head.weight = self.transformer.wte.weight
 
     def initial_value(self, name, shape, seed, rows=slice(None)):
-        """The `rows` of a parameter's first value, as in GPT-2: float32, on the CPU.
-
-        Values come in blocks of rows, each from a generator seeded by (seed, name, block). A process draws
-        the blocks that contain its rows, and every layout starts from the same values.
-        """
+        """The `rows` of a parameter's first value, as in GPT-2, by seed, name and row alone: float32, on the CPU."""
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:  # norms start at 1, biases at 0
             return torch.full((stop - start,), float(name.endswith('weight')))
@@ -330,15 +325,7 @@ class GPT(nn.Module):
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)
         if std == 0:  # without drawing a number for each of millions of zeros
             return torch.zeros(stop - start, *shape[1:], device='cpu')
-        size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
-        first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
-        # In another dtype the same generator draws other numbers.
-        value = torch.empty(last - first, *shape[1:], dtype=torch.float32, device='cpu')
-        for number, block in enumerate(value.split(size), first // size):
-            digest = hashlib.blake2b(f'{seed} {name} {number}'.encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
-            block.normal_(0.0, std, generator=generator)
-        return value[start - first:stop - first]
+        return draw_normal(std, name, seed, shape, rows)
 
     def forward(self, idx, targets=None, starts=None, pairs=None, reference=None, cache=None, tokens=None):
         """idx (B, T) token ids -> logits (B, T, vocab_size).
@@ -419,20 +406,6 @@ class GPT(nn.Module):
             return self.num_params()
         from kilogpt.layers.mixture import Experts
         return self.num_params() - sum(m.num_idle() for m in self.modules() if isinstance(m, Experts))
-
-    def flops_per_token(self, lengths):
-        """Floating-point operations per token, forward and backward, in documents of `lengths` tokens.
-
-        Each matrix element takes a multiply and an add forward and twice that backward, or once if frozen: 6
-        or 4. Attention adds two products a layer with H D elements for each position that a token sees, 6
-        each. PaLM (Chowdhery et al. 2022) and nanoGPT count those that follow too. lengths: of `mean_seen`.
-        """
-        layers = [module for module in self.modules() if not isinstance(module, nn.Embedding)]
-        parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
-        of_matrices = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
-        of_matrices -= (self.num_params() - self.num_active_params()) * (4 if self.config.lora_rank else 6)
-        seen = self.config.n_layer * self.config.mean_seen(lengths)
-        return of_matrices + int(12 * seen * self.config.n_head * self.config.head_width)
 
 
 def cap(logits, config):

@@ -187,16 +187,32 @@ def _is_not_finite(value):
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def flops_per_token(model, lengths):
+    """Floating-point operations per token, forward and backward, in documents of `lengths` tokens. model: a whole GPT.
+
+    Each matrix element takes a multiply and an add forward and twice that backward, or once if frozen: 6 or 4.
+    Attention adds two products a layer with H D elements for each position that a token sees, 6 each. PaLM (Chowdhery
+    et al. 2022) and nanoGPT count those that follow too. lengths: of GPTConfig.mean_seen.
+    """
+    config = model.config
+    layers = [module for module in model.modules() if not isinstance(module, torch.nn.Embedding)]
+    parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
+    of_matrices = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
+    of_matrices -= (model.num_params() - model.num_active_params()) * (4 if config.lora_rank else 6)
+    seen = config.n_layer * config.mean_seen(lengths)
+    return of_matrices + int(12 * seen * config.n_head * config.head_width)
+
+
 class Meter:
     """Builds the training lines of the log, and writes each once its sums over all processes have arrived.
 
-    model: the whole model. lengths: those of documents, as in GPT.flops_per_token. cluster: the run's Cluster.
+    model: the whole model. lengths: those of documents, as in flops_per_token. cluster: the run's Cluster.
     started: the time.perf_counter() at which the process started.
     """
 
     def __init__(self, model, lengths, cluster, started):
         self.size, self.n_params = model.describe_size(), model.num_params()
-        self.flops_per_token = model.flops_per_token(lengths)
+        self.flops_per_token = flops_per_token(model, lengths)
         self.loss_copies = cluster.layout.tp  # how many processes compute the same loss, which counts once
         self.started, self.device = started, cluster.processes.device
         # Of all lines but the first: iterations, seconds with pauses, and the sums of the iterations' times
@@ -209,7 +225,7 @@ class Meter:
     def stamp(self, run):
         """The first keys of an evaluation line: where the run is, and what it has cost so far.
 
-        seconds: since the process started. flops: by the formula of GPT.flops_per_token.
+        seconds: since the process started. flops: by the formula of flops_per_token.
         """
         return dict(iter=run.iteration, tokens=run.tokens, seconds=time.perf_counter() - self.started,
                     params=self.n_params, flops=self.flops_per_token * run.tokens)

@@ -9,6 +9,7 @@ from helpers import ROOT, TINY, run_script
 import bench
 from kilogpt import launch_train
 from kilogpt.configurator import config_of
+from kilogpt.metrics import flops_per_token
 from kilogpt.run import profiler
 from model import GPT, GPTConfig
 
@@ -51,8 +52,8 @@ def test_roofline_counts_the_operations_of_the_model(dataset, changes):
     fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
     model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
     tokens = config['batch_size'] * config['gradient_accumulation_steps'] * config['block_size']
-    of_matrices = tokens * model.flops_per_token([])
-    of_attention = tokens * model.flops_per_token([config['block_size']]) - of_matrices
+    of_matrices = tokens * flops_per_token(model, [])
+    of_attention = tokens * flops_per_token(model, [config['block_size']]) - of_matrices
     # Fused attention computes the scores again in its backward pass: 7 products instead of 6.
     expected = of_matrices + of_attention * 7 / 6
     assert found['products_ms'] / 1e3 * found['products_rate'] == pytest.approx(expected, rel=1e-9)

@@ -1,8 +1,11 @@
-"""Dtypes within the model. Imports torch alone.
+"""Dtypes within the model, and its first values. Imports torch alone.
 
 Losses, softmaxes and norms are computed in float32 although their inputs may have 16 bits. A model in float64,
 with which layouts are compared (kilogpt.prove), stays in float64.
 """
+import hashlib
+import math
+
 import torch
 
 
@@ -17,3 +20,21 @@ def cast_for_linears(x):
     if not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def draw_normal(std, name, seed, shape, rows):
+    """The `rows` (a slice) of a tensor of that shape with normal values: float32, on the CPU.
+
+    Values come in blocks of rows, each from a generator seeded by (seed, name, block). A process draws the blocks
+    that contain its rows, and gets the values that one process has there.
+    """
+    start, stop, _ = rows.indices(shape[0])
+    size = max(1, 2 ** 16 // math.prod(shape[1:]))  # rows; a new generator takes 7% of a block's time
+    first, last = start // size * size, min(-(-stop // size) * size, shape[0])  # rows of whole blocks
+    # In another dtype the same generator draws other numbers.
+    value = torch.empty(last - first, *shape[1:], dtype=torch.float32, device='cpu')
+    for number, block in enumerate(value.split(size), first // size):
+        digest = hashlib.blake2b(f'{seed} {name} {number}'.encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, 'little') >> 1)
+        block.normal_(0.0, std, generator=generator)
+    return value[start - first:stop - first]

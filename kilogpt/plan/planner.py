@@ -11,6 +11,7 @@ from tqdm import tqdm
 from data.datasets import dataset_folder, find_shards, find_sources, read_meta
 from data.mixtures import parse_mixture
 from data.splits import open_training_split
+from kilogpt.metrics import flops_per_token
 from kilogpt.parallel.layout import CHECKED_KEYS, LAYOUT_KEYS, SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.models import model_config
@@ -48,7 +49,7 @@ class Planner:
         self.shape = Shape(self.model)
         seen = self.model.config.mean_seen(lengths)  # once, and not for each layout of a search
         self.config = config | dict(load_imbalance=load_imbalance, seen=seen)
-        self.flops_per_token = self.model.flops_per_token(lengths)
+        self.flops_per_token = flops_per_token(self.model, lengths)
         self.global_batch = config['batch_size'] * config['gradient_accumulation_steps']
         if tokens_per_iter:
             self.global_batch = max(1, round(tokens_per_iter / config['block_size']))

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights
+from kilogpt.metrics import flops_per_token
 from kilogpt.prove import observer
 from kilogpt.prove.compare import relative_error
 from model import GPT, GPTConfig
@@ -110,7 +111,7 @@ def test_flops_count_the_experts_that_a_token_goes_to():
                        n_shared_experts=1, expert_hidden=16, bias=False, vocab_size=65)
     model = GPT(config)
     routers = 2 * 8 * 32
-    assert model.flops_per_token([16]) == dense.flops_per_token([16]) + 6 * routers
+    assert flops_per_token(model, [16]) == flops_per_token(dense, [16]) + 6 * routers
     assert model.num_active_params() == dense.num_params() + routers + 2 * 8  # and the biases
     assert model.num_params() - model.num_active_params() == 2 * 6 * 3 * 16 * 32
 
