@@ -163,8 +163,7 @@ SLOW_SESSIONS = dict(
              ONE_LAYOUT),
     ],
     documents=[
-        step('python data/text/prepare.py --input=documents --out=mydocuments',
-             '--num_proc=1 --tokenizer=bytes'),
+        step('python data/text/prepare.py --input=documents --out=mydocuments', '--num_proc=1'),
         step('python data/text/prepare.py --input=documents --tokenizer=gpt2 --out=mydocuments', '--num_proc=1'),
         step('python -m data.look mydocuments'),
         step('python data/corpus/prepare.py --input=documents --out=mycorpus', '--num_proc=1'),
