@@ -66,7 +66,7 @@ class Metrics:
         lag = f', rank {line["slowest_rank"]} last by {line["lag_ms"]:.1f}ms' if 'lag_ms' in line else ''
         hours, seconds = divmod(int(eta_seconds), 3600)
         self.seconds_per_iteration = line['dt_ms'] / 1000
-        self._write(line, (
+        self.write(line, (
             f'iter {line["iter"]}: loss {line["loss"]:.4f}, time {line["dt_ms"]:.2f}ms, '
             f'{mfu}{line["tokens_per_sec"]:,.0f} tok/s, grad norm {line["grad_norm"]:.3f}, lr {line["lr"]:.2e}, '
             f'mem {line["mem_gb"]:.2f}GB, eta {hours}:{seconds // 60:02d}:{seconds % 60:02d}{lag}{_rewards(line)}'))
@@ -77,12 +77,12 @@ class Metrics:
                  if key.startswith('val_loss/')]
         sources = f' ({", ".join(parts)})' if parts else ''
         bits = f', val bpb {line["val_bpb"]:.4f}' if 'val_bpb' in line else ''
-        self._write(line, (f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, '
+        self.write(line, (f'step {line["iter"]}: train loss {line["train_loss"]:.4f}, '
                            f'val loss {line["val_loss"]:.4f}{sources}{bits}{_rewards(line, "val_")}'))
 
     def tasks(self, line, text):
         """Write the line of scores on tasks: iter tokens seconds params flops task/NAME/FIGURE. text: in words."""
-        self._write(line, f'tasks at iteration {line["iter"]}: {text}')
+        self.write(line, f'tasks at iteration {line["iter"]}: {text}')
 
     def samples(self, iteration, samples, shown):
         """Write samples of text, dicts of `prompt` and `text`, to samples.jsonl and trackers.
@@ -105,7 +105,7 @@ class Metrics:
 
     def exchange(self, line):
         """Write the line of an exchange between islands: iter exchange islands bytes_sent wait_s distance."""
-        self._write(line, (
+        self.write(line, (
             f'exchange {line["exchange"]} at iteration {line["iter"]}: {len(line["islands"])} island(s), '
             f'{line["bytes_sent"] / 1e6:,.3f} MB sent, waited {line["wait_s"]:.3f}s, '
             f'distance {line["distance"]:.2e}'))
@@ -132,7 +132,7 @@ class Metrics:
             return
         if seconds_per_iteration is not None:
             seconds += max(0.0, clock - began - (iteration - saved_iteration) * seconds_per_iteration)
-        self._write(dict(iter=saved_iteration, ckpt_stall_ms=1000 * seconds),
+        self.write(dict(iter=saved_iteration, ckpt_stall_ms=1000 * seconds),
                     f'checkpoint {path}: training waited {1000 * seconds:.0f}ms')
 
     def dump(self, name, content):
@@ -146,7 +146,7 @@ class Metrics:
                 return f'no file ({error})'
         return path
 
-    def _write(self, line, text):
+    def write(self, line, text):
         if self.file is None:
             return
         if self.prints:

@@ -1,5 +1,6 @@
 """The edits in docs/edit.md, applied as printed: they resume to the bit, and follow one process in layouts."""
 import functools
+import json
 import math
 import os
 import pathlib
@@ -16,7 +17,7 @@ PAGE = pathlib.Path(ROOT, 'docs', 'edit.md').read_text('utf-8')
 EDITS = {section.split('\n')[0]: section.split('```diff\n')[1].split('```')[0]  # {heading: diff}
          for section in re.split(r'^### ', PAGE, flags=re.M) if '```diff\n' in section}
 AVERAGE, SGD = 'An average of the weights, used for evaluation', 'SGD, or any other optimizer'
-GROWING, FROZEN = 'A batch that grows', 'Some layers frozen'
+GROWING, FROZEN, MEASURED = 'A batch that grows', 'Some layers frozen', 'A measurement that may stop the run'
 ALIBI, MLP, LOSS = 'A bias for each head (ALiBi)', "An MLP of one's own", "A loss of one's own"
 KEYS = {ALIBI: ['--pos=alibi'], MLP: ['--mlp=reglu']}
 
@@ -62,8 +63,8 @@ def resume_at_6(train, run, folder, *arguments, **options):
     return train(*arguments, '--init_from=resume', out_dir=folder, **options)
 
 
-def test_page_has_ten_edits():
-    assert len(EDITS) == 10 and {AVERAGE, SGD, GROWING, FROZEN, ALIBI, MLP, LOSS} <= EDITS.keys()
+def test_page_has_eleven_edits():
+    assert len(EDITS) == 11 and {AVERAGE, MEASURED, SGD, GROWING, FROZEN, ALIBI, MLP, LOSS} <= EDITS.keys()
 
 
 def test_average_takes_twenty_lines_of_one_file_and_sgd_one():
@@ -118,6 +119,30 @@ def test_checkpoint_without_the_hook_and_with_a_hook_that_is_gone_resumes(edit, 
     without = resume_at_6(train, averaged(), tmp_path / 'without')
     for run in (resumed, without):
         assert curve(run) == {i: value for i, value in curve(plain).items() if i > 6}
+
+
+def largest_activations(run):
+    lines = map(json.loads, (run.out_dir / 'metrics.jsonl').read_text('utf-8').splitlines())
+    return {line['iter']: line['largest_activation'] for line in lines if 'largest_activation' in line}
+
+
+def test_measurement_stops_the_run_after_a_last_checkpoint(edit, monkeypatch):
+    whole = largest_activations(edit(MEASURED)())
+    assert list(whole) == [0, 5, 10] and 0 < whole[0] < whole[10]
+    bound = (whole[5] + whole[10]) / 2
+    monkeypatch.setitem(EDITS, MEASURED, EDITS[MEASURED].replace('bound=1e3', f'bound={bound}'))
+    run = edit(MEASURED)(check=False)
+    assert run.returncode == 1 and 'error: an activation of the last block has the norm' in run.stderr
+    assert largest_activations(run) == whole and (run.out_dir / 'ckpt' / 'iter_00000010').exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('layout, nproc', [('--tp=2', 2), ('--pp=2', 2), ('--zero_stage=3 --cp=2', 4),
+                                           ('--compile=True', 1)])
+def test_measurement_is_that_of_one_process(edit, layout, nproc):
+    measured = edit(MEASURED)
+    found = largest_activations(measured(*layout.split(), nproc=nproc))
+    assert found == pytest.approx(largest_activations(measured()), rel=1e-3)
 
 
 def test_second_loss_is_logged_as_a_mean_and_part_of_the_loss(edit, train):

@@ -52,12 +52,12 @@ class Recorder(torch.nn.Module):
         logits = head(x[places])
         logits = logits.full_tensor() if hasattr(logits, 'full_tensor') else logits
 
-        def cross_entropy(logits, targets, vocab_size):
+        def cross_entropy(logits, targets, vocab_size, reduction='sum'):
             logits = at_least_float32(logits[:, :vocab_size])
             nats = F.cross_entropy(logits, targets, reduction='none')
             likeliest = logits.argmax(dim=-1) == targets
             self.found.append(Scores(rows, positions, nats, likeliest, logits if self.wants_logits else None))
-            return nats.sum()
+            return nats.sum() if reduction == 'sum' else nats
 
         # The model's own of_logits may cap and scale. It calls the loss's cross_entropy.
         n_found = len(self.found)

@@ -380,9 +380,10 @@ def advise_on_error(error, facts, unused=(), keys=None, block_size=0, is_referen
         found = []
         if modules:
             found.append(
-                f"name {some(modules)} in GPT.split_plan: a linear that reads a norm's output as colwise; a "
-                'linear that reads the features of a colwise linear as rowwise; a norm before a linear as '
-                'sequence; a norm over a head, or after attention or an MLP, as local')
+                f"name {some(modules)} in GPT.split_plan: a linear that reads a norm's output as colwise, if a rowwise "
+                'one reads its features, and as rowwise if it reads those of a colwise one; a norm before a linear as '
+                'sequence; a norm over a head, or after attention or an MLP, as local; a linear whose whole output '
+                'meets x or what attention or an MLP returns, such as a gate of each channel, as local')
         if facts.direct:
             found.append(
                 f'{some(facts.direct)} belongs to a block or the model itself, but split_plan names modules: '

@@ -158,6 +158,16 @@ def test_compiled_cross_entropy_equals_the_eager_one(vocab_size, softcap, reduct
     assert not logits.grad[[3, 17]].any() and not logits.grad[:, vocab_size:].any()
 
 
+def test_loss_that_was_edited_may_ask_for_each_targets_loss():
+    model = GPT(GPTConfig(n_layer=1, n_embd=32, n_head=4))
+    use_faster_parts(model)
+    assert model.loss.cross_entropy.__module__ == cpu.__name__
+    logits, targets = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([4, -1, 0])
+    found = model.loss.cross_entropy(logits, targets, 8, reduction='none')
+    expected = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction='none')
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize('when', [(True, False), (True,), (False,)])
 def test_cross_entropy_that_was_edited_is_not_replaced(when):
     """Nor one that was edited in training alone, or in evaluation alone."""

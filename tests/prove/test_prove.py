@@ -22,7 +22,7 @@ MISTAKES = {
         {NORM_2: NORM_2 + "        self.extra = nn.Linear(config.n_embd, config.n_embd, bias=False)\n",
          BLOCK: BLOCK + "        x = x + self.extra(x)\n"},
         'dp2; tp2', ['transformer.h.0.extra.weight is in no part of split_plan',
-                     'name transformer.h.*.extra in GPT.split_plan', 'colwise']),
+                     'name transformer.h.*.extra in GPT.split_plan', 'a gate of each channel, as local']),
     'a parameter that belongs to a block itself': (
         {NORM_2: NORM_2 + "        self.gain = nn.Parameter(torch.empty(1, config.n_embd))\n",
          BLOCK: BLOCK + "        x = x + self.gain * x\n"},
@@ -116,6 +116,11 @@ HARMLESS = {
         NORM_2: NORM_2 + "        self.ln_3 = build_norm(config.n_embd, config)\n",
         BLOCK: "        x = x + self.ln_3(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions))\n",
         "local=('attn.q_norm', ": "local=('ln_3', 'attn.q_norm', "},
+    "a gate of each channel of attention's output": {
+        NORM_2: NORM_2 + "        self.channels = nn.Linear(config.n_embd, config.n_embd)\n",
+        BLOCK: "        h = self.ln_1(x)\n        y = self.attn(h, rope, mask, cache, tokens, positions)\n"
+               "        x = x + 2 * torch.sigmoid(self.channels(h)) * y\n",
+        "local=('attn.q_norm', ": "local=('channels', 'attn.q_norm', "},
     'a block with one norm': {
         BLOCK: "        h = self.ln_1(x)\n        x = x + self.attn(h, rope, cache)\n", NORM_2: "", INPUT_2: "",
         "self.ln_2_after(h)": "h"},
