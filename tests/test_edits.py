@@ -126,6 +126,7 @@ def largest_activations(run):
     return {line['iter']: line['largest_activation'] for line in lines if 'largest_activation' in line}
 
 
+@pytest.mark.slow
 def test_measurement_stops_the_run_after_a_last_checkpoint(edit, monkeypatch):
     whole = largest_activations(edit(MEASURED)())
     assert list(whole) == [0, 5, 10] and 0 < whole[0] < whole[10]

@@ -15,6 +15,7 @@ import test_corpus
 from data import cache, shards, storage
 from data.datasets import find_sources, fingerprint
 from data.splits import open_training_split
+from data.tokenizer import get_tokenizer
 from helpers import TINY, assert_same_tensors, newest_tensors, read_run, read_tensors, run_forked, run_script
 from kilogpt.run import checkpoint
 from kilogpt.run.remote import RemoteRun
@@ -264,10 +265,12 @@ def test_corpus_is_prepared_from_the_bucket(server, faults, tmp_path, monkeypatc
     folder, _ = test_corpus.make_corpus(tmp_path / 'in')
     url = upload(folder, f'{BUCKET}/{tmp_path.name}')
     faults(busy=0.1, cut=0.1)
-    here = test_corpus.prepare(folder, tmp_path / 'here', monkeypatch)
-    there = test_corpus.prepare(url + pattern, tmp_path / 'there', monkeypatch)
+    encoder = dict(encoder=get_tokenizer(dict(tokenizer='gpt2')))
+    here = test_corpus.prepare(folder, tmp_path / 'here', monkeypatch, **encoder)
+    there = test_corpus.prepare(url + pattern, tmp_path / 'there', monkeypatch, **encoder)
     assert [name for name in here if name.endswith('.bin') and here[name] != there[name]] == []
-    assert here['meta.json'] == there['meta.json']
+    metas = [json.loads(files['meta.json']) for files in (here, there)]
+    assert [meta.pop('input') for meta in metas] == [str(folder), url + pattern] and metas[0] == metas[1]
 
 
 # --- runs ---------------------------------------------------------------------------------------------------
