@@ -82,6 +82,9 @@ def read_prompt():
 
 with exit_on_error():
     check_sampling(config)
+    if interactive + chat + serve > 1:
+        raise ValueError(f'interactive={interactive}, chat={chat} and serve={serve} are three ways to give prompts: '
+                         'set one of them')
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)

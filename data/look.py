@@ -10,10 +10,12 @@ that occur most often, and random documents as text. Of a split with more than -
 import argparse
 import collections
 import hashlib
+import os
 import sys
 
 import numpy as np
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..'))
 from data.datasets import find_shards, find_sources
 from data.documents import separator_of
 from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of

@@ -233,7 +233,7 @@ def check_unused(out, tokenizer, origin, overwrite):
         return
     ours, theirs = describe_tokenizer(portable(tokenizer.meta())), describe_tokenizer(meta)
     is_same_text = origin == meta.get('input')
-    has_new_alphabet = is_same_text and meta.get('tokenizer') == tokenizer.name == 'char'  # the text was edited
+    has_new_alphabet = is_same_text and meta.get('tokenizer') == tokenizer.meta()['tokenizer'] == 'char'  # the text was edited
     advice = 'set overwrite to replace it, or out to another name'
     if ours != theirs and not has_new_alphabet:
         raise ValueError(f'{folder} already has a dataset, with the tokenizer {theirs}, and this one would have {ours}: '

@@ -38,7 +38,11 @@ def find_files(patterns):
     paths = []
     for pattern in patterns.split(','):
         if is_url(pattern):
-            paths += [url for url in storage_files(pattern) if form_of(url) in TEXTS + DOCUMENTS]
+            known = [url for url in storage_files(pattern) if form_of(url) in TEXTS + DOCUMENTS]
+            if not known:
+                raise ValueError(f'{pattern} has no file that ends in {", ".join(TEXTS + DOCUMENTS)}: set --input to files '
+                                 'of these kinds')
+            paths += known
             continue
         pattern = os.path.expanduser(pattern)
         is_folder = os.path.isdir(pattern)

@@ -12,6 +12,7 @@ import io
 import os
 import pathlib
 import random
+import re
 import sys
 import time
 
@@ -308,7 +309,18 @@ def find_files(pattern):
     if '*' not in pattern:
         below = files_below(pattern)
         return [f'{pattern.rstrip("/")}/{name}' for name in below] if below and below != [''] else [pattern]
-    return sorted(_call(pattern, lambda fs: [fs.unstrip_protocol(path) for path in fs.glob(pattern)]))
+    if pattern.startswith('http'):  # whose folders are pages of links
+        return sorted(_call(pattern, lambda fs: [fs.unstrip_protocol(path) for path in fs.glob(pattern)]))
+
+    def find(fs):
+        from fsspec.utils import glob_translate
+        path = fs._strip_protocol(pattern)
+        folder = path[:path.index('*')].rpartition('/')[0]
+        matches = re.compile(glob_translate(path)).match
+        return sorted(fs.unstrip_protocol(found) for found in fs.find(folder) if matches(found))
+
+    # Not fs.glob, which leaves out folders whose listing fails (findings/s3fs_glob_busy.sh).
+    return _call(pattern, find)
 
 
 # --- writing ------------------------------------------------------------------------------------------------

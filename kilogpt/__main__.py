@@ -1,6 +1,7 @@
 """`python -m kilogpt`: list the commands."""
 import ast
 import pathlib
+import sys
 
 from kilogpt.configurator import expect_closed_pipe
 
@@ -14,6 +15,10 @@ def first_sentence(path):
 
 
 expect_closed_pipe()
+if wrong := [argument for argument in sys.argv[1:2] if argument not in ('-h', '--help')]:
+    is_command = (FOLDER / wrong[0] / '__main__.py').is_file()
+    advice = f'write python -m kilogpt.{wrong[0]}' if is_command else 'without arguments it lists the commands'
+    sys.exit(f'error: python -m kilogpt takes no arguments, but is given {wrong[0]!r}: {advice}')
 for name in SCRIPTS:
     print(f'python {name:<20} {first_sentence(FOLDER.parent / name)}')
 for path in sorted(FOLDER.glob('*/__main__.py')):

@@ -25,8 +25,8 @@ from typing import NamedTuple
 
 from data.storage import StorageError
 
-# Keys of earlier versions, which the config.json of an old run may still name.
-_FORMER_KEYS = {'replay'}
+_FORMER_KEYS = {'replay'}  # of earlier versions, which the config.json of an old run may still name
+_FOREIGN_NAMES = dict(lr='learning_rate', prompt='start', steps='max_iters')  # of other programs
 _CONFIG_TYPES = (bool, int, float, str, type(None))
 
 
@@ -164,17 +164,28 @@ def configure(script, *places, argv=None):
             print(_help(script['__file__'], own, pages, key_types, argv))
         sys.exit(0)
     with exit_on_error():
+        given = set()  # keys of the command line so far
         while argv:
             argument = argv.pop(0)
             if argument.startswith('--'):
                 key, text = _read_argument(argument, argv, config, key_types)
                 value = _parse(text, key_types.get(key, ()))
                 config[key] = _check(key, value, config, key_types, 'the command line')
+                given.add(key)
             else:
-                for key, value in _read_file(argument, config).items():
-                    config[key] = _check(key, value, config, key_types, argument)
+                changed = _read_file(argument, config)
+                changed = {key: _check(key, value, config, key_types, argument) for key, value in changed.items()}
+                _warn_of_replaced(given & changed.keys(), config, changed, argument)
+                config |= changed
     script.update({key: value for key, value in config.items() if key in script})
     return config
+
+
+def _warn_of_replaced(keys, config, changed, path):
+    """Print which keys of the command line a config file after them sets to another value."""
+    lost = ', '.join(f'{key}={config[key]!r} by {changed[key]!r}' for key in sorted(keys) if config[key] != changed[key])
+    if lost and os.environ.get('RANK', '0') == '0':
+        print(f'warning: {path} replaces {lost}: write the config file before the keys', file=sys.stderr)
 
 
 def read_pages(folder, places):
@@ -368,7 +379,8 @@ def _as_number(value, accepted_types):
 def _check(key, value, config, key_types, where):
     """The value, a number as a number of the key's type. ValueError if the key or the type is wrong."""
     if key not in config:
-        similar = difflib.get_close_matches(key, config, n=1, cutoff=0.6)
+        same = {_FOREIGN_NAMES.get(key)} & config.keys()
+        similar = [*same, *difflib.get_close_matches(key, config, n=1, cutoff=0.6)]
         hint = f'; did you mean {similar[0]}?' if similar else '; --help lists them all'
         if where != 'the command line':
             hint += ' (a helper variable in a config file must start with _)'

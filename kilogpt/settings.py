@@ -16,6 +16,8 @@ def check_settings(config):
                    'block_size', 'max_iters')
     check_at_least(config, 0, 'eval_iters', 'save_interval', 'save_minutes', 'keep_checkpoints', 'warmup_iters',
                    'lr_decay_iters', 'seed')
+    if not config['out_dir']:
+        raise ValueError("out_dir is '': name the folder of the run, such as --out_dir=out")
     check_choice(config, 'optimizer', 'adamw', 'muon')
     check_range(config, 'muon_momentum', 0, 1)
     check_rates(config)

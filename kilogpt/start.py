@@ -162,16 +162,17 @@ def with_longer_context(arguments, keys):
                             block_size=max(block_size, arguments['block_size']))
 
 
-def join_tokenizers(model_meta, source, meta, dataset):
+def join_tokenizers(model_meta, source, meta, dataset,
+                    advice='set --dataset to data with the tokenizer of the model, or --init_from=scratch'):
     """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
 
     ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
+    advice: what the sentence of the error says to do.
     """
     theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
     if theirs and ours and theirs != ours:
         raise ValueError(
-            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: '
-            'set --dataset to data with the tokenizer of the model, or --init_from=scratch')
+            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: {advice}')
     if theirs and not ours:
         return meta | {key: model_meta[key] for key in TOKENIZER_KEYS if key in model_meta}
     return meta

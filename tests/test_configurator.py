@@ -70,6 +70,7 @@ def test_command_line(arguments, key, value):
 @pytest.mark.parametrize('arguments, message', [
     ('--stepz=3', "unknown key 'stepz' in the command line; did you mean steps\\?"),
     ('--ratee', "unknown key 'ratee' .*did you mean rate\\?"),
+    ('--lr=3', "unknown key 'lr' .*--help lists them all"),
     ('--qqq=1', "unknown key 'qqq' .*--help lists them all"),
     ('--later=2', "unknown key 'later'"), ('--os=2', "unknown key 'os'"),
     ('--steps=3.5', "steps takes int, but the command line gives '3.5'"),
@@ -97,6 +98,24 @@ def test_files_and_arguments_apply_in_order(tmp_path):
     assert result('--steps=5', one)['steps'] == 1
     assert type(result(two)['steps']) is int
     assert result(one)['rate'] == 1.0 and type(result(one)['rate']) is float
+
+
+def test_key_before_a_config_file_that_replaces_it_is_named(tmp_path, capsys):
+    (tmp_path / 'a.py').write_text('steps = 1\nrate = 2.0\n')
+    assert result('--steps=5', '--rate=2', '--flag', tmp_path / 'a.py')['steps'] == 1
+    assert capsys.readouterr().err == (
+        f'warning: {tmp_path}/a.py replaces steps=5 by 1: write the config file before the keys\n')
+    result(tmp_path / 'a.py', '--steps=5')
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize('script, argument, key', [('train.py', '--lr=1', 'learning_rate'),
+                                                   ('train.py', '--steps=1', 'max_iters'),
+                                                   ('sample.py', '--prompt=a', 'start')])
+def test_name_that_other_programs_have_for_a_key_leads_to_it(script, argument, key):
+    with pytest.raises(SystemExit) as ended:
+        config_of(os.path.join(ROOT, script), [argument])
+    assert ended.value.code.endswith(f'in the command line; did you mean {key}?')
 
 
 def test_config_file_of_nanogpt_works(tmp_path):

@@ -340,6 +340,17 @@ def test_finished_run_that_is_resumed_says_what_to_raise(train, whole, tmp_path)
     assert 'warning' not in resumed.stdout
 
 
+@pytest.mark.quick
+def test_resumed_run_that_is_beyond_max_iters_makes_no_update(train, whole, tmp_path):
+    out_dir = shutil.copytree(whole.out_dir, tmp_path / 'a')
+    before = sorted(os.listdir(out_dir / 'ckpt'))
+    resumed = train('--init_from=resume', '--max_iters=5', '--warmup_iters=1', '--eval_interval=50',
+                    '--sample_interval=50', '--sample_tokens=2', '--sample_prompts=A', out_dir=out_dir)
+    assert 'nothing is left to do: the checkpoint has 12 iterations, and max_iters is 5' in resumed.stdout
+    assert 'iter 13' not in resumed.stdout and 'step 12: ' in resumed.stdout and 'sample at iteration 12' in resumed.stdout
+    assert sorted(os.listdir(out_dir / 'ckpt')) == before
+
+
 def test_resumed_run_finds_that_its_dataset_was_replaced(train, dataset, tmp_path):
     data = shutil.copytree(dataset, tmp_path / 'data')
     options = [f'--dataset={data}', '--eval_iters=1']

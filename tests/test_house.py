@@ -111,6 +111,9 @@ def test_every_room_says_what_happens_in_it_and_where_to_begin():
 
 def test_commands_are_listed():
     listed = run_script('kilogpt').stdout.splitlines()
+    wrong = run_script('kilogpt', 'plot', 'out', check=False)
+    assert wrong.returncode == 1 and wrong.stderr == (
+        "error: python -m kilogpt takes no arguments, but is given 'plot': write python -m kilogpt.plot\n")
     commands = [f'python -m {path.removesuffix("/__main__.py").replace("/", ".")}' for path in PATHS
                 if path.endswith('/__main__.py') and path != 'kilogpt/__main__.py']
     assert len(listed) == 3 + len(commands) and all(line.count(' ') > 4 for line in listed)

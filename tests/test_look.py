@@ -36,6 +36,10 @@ def test_names_of_prepared_datasets_are_listed_and_suggested(tmp_path):
     assert done.returncode == 1 and done.stderr.rstrip().endswith('. Or did you mean mybooks?')
 
 
+def test_command_works_as_a_script_too():
+    assert run_script('data/look.py').stdout.startswith('datasets in data/ and here: ')
+
+
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     texts = [f'{number:03} {"x" * number}' for number in range(1, 101)] + ['twice'] * 2 + ['again'] * 9

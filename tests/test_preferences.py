@@ -126,6 +126,8 @@ def test_command_draws_splits_by_prompts_and_shows_pairs(tmp_path):
         text = bytes(ids_of(np.fromfile(tmp_path / f'1/{split}.bin', '<u4')).astype('u1').tolist()).decode()
         found[split] = {line for line in text.splitlines() if line.startswith('User: Q')}
     assert not found['train'] & found['val'] and len(found['train'] | found['val']) == 200
+    run_forked('data/preferences/prepare.py', f'--input={tmp_path}/a.jsonl', '--tokenizer=bytes', f'--out={tmp_path}/1',
+               '--num_proc=1', '--val_fraction=0.2')  # the same again
     page = run_forked('data.look', tmp_path / '1').stdout
     assert 'what follows is about pairs' in page and '\n    rejected:\nUser: Q' in page and '[no\n]' in page
     for content, sentence in (('{"prompt": "a", "chosen": "b", "rejected": ""}', 'pair 1, rejected: message 1, of the role'),
@@ -365,6 +367,10 @@ def test_what_cannot_be_trained_gets_a_sentence(train, start, tmp_path):
     for arguments, sentence in cases:
         run = train(*arguments, check=False)
         assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr, (sentence, run.stderr)
+    (bare / 'meta.json').write_text(json.dumps(json.loads((bare / 'meta.json').read_text()) | dict(tokenizer='gpt2')))
+    done = evaluate(base, bare, check=False)
+    assert done.returncode == 1 and 'prepare the pairs with the tokenizer of this model' in done.stderr
+    assert '--init_from' not in done.stderr and '--dataset' not in done.stderr
     for arguments, sentence in ((['--tasks=capitals'], 'set one of --tasks'), ([], None)):
         done = evaluate(base, chats, *arguments, check=False)
         assert done.returncode == 1 and (sentence or 'does not have pairs of answers') in done.stderr

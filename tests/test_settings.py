@@ -55,6 +55,11 @@ def test_schedule_that_does_not_fit_is_a_warning_with_its_keys(keys, words):
         assert settle(config | silent)[1] == []
 
 
+def test_folder_without_a_name_is_refused():
+    with pytest.raises(ValueError, match="^out_dir is '': name the folder of the run"):
+        check_settings(config_with(out_dir=''))
+
+
 def test_schedule_whose_rate_is_0_for_most_of_the_run_is_an_error():
     config = config_with(f'{ROOT}/config/quickstart.py', lr_decay_iters=140, min_lr=0.0, max_iters=2000)
     with pytest.raises(ValueError) as error:

@@ -86,6 +86,9 @@ def open_tensors(folder):
 
 
 def _missing(folder, name):
+    path = os.path.abspath(folder)
+    if os.path.basename(path) == 'ckpt':
+        return f'{folder} is the folder of checkpoints of a run: name the run, {os.path.dirname(path)}, or one of them'
     return (f'{folder} has no {name}: it is not a Hugging Face folder with safetensors weights and has no '
             'checkpoint in ckpt/')
 

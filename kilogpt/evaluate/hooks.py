@@ -17,7 +17,7 @@ class Evaluation(Hook):
         self.interval, self.scorer = interval, scorer
 
     def is_due(self, run):
-        return run.eval_only or run.iteration % self.interval == 0 or run.iteration == run.max_iters
+        return run.eval_only or run.iteration % self.interval == 0 or run.iteration >= run.max_iters
 
     def act(self, run):
         with run.clock.paused(), run.hooks.weights_for_evaluation():

@@ -30,7 +30,8 @@ def write_reference(scorer, opened, dataset):
     if is_url(folder):
         raise ValueError(f'{folder} cannot be written to: compute the reference in a folder on this machine, and '
                          f'copy its files *{REFERENCE} and {REFERENCE_FILE} there')
-    join_tokenizers(opened.tokenizer.meta(), opened.path, meta, dataset)
+    join_tokenizers(opened.tokenizer.meta(), opened.path, meta, dataset,
+                    'prepare the pairs with the tokenizer of this model, or evaluate the model that they are for')
     path = pathlib.Path(folder, REFERENCE_FILE)
     if processes.is_main:  # an earlier one does not describe what is written from here on
         path.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The command python -m kilogpt.islands: start the server of server.py."""
+"""Start the server at which islands, the jobs of one run over slow networks, exchange their parameters."""
 from kilogpt.islands.server import main
 
 main()

@@ -87,7 +87,7 @@ class Run(Progress):
     @property
     def _is_at_evaluation(self):
         at_interval = self.iteration % self.config['eval_interval'] == 0
-        return self.eval_only or at_interval or self.iteration == self.max_iters
+        return self.eval_only or at_interval or self.iteration >= self.max_iters  # above it if max_iters was lowered
 
     @property
     def evaluates(self):

@@ -209,6 +209,7 @@ def test_ctrl_c_ends_only_the_answer(trained):
 @pytest.mark.quick
 @pytest.mark.parametrize('arguments, words', [
     (['--num_samples=2'], 'num_samples is 2, but a conversation has one answer at a time'),
+    (['--serve'], 'error: interactive=False, chat=True and serve=True are three ways to give prompts: set one of them'),
 ])
 def test_bad_input_is_refused_in_one_sentence(trained, arguments, words):
     done = chat(trained, '', *arguments, check=False)

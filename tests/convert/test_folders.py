@@ -187,6 +187,11 @@ def test_dtype_that_is_not_read_is_named(folder, dtype):
     assert_refused(folder, f'in {dtype}, as quantized weights have, but only F64, F32')
 
 
+def test_folder_of_checkpoints_leads_to_its_run(tmp_path):
+    (tmp_path / 'ckpt').mkdir()
+    assert_refused(tmp_path / 'ckpt', f'is the folder of checkpoints of a run: name the run, {tmp_path}, or one of them')
+
+
 def test_folder_of_mlx_is_refused_as_quantized(folder):
     change_json(folder / 'config.json', dict(quantization=dict(group_size=64, bits=4)))
     assert_refused(folder, 'is quantized by an unnamed method (config.json has an entry quantization)')
