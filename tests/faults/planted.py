@@ -218,7 +218,7 @@ def convolution_across_documents():
             positions = positions + self.n_before * (torch.arange(positions.size(1)) == 0)
         return right(self, *parts, positions=positions, last=last)
 
-    def keep_part(parallel, network, _):
+    def keep_part(parallel, *_):
         part[0] = parallel.layout.positions(parallel.processes.rank, parallel.block_size).start
 
     plant_after(Parallel, 'parallelize', keep_part)
@@ -336,7 +336,7 @@ def window_of_a_part():
     """With cp, a window does not reach back into the part before."""
     part = [None]
 
-    def keep_part(parallel, network, _):
+    def keep_part(parallel, *_):
         if parallel.layout.cp > 1:
             part[0] = parallel.block_size // parallel.layout.cp
 
@@ -394,7 +394,7 @@ def tables_averaged_over_tp():
 
 def lr_factors_lost():
     """ZeRO-1 hands the optimizer its rows without the factors of their learning rates."""
-    def forget(parallel, network, _):
+    def forget(parallel, *_):
         if parallel._zero1:
             optim.parse_lr_factors = lambda text: {}
 
