@@ -102,10 +102,12 @@ def tokenizer_from_gguf(metadata):
     backend = build(own, tokens, types)
     add_special_tokens(backend, tokens, types)
     add_bos = own.get('add_bos_token', kind == 'llama' or own.get('pre') in WITH_BOS)
-    for name in ('bos', 'eos'):  # llama.cpp takes some id that is usual for the kind of tokenizer
-        if own.get(f'add_{name}_token') and name not in names:
-            raise ValueError(f'its tokenizer has add_{name}_token, but no {name}_token_id: add the id to its metadata')
-    add_template(backend, kind, names, add_bos, own.get('add_eos_token', False))
+    add_eos = own.get('add_eos_token', False)
+    for name, is_added in dict(bos=add_bos, eos=add_eos).items():  # llama.cpp takes an id that is usual for the kind
+        if is_added and name not in names:
+            raise ValueError(f'its tokenizer adds {name} (add_{name}_token), but has no {name}_token_id: add the id to its '
+                             'metadata')
+    add_template(backend, kind, names, add_bos, add_eos)
     config = dict(tokenizer_class='PreTrainedTokenizerFast', clean_up_tokenization_spaces=False)
     config |= {f'{name}_token': token for name, token in names.items()}
     if 'tokenizer.chat_template' in metadata:
