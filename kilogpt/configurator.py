@@ -72,7 +72,7 @@ def _sentence_of(error):
     """The message of an exception, without the number of an error of the operating system."""
     if isinstance(error, OSError) and error.filename is not None and str(error).startswith('[Errno'):
         if isinstance(error, FileExistsError):
-            return f'{error.filename} exists already: remove it, or choose another name'
+            return f'{error.filename} exists already: choose another name, or move it away'
         return f'{error.filename}: {error.strerror}'
     return error
 

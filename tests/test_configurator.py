@@ -166,7 +166,7 @@ def test_argument_that_is_not_a_config_file_is_not_executed(tmp_path, argument, 
 
 
 def test_errors_of_the_system_are_sentences_without_a_number(tmp_path):
-    for act, message in ((os.mkdir, f'error: {tmp_path} exists already: remove it, or choose another name'),
+    for act, message in ((os.mkdir, f'error: {tmp_path} exists already: choose another name, or move it away'),
                          (os.rmdir, f'error: {tmp_path}/none: No such file or directory')):
         with pytest.raises(SystemExit) as ended, exit_on_error():
             act(tmp_path if act is os.mkdir else tmp_path / 'none')
