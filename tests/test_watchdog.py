@@ -43,7 +43,7 @@ def test_process_that_hangs_before_the_first_iteration_is_named(train, function)
     assert run.codes == [1, 1]
     sentence = re.search('^error: no progress .*', run.stderr, re.M)[0]
     assert 'for 3 seconds (3 × comm_timeout until the first iteration is done)' in sentence
-    assert re.search(r'Hung: rank 1 .* at train.py:\d+ <module> > hang_at_start.py', sentence)
+    assert re.search(r'Hung: rank 1 .* at start.py:\d+ load > hang_at_start.py', sentence)
 
 
 # --- reports --------------------------------------------------------------------------------------------

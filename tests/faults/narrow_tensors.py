@@ -14,7 +14,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 NARROW = torch.float32, torch.bfloat16, torch.float16
 # {(file, function): why its narrow tensors do not change what a run computes}
 EXACT = {
-    ('model.py', 'initial_value'): 'draws in float32 in any dtype',
+    ('kilogpt/layers/precision.py', 'draw_normal'): 'draws in float32 in any dtype',
     ('kilogpt/parallel/dtensor.py', 'fill'): 'copies initial values',
     ('kilogpt/optim.py', '_init_group'): 'counts the steps of AdamW, in float32 for its fused kernel',
     ('kilogpt/run/guard.py', 'step'): 'is 0 or 1: whether an update is made',
