@@ -55,6 +55,15 @@ def test_readme_counts_the_lines_of_the_core():
     assert f'the core, about {round(lines, -2):,} lines' in readme
 
 
+def test_readme_says_how_large_the_repository_is():
+    def lines_of(*patterns):
+        paths = {path for pattern in patterns for path in pathlib.Path(ROOT).glob(pattern)}
+        return round(sum(path.read_text('utf-8').count('\n') for path in paths), -3)
+    product, tests = lines_of('*.py', 'kilogpt/**/*.py', 'data/**/*.py'), lines_of('tests/**/*.py')
+    text = ' '.join(PAGES[0].read_text('utf-8').split())
+    assert f'all of kiloGPT is {product:,} lines, and {tests:,} of tests' in text
+
+
 def test_files_that_pages_name_exist():
     """Programs and configs in the text, commands and lists of files; their folder may be left out."""
     missing = set()
