@@ -26,8 +26,8 @@ class Batches:
     def __init__(self, loader, read, sequences, steps, rows, positions, device, sum_later=None, copies=1,
                  end=math.inf, reading=contextlib.nullcontext, waiting=contextlib.nullcontext):
         self.loader, self.read, self.sequences, self.steps, self.rows = loader, read, sequences, steps, rows
-        self.positions, self.device, self.reading, self.waiting = positions, device, reading, waiting
-        self._read_ahead = Prefetcher(self._read, loader.read_ahead, waiting)
+        self.positions, self.device, self.reading = positions, device, reading
+        self.read_ahead = Prefetcher(self._read, loader.read_ahead, waiting)
         self._counts = None
         if loader.has_flags:  # which tokens are targets is in the data
             from data.target_counts import TargetCounts
@@ -53,7 +53,7 @@ class Batches:
 
         ValueError if a token id is too large.
         """
-        tensors = self._read_ahead(self._requests_from(batch, step))
+        tensors = self.read_ahead(self._requests_from(batch, step))
         return tuple(tensor.to(self.device, non_blocking=True) for tensor in tensors)
 
     def _requests_from(self, batch, step):
@@ -99,8 +99,11 @@ class Prefetcher:
         coming = list(itertools.islice(requests, 1 + self.ahead))
         self.pending = {request: self.pending.get(request) or self.pool.submit(self.prepare, request)
                         for request in coming}
-        first = self.pending.pop(coming[0])
-        if not first.done():
+        return self.result_of(self.pending.pop(coming[0]))
+
+    def result_of(self, future):
+        """The result of `future`, in the context `waiting` while it is not there yet."""
+        if not future.done():
             with self.waiting():
-                wait([first])
-        return first.result()
+                wait([future])
+        return future.result()

@@ -1,5 +1,5 @@
 """How many targets the global batches of conversations and pairs have, counted by all processes ahead of their use."""
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -28,10 +28,8 @@ class TargetCounts:
             self.sums.pop(left)()
         for each in dict.fromkeys(numbers[:2]):
             if each not in self.sums:
-                if not self.here[each].done():
-                    with self.batches.waiting():
-                        wait([self.here[each]])
-                self.sums[each] = self.sum_later(dict(targets=float(self.here[each].result())))
+                here = self.batches.read_ahead.result_of(self.here[each])
+                self.sums[each] = self.sum_later(dict(targets=float(here)))
         sums, _ = self.sums[numbers[0]]()
         return round(sums['targets'] / self.copies)
 
