@@ -24,7 +24,7 @@ def test_process_that_hangs_is_named(dataset, tmp_path):
     assert output.count('error: no progress') == 1, output
     sentence = re.search('^error: no progress .*', output, re.M)[0]
     assert 'for 3 seconds (comm_timeout)' in sentence
-    assert re.search(r'Hung: rank 1 \(host .*, pid \d+, at batches.py:\d+ __call__', sentence)
+    assert re.search(r'Hung: rank 1 \(host .*, pid \d+, at batches.py:\d+ result_of', sentence)
     assert re.search(r'Waiting: rank 0 in gloo:all_?reduce at (train|apply|processes).py', sentence)
     # torchrun names the same rank.
     assert re.search(r'rank\s*: 1 ', output[output.index('Root Cause'):])

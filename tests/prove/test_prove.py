@@ -66,7 +66,8 @@ MISTAKES = {
         'dp2; dp2 full', ['transformer.h.*.attn.c_k.weight: gradient',
                           'does a block change its input in place']),
     'starting weights from the global generator': (
-        {"block.normal_(0.0, std, generator=generator)": "block.normal_(0.0, std)"},
+        {"return draw_normal(std, name, seed, shape, rows)":
+            "return torch.empty(stop - start, *shape[1:], device='cpu').normal_(0.0, std)"},
         'dp2 zero3', ['transformer.h.*.attn.c_q.weight', 'GPT.initial_value returns other values']),
     'positions that forget where a process begins': (
         {"positions[:, self.first_position:self.first_position + T]": "positions[:, :T]"},
