@@ -348,10 +348,15 @@ def substitutes_for_gpus(dtype):
     composite = torch.nn.RMSNorm.forward
 
     def fused_rms_norm(norm, x):
+        if torch.is_autocast_enabled('cpu'):  # on GPUs, autocast computes it in float32
+            x = x.float()
         if x.dtype != norm.weight.dtype:  # not fused on GPUs either
             return composite(norm, x)
         # CPUs have no fused RMSNorm. Their LayerNorm keeps the same tensors, plus a mean for each row.
         return F.layer_norm(x, norm.normalized_shape, norm.weight, None, norm.eps)
+
+    def fused_dropout(x, p=0.5, training=True, inplace=False):  # keeps a byte for each element, as on GPUs
+        return torch.native_dropout(x, p, training)[0] if training and p else x
 
     def all_to_all(x, gather_dim, shard_dim, mesh, mesh_dim):  # DTensor gathers instead on a CPU, for gloo
         group = mesh.get_group(mesh_dim).group_name
@@ -359,6 +364,7 @@ def substitutes_for_gpus(dtype):
 
     return [mock.patch.object(cpu, 'use_faster_parts', use_parts_of_gpus),
             mock.patch.object(torch.nn.RMSNorm, 'forward', fused_rms_norm),
+            mock.patch.object(F, 'dropout', fused_dropout),
             mock.patch.object(placement_types, 'shard_dim_alltoall', all_to_all)]
 
 
@@ -367,6 +373,7 @@ class FlashAttention(DotProductAttention):
 
     def forward(self, q, k, v, mask=None):
         dropout = self.dropout if self.training else 0.0
+        q, k = q.type_as(v), k.type_as(v)  # as autocast does on GPUs; the operator below does not know of it
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, dropout, is_causal=True)[0]
 
 

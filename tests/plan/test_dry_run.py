@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from helpers import FAULTS, TINY, run_forked
-from kilogpt.plan import dry_run
+from test_models import formula_inputs
+from kilogpt.plan import dry_run, memory_model
 from kilogpt.plan.byte_counter import ByteCounter
 
 # Large enough that activations and logits weigh as much as parameters.
@@ -91,6 +92,20 @@ def test_dry_run_of_several_ranks_on_gpus():
     assert 'rank 31' in text and 'formula' in text
     with pytest.raises(ValueError, match=r'ranks is \[64\]'):
         dry_run.dry_run(shape.split(), 64, [64])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('key', ['--dropout=0.1', '--qk_norm'])
+def test_dry_run_for_a_gpu_keeps_what_a_gpu_keeps(key):
+    """A byte for each element of a dropout mask; queries and keys in float32 before their norm, not after it."""
+    shape = ('--n_layer=4 --n_head=4 --n_embd=256 --block_size=512 --batch_size=8 --gradient_accumulation_steps=2 '
+             '--device=cuda --dtype=bfloat16 --compile=False').split()
+    measured, predicted = [], []
+    for keys in ([], [key]):
+        (report,) = dry_run.dry_run([*shape, *keys], 1)
+        measured.append(report['peak_parts']['activations'])
+        predicted.append(memory_model.memory(*formula_inputs(1, [*shape, *keys], 'cuda'))['activations'])
+    assert measured[1] - measured[0] == pytest.approx(predicted[1] - predicted[0], rel=0.15)
 
 
 def check_layout(train, dataset, nproc, arguments):
