@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import random
 import shutil
 import subprocess
 from types import SimpleNamespace
@@ -26,8 +27,34 @@ LONG_FILES = ('test_random_draws.py', 'test_slurm.py', 'test_prove.py', 'test_pa
               'test_train.py', 'test_edits.py', 'test_harness.py', 'test_data_layouts.py', 'test_recipes.py')
 
 
-def pytest_collection_modifyitems(items):
+def pytest_configure(config):
+    """Choose the seed of a run of all tests, which its processes inherit: KILOGPT_TEST_SEED repeats a run."""
+    if config.args_source == pytest.Config.ArgsSource.TESTPATHS:
+        os.environ.setdefault('KILOGPT_TEST_SEED', str(random.randrange(10 ** 6)))
+
+
+def pytest_report_header():
+    return f'KILOGPT_TEST_SEED={os.environ.get("KILOGPT_TEST_SEED", "(none: every case)")}'
+
+
+def pytest_collection_modifyitems(config, items):
     items.sort(key=lambda item: (*LONG_FILES, item.path.name).index(item.path.name))
+    leave_out_undrawn(config, items)
+
+
+def leave_out_undrawn(config, items):
+    """Of the cases of a test with the marker drawn(n), keep n that the seed of the run chooses."""
+    seed, cases = os.environ.get('KILOGPT_TEST_SEED'), {}
+    for item in items:
+        if seed and item.get_closest_marker('drawn') and item.get_closest_marker('slow'):
+            cases.setdefault(item.nodeid.partition('[')[0], []).append(item)
+    left_out = []
+    for name, of_test in cases.items():
+        count = of_test[0].get_closest_marker('drawn').args[0]
+        random.Random(f'{seed} {name}').shuffle(of_test)
+        left_out += of_test[count:]
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
 
 
 def pytest_sessionfinish():

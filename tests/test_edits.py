@@ -88,6 +88,7 @@ LAYOUTS = {'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2', 'tp2 cp2
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize('title, layout', [
     *((title, layout) for title, layout in zip([title for title in EDITS if title not in (ALIBI, MLP, LOSS)], 3 * list(LAYOUTS))),
     *((title, layout) for title in (ALIBI, MLP, LOSS) for layout in ('tp2 cp2', 'pp2'))])

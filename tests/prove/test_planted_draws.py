@@ -50,6 +50,7 @@ def prove(mistake, *arguments):
                       env=dict(PLANTED=mistake), timeout=1500)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize('mistake', [
     pytest.param(mistake, marks=() if mistake in IN_DEFAULT_TESTS else pytest.mark.slow) for mistake in SMALLEST])
 def test_planted_mistake_shows_in_a_draw_of_few_keys(mistake):

@@ -151,6 +151,7 @@ def prove(*arguments, folder=ROOT, **options):
     return run_forked('kilogpt.prove', *arguments, cwd=folder, check=False, timeout=1800, **options)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize('name', [
     pytest.param(name, marks=() if name == 'a loss that is a mean' else pytest.mark.slow) for name in MISTAKES])
 def test_mistake_in_the_model_is_found_and_named(edited, name):
@@ -177,6 +178,7 @@ def test_error_on_one_process_names_the_line_of_code_and_no_layout(edited, edit,
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize('name', HARMLESS)
 def test_harmless_edit_raises_no_alarm(edited, name):
     done = prove(*SMALL, '--layouts=dp2 zero3 full; tp2; cp2; pp2 zbv', folder=edited(HARMLESS[name]))
@@ -335,6 +337,7 @@ def prove_fault(file, fault, options):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize('fault', FAULTY_LAYOUTS | FAULTS_OF_OTHERS)
 def test_mistake_in_a_layout_is_found_and_named(fault):
     options, sentences = (FAULTY_LAYOUTS | FAULTS_OF_OTHERS)[fault]
