@@ -260,7 +260,8 @@ class Prover:
         small = shrink(config, layouts, options.keep)
         with exit_on_error():
             check_settings(small)
-            self.model = build(small)
+            with diagnosis.WatchForWrites() as self.writes:
+                self.model = build(small)
             self.layouts = layouts if options.layouts else layouts + draw_layouts(self.model, small, options)
         self.small, self.facts = small, diagnosis.inspect(self.model)
         self.n_blocks = len(self.model.get_submodule(self.model.split_plan['blocks']))
@@ -287,7 +288,8 @@ class Prover:
                 problems.append(diagnosis.advise_on_unused(self.unused))
             if problems:
                 verdict = 'wrong'
-        self.report.row('one process', 1, time.perf_counter() - began, verdict, lines, problems)
+        advice = problems + self.writes.advice()
+        self.report.row('one process', 1, time.perf_counter() - began, verdict, lines, advice)
         return not reference.error
 
     def run_layout(self, layout, processes, arguments):

@@ -5,15 +5,21 @@
 import collections
 import itertools
 import math
+import os
 import re
 import subprocess
+import traceback
 from typing import NamedTuple
 
 import torch
+from torch.overrides import TorchFunctionMode
+
+from kilogpt.launch_train import ROOT
 
 KINDS = ('colwise', 'rowwise', 'sequence', 'across', 'features', 'whole', 'positions', 'local', 'embedding',
          'tables', 'head')  # of split_plan
 MAX_NAMES = 4  # parameters named in a sentence
+MODULES = os.path.join('torch', 'nn', 'modules')
 AFTER_A_SAVE = ('without a save the run goes on right: what does a hook in train.py, or the optimizer, remember that '
                 'no checkpoint keeps? See state() and tensors() of a hook')
 
@@ -114,6 +120,32 @@ def is_function_of_name(model, name, shape):
             torch.manual_seed(seed)
             values.append(model.initial_value(name, (n_rows, *shape[1:]), 1337, rows))
     return torch.equal(values[0][part], values[1])
+
+
+class WatchForWrites(TorchFunctionMode):
+    """A context that notes which lines of this repository give a tensor values in place, as nn.init does.
+
+    What a model's __init__ writes is lost, since GPT.initial_value gives every parameter its values.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.lines = {}  # {'model.py:123': name of the function}
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        name = getattr(function, '__name__', '')
+        if name.endswith('_') and not name.endswith('__') and name != 'requires_grad_':
+            # A module of torch.nn that fills its own weights does not count.
+            caller = next((frame for frame in reversed(traceback.extract_stack())
+                           if os.path.dirname(frame.filename) == ROOT or MODULES in frame.filename), None)
+            if caller and MODULES not in caller.filename:
+                self.lines.setdefault(f'{os.path.basename(caller.filename)}:{caller.lineno}', name)
+        return function(*arguments, **(options or {}))
+
+    def advice(self):
+        """[sentence] for each line."""
+        return [f'{line}: {name} in __init__ has no effect, since GPT.initial_value gives every parameter its first '
+                'values: write it there' for line, name in self.lines.items()]
 
 
 def advise_on_unused(names):

@@ -178,6 +178,21 @@ def test_error_on_one_process_names_the_line_of_code_and_no_layout(edited, edit,
 
 
 @pytest.mark.slow
+def test_values_that_init_gives_are_said_to_be_lost(edited):
+    """In each way that PyTorch has, and not where a module of PyTorch fills its own weights."""
+    folder = edited({NORM_2: NORM_2 + "        self.channels = nn.Linear(config.n_embd, config.n_embd)\n"
+                                      "        nn.init.zeros_(self.channels.weight)\n"
+                                      "        self.channels.bias.data.fill_(3.0)\n",
+                     BLOCK: "        x = x * torch.sigmoid(self.channels(x))\n" + BLOCK,
+                     "local=('attn.q_norm', ": "local=('channels', 'attn.q_norm', "})
+    first = (folder / 'model.py').read_text().partition('        nn.init.zeros_')[0].count('\n') + 1
+    done = prove(*SMALL, '--layouts=dp2', folder=folder)
+    assert done.returncode == 0 and done.stdout.count('has no effect') == 2, done.stdout
+    assert f'-> model.py:{first}: zero_ in __init__ has no effect, since GPT.initial_value' in done.stdout
+    assert f'-> model.py:{first + 1}: fill_ in __init__ has no effect' in done.stdout
+
+
+@pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize('name', HARMLESS)
 def test_harmless_edit_raises_no_alarm(edited, name):
