@@ -405,16 +405,23 @@ def _help(path, own, pages, key_types, argv):
     """The text of --help: every key with its default, type and comment, grouped as in the script and its pages.
 
     own: {key: default} of the script itself. argv: if it names a page, as `--help islands` does, the text has
-    this page alone.
+    this page alone, and with another word the keys that have it in their line.
     """
-    for page in pages:
-        if page.name in argv:
-            return '\n'.join([page.title, *_help_on_keys(page.path, page.body, page.values, key_types)])
+    words = [argument for argument in argv if not argument.startswith('-') and not argument.endswith('.py')]
+    for word in words:
+        named = difflib.get_close_matches(word, [page.name for page in pages], n=1, cutoff=0.8)
+        for page in pages:
+            if page.name in named:
+                return '\n'.join([page.title, *_help_on_keys(page.path, page.body, page.values, key_types)])
+    if words:
+        lines = [line for line in _help(path, own, pages, key_types, []).splitlines() if line.startswith('  --')]
+        found = [line for line in lines if any(word in line for word in words)]
+        return '\n'.join(found) or f'no key has {words[0]} in its line: --help alone lists them all'
     module = _parse_file(path)
     usage = f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]'
     lines = [ast.get_docstring(module) or '', '', usage]
     if pages:
-        lines.append(f'       --help NAME shows a part: {", ".join(page.name for page in pages)}')
+        lines.append(f'       --help NAME shows a part, or the keys with a word: {", ".join(page.name for page in pages)}')
     lines += _help_on_keys(path, module.body, own, key_types)
     for page in pages:
         rest = {key: value for key, value in page.values.items() if key not in own}

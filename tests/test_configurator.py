@@ -251,6 +251,14 @@ def help_of(script):
     return run_script(script, '--help', env=dict(PYTHONPROFILEIMPORTTIME='1'))
 
 
+@pytest.mark.parametrize('word, first, last', [
+    ('island', 'Islands: ', '  --'), ('lora_rank', '  --lora_rank=', '  --lora_'),
+    ('qqq', 'no key has qqq in its line', 'no key has qqq in its line')])
+def test_help_on_a_word_is_short(word, first, last):
+    lines = run_script('train.py', '--help', word).stdout.splitlines()
+    assert lines[0].startswith(first) and lines[-1].startswith(last) and len(lines) < 20
+
+
 @pytest.mark.parametrize('script', ['train.py', 'sample.py'])
 def test_help_of_the_scripts_explains_every_key(script):
     """Every global before configure(), which a regular expression finds, has a line and a comment."""
