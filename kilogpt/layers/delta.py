@@ -50,12 +50,12 @@ class GatedDeltaNet(nn.Module):
         """
         B, T, _ = x.shape
         x = cast_for_linears(x)
-        parts = self.convolution(self.c_q(x), self.c_k(x), self.c_v(x), positions=positions, last=cache and cache.last)
+        parts = self.convolution(self.c_q(x), self.c_k(x), self.c_v(x), positions=positions, cache=cache)
         widths = self.key_width, self.key_width, self.value_width
         q, k, v = (F.silu(part).view(B, T, -1, width).transpose(1, 2) for part, width in zip(parts, widths))
         decay = self.decay(self.decay_gate(x)).transpose(1, 2)  # (B, H, T)
         write = self.write_limit * at_least_float32(self.write_gate(x)).sigmoid().transpose(1, 2)
-        y = self.delta_rule(q, k, v, decay, write, begins=mask, state=cache and cache.state)  # (B, H, T, V)
+        y = self.delta_rule(q, k, v, decay, write, begins=mask, cache=cache)  # (B, H, T, V)
         y = self.norm(y.transpose(1, 2)).reshape(B, T, -1)
         y = y * F.silu(at_least_float32(self.output_gate(x)))
         return self.resid_dropout(self.c_proj(y.type_as(x)))
@@ -91,12 +91,18 @@ def initial_decay(name, seed, shape, rows):
 class DeltaRule(nn.Module):
     """The recurrence: in chunks for many positions, step by step for one."""
 
-    def forward(self, q, k, v, decay, write, begins=None, state=None):
+    def forward(self, q, k, v, decay, write, begins=None, cache=None):
         """q, k (B, G, T, K), v (B, H, T, V), decay, write (B, H, T) -> (B, H, T, V) in v's dtype.
 
         Queries and keys are scaled to length 1 here. begins (B or 1, T): where the state begins again at zero.
-        state (rows, H, K, V): that of a cache, which the new state replaces, in all rows if B is 1.
+        cache: a CacheView, whose states (B, H, K, V) are continued.
         """
+        before = None
+        if cache is not None:
+            before, is_token = cache.states(), cache.is_token(v.size(2))
+            if is_token is not None:  # padding changes no state
+                decay, write = (gate.where(is_token[:, None], 0) for gate in (decay, write))
+                begins = begins & is_token
         with torch.autocast(v.device.type, enabled=False):  # a state adds up thousands of products
             q, k, values = (at_least_float32(x) for x in (q, k, v))
             q, k = (x * (x.square().sum(dim=-1, keepdim=True) + 1e-6).rsqrt() for x in (q, k))
@@ -104,11 +110,10 @@ class DeltaRule(nn.Module):
             repeats = v.size(1) // k.size(1)
             if repeats > 1:
                 q, k = q.repeat_interleave(repeats, dim=1), k.repeat_interleave(repeats, dim=1)
-            before = None if state is None else state[:v.size(0)].type_as(values)
             form = step_by_step if v.size(2) == 1 else in_chunks
             y, after = form(q, k, values, decay, write, begins, before)
-        if state is not None:
-            state.copy_(after)
+        if cache is not None:
+            cache.keep_states(after)
         return y.type_as(v)
 
 
