@@ -38,8 +38,11 @@ class BlockOptions:
     mlp_conv: int = 0  # width of a causal convolution before the MLP, or the experts; 0 = none
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
+    mixer_pattern: str = 'A'  # for block after block, repeated: A = attention, D = Gated DeltaNet (hybrids: DDDA)
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     logit_scale: float = 1.0  # factor of the logits, before softcap
+
+    CONVOLUTIONS = 'attention_conv', 'mlp_conv', 'delta_conv'  # keys whose parts read positions just before each
 
     def check_options(self):
         """Raise ValueError, with the key to change, if no model can have these options."""
@@ -62,7 +65,8 @@ class BlockOptions:
         if self.bias_of and not set(self.bias_of.split('+')) <= {'qkv', 'proj', 'mlp'}:
             raise ValueError(f"bias_of is {self.bias_of!r}: join some of qkv, proj, mlp by +, or set '' to "
                              'follow bias')
-        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL'), ('value_pattern', 'VN')):
+        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL'), ('value_pattern', 'VN'),
+                             ('mixer_pattern', 'AD')):
             if not getattr(self, key) or set(getattr(self, key)) - set(letters):
                 raise ValueError(f'{key} is {getattr(self, key)!r}: it must consist of the letters '
                                  f'{letters[0]} and {letters[1]}')
@@ -76,10 +80,18 @@ class BlockOptions:
                              f'{self.head_width} features of a head: it must be a positive even number')
         check_scaling(self.rope_scaling)
 
+    def mixer_of(self, layer):
+        """What block number `layer` mixes positions by: 'A' or 'D', as in mixer_pattern."""
+        return self.mixer_pattern[layer % len(self.mixer_pattern)]
+
     @property
     def rotary_width(self):
         """The number of features of a head that are rotated, the first ones."""
         return int(self.head_width * self.rope_share)
+
+    def norm_place_of(self, layer):
+        """norm_place, or delta_norm_place in blocks that it is for."""
+        return self.mixer_of(layer) == 'D' and self.delta_norm_place or self.norm_place
 
     def has_bias(self, linear):
         """Whether the linears of a kind ('qkv', 'proj' or 'mlp') have biases."""
@@ -90,8 +102,9 @@ class BlockOptions:
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
 
     def n_before(self, key):
-        """How many positions before each the convolution of that key reads, attention_conv or mlp_conv."""
-        return max(0, getattr(self, key) - 1)
+        """How many positions before each the convolution of that key reads, one of CONVOLUTIONS."""
+        is_there = key != 'delta_conv' or 'D' in self.mixer_pattern
+        return max(0, getattr(self, key) - 1) if is_there else 0
 
     def has_value_embedding(self, layer):
         """Whether block number `layer` adds an embedding of each token to its values."""
@@ -115,6 +128,44 @@ class BlockOptions:
         if self.pos != 'rope' or self.rope_pattern[layer % len(self.rope_pattern)] == 'N':
             return 'none'
         return 'window' if self.rope_theta_window and self.window_of(layer) else 'whole'
+
+
+@dataclass
+class DeltaOptions:
+    """Gated DeltaNet, in the blocks that mixer_pattern names (docs/models.md)."""
+    delta_heads: int = 0  # heads with a state and values; 0 = n_head
+    delta_key_heads: int = 0  # heads of queries and keys; 0 = delta_heads
+    delta_key_width: int = 0  # width of a query and of a key; 0 = head_width
+    delta_value_width: int = 0  # width of a value; 0 = delta_key_width
+    delta_conv: int = 4  # positions that the convolution of queries, keys and values reads, its own included
+    delta_negative: bool = False  # writes up to twice the correction, so that a state may turn values around
+    delta_norm_eps: float = 0.0  # norm_eps of the norm of a head's output; 0 = norm_eps
+    delta_norm_place: str = ''  # norm_place of the blocks with Gated DeltaNet (OLMo Hybrid: before); '' = as others
+
+    def check_delta(self):
+        """Fill in what is 0; raise ValueError, with the key to change, if these heads cannot exist."""
+        for key in ('delta_heads', 'delta_key_heads', 'delta_key_width', 'delta_value_width', 'delta_norm_eps'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        if self.delta_conv < 2:
+            raise ValueError(f'delta_conv is {self.delta_conv}: set it to 2 or more')
+        if self.delta_norm_place not in ('', 'before', 'after', 'both'):
+            raise ValueError(f"delta_norm_place is {self.delta_norm_place!r}: choose one of before, after, both, or ''")
+        if 'D' not in self.mixer_pattern:
+            return
+        self.delta_heads = self.delta_heads or self.n_head
+        self.delta_key_heads = self.delta_key_heads or self.delta_heads
+        self.delta_key_width = self.delta_key_width or self.head_width
+        self.delta_value_width = self.delta_value_width or self.delta_key_width
+        if self.delta_heads % self.delta_key_heads:
+            raise ValueError(f'delta_key_heads={self.delta_key_heads} does not divide delta_heads={self.delta_heads}: '
+                             'set delta_key_heads to a divisor of delta_heads')
+
+    def delta_shapes(self):
+        """What a block keeps of a text: ((F, n) for its convolution, (H, K, V) for its states)."""
+        keys, values = self.delta_key_heads * self.delta_key_width, self.delta_heads * self.delta_value_width
+        states = self.delta_heads, self.delta_key_width, self.delta_value_width
+        return (2 * keys + values, self.n_before('delta_conv')), states
 
 
 @dataclass

@@ -21,6 +21,7 @@ class Key(NamedTuple):
 
 
 ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_rank=(4,))
+DELTA = dict(mixer_pattern=('DA', 'D', 'DDA'))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
 MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
 FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu')
@@ -87,6 +88,15 @@ MODEL = dict(
     attention_gate=Key(NO_OR_YES),
     attention_conv=Key((0, 3)),
     mlp_conv=Key((0, 2)),
+    mixer_pattern=Key(('A', 'DA', 'D', 'DDA')),
+    delta_heads=Key((0, 8), DELTA),
+    delta_key_heads=Key((0, 4, 2), DELTA),
+    delta_key_width=Key((0, 6), DELTA),
+    delta_value_width=Key((0, 10), DELTA),
+    delta_conv=Key((4, 2), DELTA),
+    delta_negative=Key(NO_OR_YES, DELTA),
+    delta_norm_eps=Key((0.0, 1e-2), DELTA),
+    delta_norm_place=Key(('', 'before', 'both'), DELTA),
     value_pattern=Key(('N', 'V', 'VN')),
     embedding_scale=Key((1.0, 5.0)),
     residual_scale=Key((1.0, 0.5)),
