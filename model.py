@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen
+from kilogpt.layers.attention import NormOverHeads, ScoredAttention, Sinks, build_mask, first_seen, no_sinks
 from kilogpt.layers.options import AdapterOptions, BlockOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears, draw_normal
 from kilogpt.layers.rope import rope_tables, rotate
@@ -109,6 +109,14 @@ class DotProductAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0)
 
 
+def build_dot_product(config):
+    """(the attention of queries, keys and values, what gives its sinks)"""
+    if not config.attention_softcap and not config.attention_sinks:
+        return DotProductAttention(config.dropout), no_sinks
+    sinks = Sinks(config.n_head) if config.attention_sinks else no_sinks
+    return ScoredAttention(config.dropout, config.attention_softcap), sinks
+
+
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -132,9 +140,7 @@ class Attention(nn.Module):
             self.q_norm_all = NormOverHeads(width, config.norm_eps)
             self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
         self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
-        self.dot_product = DotProductAttention(config.dropout)
-        if config.attention_softcap:
-            self.dot_product = CappedAttention(config.dropout, config.attention_softcap)
+        self.dot_product, self.sinks = build_dot_product(config)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None, tokens=None, positions=None):
@@ -164,7 +170,7 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D) and (B, G, T, D)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, G, S, D)
-        y = self.dot_product(q, k, v, mask=mask)  # (B, H, T, D)
+        y = self.dot_product(q, k, v, mask=mask, **self.sinks())  # (B, H, T, D)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:
             y = y * head_strengths(self.gate, x)
@@ -203,7 +209,11 @@ class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         self.ln_1 = build_norm(config.n_embd, config, 'before')
-        self.attn = Attention(config, layer)
+        if config.kv_latent:
+            from kilogpt.layers.latent import LatentAttention
+            self.attn = LatentAttention(config, *build_dot_product(config))
+        else:
+            self.attn = Attention(config, layer)
         self.ln_1_after = build_norm(config.n_embd, config, 'after')
         self.ln_2 = build_norm(config.n_embd, config, 'before')
         self.convolution = None
@@ -247,7 +257,9 @@ class GPT(nn.Module):
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
-        features=('attn.convolution',),                # vectors with a part for each output feature
+        features=('attn.convolution', 'attn.sinks'),   # vectors with a part for each output feature, or head
+        # Linears and norms whose outputs all heads read: each rank has all of them.
+        shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),
         whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
         # Norms of values that stay split by heads or positions.
@@ -260,7 +272,8 @@ class GPT(nn.Module):
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
         positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
                           'convolution.positions_before'),
-        factors=('attn.convolution.factors', 'convolution.factors'),  # those of a rank's features
+        factors=('attn.convolution.factors', 'convolution.factors', 'attn.sinks.factors'),  # of a rank's features
+        to_heads=('attn.to_heads',),                   # what the heads of all ranks read
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),
         loss=('loss',),

@@ -9,7 +9,7 @@ from typing import Callable, NamedTuple
 from kilogpt.convert import renaming
 from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
-    write_llama, write_rope)
+    with_local_rope, with_two_ropes, write_llama, write_rope)
 from kilogpt.convert.meaning import keys_not_kept
 from model import GPTConfig
 
@@ -120,6 +120,24 @@ def olmo2_read(entries):
             | dict(norm_place='after', qk_norm=True, qk_norm_over='all'))
 
 
+def olmo3_read(entries):
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    theta = entries.number('rope_theta', 500000.0)
+    entries = with_two_ropes(entries, theta, theta)
+    if entries.ropes_are_old and theta != 500000:
+        entries.refuse('rope_theta', theta, 'which transformers 5.24 takes for the layers without a window alone: '
+                                            'write rope_parameters with both of them')
+    windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
+    return olmo2_read(entries) | windows
+
+
+def olmo3_write(config):
+    return with_local_rope(write_llama(config), config) | dict(
+        sliding_window=config.window or config.block_size, layer_types=layer_types(config))
+
+
 def phi3_read(entries):
     entries.only('attention_bias', False)
     types = ['sliding_attention'] * entries.integer('num_hidden_layers')
@@ -220,27 +238,15 @@ def gemma2_write(config):
 
 def gemma3_read(entries):
     entries.only('attn_logit_softcapping', None)  # which transformers passes over in this family
-    ropes = entries.value('rope_parameters', {}, (dict,), 'an object')
-    if ropes.keys() - {'full_attention', 'sliding_attention'}:
-        entries.refuse('rope_parameters', ropes, 'but it must have those of full_attention and sliding_attention')
-    full = dict(rope_theta=entries.number('rope_theta', 1000000.0)) | (ropes.get('full_attention') or {})
-    scaling = entries.value('rope_scaling', {}, (dict,), 'an object')
-    if 'type' in scaling:  # of version 4, which transformers 5.24 takes for no scaling in this family
-        scaling = dict(rope_type=scaling['type']) | scaling
-    full |= scaling
-    local = dict(rope_theta=entries.number('rope_local_base_freq', 10000.0)) | (ropes.get('sliding_attention') or {})
-    ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
-    entries = Entries(entries.hf_config | ropes, entries.source)
+    entries = with_two_ropes(entries, entries.number('rope_theta', 1000000.0),
+                             entries.number('rope_local_base_freq', 10000.0))
     every = entries.integer('sliding_window_pattern', 6)
     return gemma_read(entries) | read_gemma_extras(entries, max(every, 1), 0.0, 0.0) | dict(qk_norm=True)
 
 
 def gemma3_write(config):
-    entries = gemma2_write(config)
     local = config.rope_theta_window or config.rope_theta
-    ropes = dict(full_attention=entries['rope_parameters'],
-                 sliding_attention=dict(rope_type='default', rope_theta=local))
-    return entries | dict(rope_local_base_freq=local, rope_parameters=ropes)
+    return with_local_rope(gemma2_write(config), config) | dict(rope_local_base_freq=local)
 
 
 # --- mixtures of experts ------------------------------------------------------------------------------------
@@ -344,6 +350,7 @@ FAMILIES = dict(
     qwen3=Family('Qwen3ForCausalLM', qwen3_read, write_qwen),
     smollm3=Family('SmolLM3ForCausalLM', smollm3_read, smollm3_write),
     olmo2=Family('Olmo2ForCausalLM', olmo2_read, write_llama, renaming.OLMO2_NAMES),
+    olmo3=Family('Olmo3ForCausalLM', olmo3_read, olmo3_write, renaming.OLMO2_NAMES),
     phi3=Family('Phi3ForCausalLM', phi3_read, phi3_write,
                 packed=(('.qkv_proj.', QKV), ('.gate_up_proj.', ('.gate_proj.', '.up_proj.')))),
     granite=Family('GraniteForCausalLM', granite_read, granite_write),

@@ -51,9 +51,12 @@ class Cache:
         self.can_go_back = not any(self.windows) and not config.attention_conv and not config.mlp_conv
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = []
+        heads, widths = config.n_kv_head, (config.head_width, config.head_width)
+        if config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
+            heads, widths = 1, (config.rope_width + config.kv_latent, 0)
         for window in self.windows:
-            shape = rows, config.n_kv_head, window or length, config.head_width
-            self.layers.append(tuple(map(like.new_zeros, (shape, shape, last, last_of_mlp))))
+            keys, values = ((rows, heads, window or length, width) for width in widths)
+            self.layers.append(tuple(map(like.new_zeros, (keys, values, last, last_of_mlp))))
         self.length = torch.zeros((), dtype=torch.long, device=like.device)
 
     def take_rows(self, rows):
