@@ -11,12 +11,11 @@ from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
     with_local_rope, with_two_ropes, write_llama, write_rope)
 from kilogpt.convert.meaning import keys_not_kept
+from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
 # Families that people ask for and that need more than parts.
 REFUSED = dict(
-    deepseek_v2='its attention compresses keys and values (multi-head latent attention)',
-    deepseek_v3='its attention compresses keys and values (multi-head latent attention)',
     gpt_oss='its attention has learned sinks, and its experts have biases',
     phi='its blocks share one norm between attention and MLP',
     qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
@@ -125,12 +124,13 @@ def olmo3_read(entries):
     types = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(n_layer)]
     types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
     theta = entries.number('rope_theta', 500000.0)
-    entries = with_two_ropes(entries, theta, theta)
-    if entries.ropes_are_old and theta != 500000:
+    local = entries.value('rope_parameters', {}, (dict,), 'an object').get('sliding_attention') or {}
+    if theta != 500000 and 'rope_theta' not in local:
         entries.refuse('rope_theta', theta, 'which transformers 5.24 takes for the layers without a window alone: '
-                                            'write rope_parameters with both of them')
+                                            'write rope_parameters with that of sliding_attention too')
+    entries = with_two_ropes(entries, theta, theta)
     windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
-    return olmo2_read(entries) | windows
+    return olmo2_read(entries) | (windows or dict(rope_theta_window=0.0))
 
 
 def olmo3_write(config):
@@ -311,32 +311,94 @@ def qwen3_moe_write(config):
         mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
 
 
-def glm4_moe_read(entries):
-    entries.only('n_group', 1)
-    entries.only('topk_group', 1)
-    divides = entries.flag('norm_topk_prob', True)
+def read_grouped_experts(entries, router, groups=1, active_groups=1, first=1, shared=1, scale=1.0, divides=True):
+    """The arguments of GLM's and DeepSeek's experts. The numbers are the family's defaults."""
     check_single_expert(entries, divides)
     n_active = entries.integer('num_experts_per_tok')
+    groups = max(1, entries.integer('n_group', groups))
+    return dict(
+        mlp='moe', expert_mlp='swiglu', router=router, n_active_experts=n_active,
+        n_experts=entries.integer('n_routed_experts'), n_shared_experts=entries.integer('n_shared_experts', shared),
+        expert_hidden=entries.integer('moe_intermediate_size'), router_groups=groups,
+        router_active_groups=entries.integer('topk_group', active_groups), router_norm=divides or n_active == 1,
+        moe_first_layer=entries.integer('first_k_dense_replace', first),
+        router_scale=entries.number('routed_scaling_factor', scale))
+
+
+def write_grouped_experts(config):
+    return dict(
+        num_experts_per_tok=config.n_active_experts, n_routed_experts=config.n_experts,
+        n_group=config.router_groups, topk_group=config.router_active_groups, num_nextn_predict_layers=0,
+        n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
+        moe_intermediate_size=config.expert_hidden, routed_scaling_factor=config.router_scale,
+        norm_topk_prob=config.router_norm and config.n_active_experts > 1)
+
+
+def glm4_moe_read(entries):
     has_bias = entries.flag('attention_bias', False)
-    return read_llama(entries, eps=1e-5, share=0.5) | biases(qkv=has_bias) | dict(
-        qk_norm=entries.flag('use_qk_norm', False), mlp='moe', expert_mlp='swiglu', router='sigmoid',
-        n_active_experts=n_active, n_experts=entries.integer('n_routed_experts'),
-        n_shared_experts=entries.integer('n_shared_experts', 1),
-        expert_hidden=entries.integer('moe_intermediate_size'),
-        moe_first_layer=entries.integer('first_k_dense_replace', 1), router_norm=divides or n_active == 1,
-        router_scale=entries.number('routed_scaling_factor', 1.0))
+    experts = read_grouped_experts(entries, 'sigmoid', divides=entries.flag('norm_topk_prob', True))
+    return (read_llama(entries, eps=1e-5, share=0.5) | biases(qkv=has_bias) | experts
+            | dict(qk_norm=entries.flag('use_qk_norm', False)))
 
 
 def glm4_moe_write(config):
     # transformers would otherwise take a share of 0.5.
     rope = dict(partial_rotary_factor=config.rope_share)
     entries = write_llama(config)
-    return entries | rope | dict(
-        rope_parameters=entries['rope_parameters'] | rope, num_experts_per_tok=config.n_active_experts,
-        n_routed_experts=config.n_experts, n_group=1, topk_group=1, num_nextn_predict_layers=0,
-        n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
-        moe_intermediate_size=config.expert_hidden, routed_scaling_factor=config.router_scale,
-        norm_topk_prob=config.router_norm and config.n_active_experts > 1, use_qk_norm=config.qk_norm)
+    return entries | rope | write_grouped_experts(config) | dict(
+        rope_parameters=entries['rope_parameters'] | rope, use_qk_norm=config.qk_norm)
+
+
+def read_latent(entries, has_mlp_bias=False):
+    """The arguments of DeepSeek's attention, and of dense MLPs."""
+    n_head = entries.integer('num_attention_heads')
+    entries.only('num_key_value_heads', None, n_head)
+    arguments, rope_width = read_llama(entries), entries.integer('qk_rope_head_dim', 64)
+    q_latent = 0 if entries.hf_config.get('q_lora_rank', 1536) is None else entries.integer('q_lora_rank', 1536)
+    arguments |= biases(**read_attention_bias(entries), mlp=has_mlp_bias) | dict(
+        n_kv_head=n_head, head_width=rope_width + entries.integer('qk_nope_head_dim', 128), rope_width=rope_width,
+        value_width=entries.integer('v_head_dim', 128), q_latent=q_latent, kv_latent=entries.integer('kv_lora_rank', 512))
+    name, scaling = read_scaling(arguments['rope_scaling'] or 'default')
+    if name == 'yarn' and scaling.get('mscale_all_dim') and scaling['factor'] > 1:
+        sharper = 0.1 * scaling['mscale_all_dim'] * math.log(scaling['factor']) + 1.0
+        arguments['attention_scale'] = sharper ** 2 / math.sqrt(max(1, arguments['head_width']))
+    return arguments
+
+
+def write_latent(config):
+    return write_llama(config) | dict(
+        head_dim=config.rope_width, kv_lora_rank=config.kv_latent, q_lora_rank=config.q_latent or None,
+        qk_rope_head_dim=config.rope_width, qk_nope_head_dim=config.head_width - config.rope_width,
+        v_head_dim=config.value_width)
+
+
+def deepseek_v3_read(entries):
+    entries.flag('rope_interleave', True)
+    return read_latent(entries) | read_grouped_experts(
+        entries, 'sigmoid', groups=8, active_groups=4, first=3, scale=2.5, divides=entries.flag('norm_topk_prob', True))
+
+
+def deepseek_v3_write(config):
+    return write_latent(config) | write_grouped_experts(config) | dict(rope_interleave=True)
+
+
+def deepseek_v2_read(entries):
+    entries.only('norm_topk_prob', False, None)  # transformers passes over it
+    entries.only('topk_method', 'greedy', 'group_limited_greedy')
+    rate = entries.number('aux_loss_alpha', 0.001)
+    arguments = read_latent(entries, entries.flag('mlp_bias', False)) | read_grouped_experts(
+        entries, 'softmax', first=0, shared=2, divides=False)
+    arguments |= dict(router_balance='loss' if rate else 'none', router_balance_rate=rate)
+    if entries.hf_config.get('topk_method', 'greedy') == 'greedy':
+        arguments |= dict(router_groups=1, router_active_groups=1)
+    return arguments
+
+
+def deepseek_v2_write(config):
+    is_limited = config.router_active_groups < config.router_groups
+    return write_latent(config) | write_grouped_experts(config) | dict(
+        topk_method='group_limited_greedy' if is_limited else 'greedy', mlp_bias=config.has_bias('mlp'),
+        aux_loss_alpha=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
 
 
 QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
@@ -362,7 +424,9 @@ FAMILIES = dict(
                        norms_add_one=True),
     mixtral=Family('MixtralForCausalLM', mixtral_read, mixtral_write, renaming.MIXTRAL_NAMES),
     qwen3_moe=Family('Qwen3MoeForCausalLM', qwen3_moe_read, qwen3_moe_write, renaming.QWEN3_MOE_NAMES),
-    glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES))
+    glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
+    deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
+    deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES))
 
 
 # --- config.json --------------------------------------------------------------------------------------------
@@ -420,8 +484,11 @@ def to_ours(tensors, hf_config, arguments):
     """{our name: LazyTensor} from {their name: LazyTensor}. hf_config: config.json; arguments: those that it gave."""
     family, config = FAMILIES[hf_config['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
-    if hf_config['model_type'] == 'glm4_moe':
+    if hf_config['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
+    if config.kv_latent:
+        is_interleaved = hf_config['model_type'] == 'deepseek_v2' or hf_config.get('rope_interleave', True)
+        tensors = renaming.unpack_latent(tensors, config, is_interleaved)
     if hf_config['model_type'] == 'gpt2':
         tensors = renaming.transpose_matrices(tensors)
     for packed, parts in family.packed:
@@ -436,13 +503,15 @@ def to_hf_names(tensors, entries, config):
     """{their name: LazyTensor} from {our name: LazyTensor}. entries: those of `entries_of`."""
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
-    if entries['model_type'] == 'glm4_moe':
+    if entries['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.with_bias_and_shared_expert(tensors)
     if entries['model_type'] == 'gpt2':
         tensors = renaming.with_zero_biases(tensors)
     tensors = renaming.unstack_experts(renaming.rename(tensors, family.names))
     if family.norms_add_one:
         tensors = renaming.shift_norms(tensors, -1)
+    if config.kv_latent:
+        tensors = renaming.pack_latent(tensors, config)
     for packed, parts in family.packed:
         tensors = renaming.pack(tensors, packed, parts, rows_of(config, packed).get('head_width', 0))
     return renaming.transpose_matrices(tensors) if entries['model_type'] == 'gpt2' else tensors

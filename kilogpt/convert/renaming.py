@@ -44,6 +44,9 @@ GLM4_MOE_NAMES = (
     *QWEN3_MOE_NAMES, ('.mlp.routed.router.bias', '.mlp.gate.e_score_correction_bias'),
     ('.mlp.shared.', '.mlp.shared_experts.'),
     ('.mlp.shared_experts.c_proj.', '.mlp.shared_experts.down_proj.'))
+DEEPSEEK_NAMES = (
+    *GLM4_MOE_NAMES, ('.c_q_latent.', '.q_a_proj.'), ('.q_latent_norm.', '.q_a_layernorm.'),
+    ('.c_kv_latent.', '.kv_a_proj_with_mqa.'), ('.kv_latent_norm.', '.kv_a_layernorm.'))
 
 # Tensors that files of older programs have and that no weights are: masks and tables.
 LEFTOVERS = re.compile(r'.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
@@ -132,6 +135,53 @@ def pack(tensors, packed, parts, head_width=0):
         elif not any(part in name for part in parts):
             found[name] = stored
     return found
+
+
+def latent_rows(config, is_interleaved=True):
+    """{our name of a linear of latent attention: (DeepSeek's name, the rows there of each of our rows)}.
+
+    Ours has the rotated features of a head before the others, and of those the first of each pair before the second
+    ones. is_interleaved: whether DeepSeek's has pairs side by side.
+    """
+    R, L, V, H = config.rope_width, config.kv_latent, config.value_width, config.n_head
+    N = config.head_width - R
+    rotated = torch.arange(R)
+    if is_interleaved:
+        rotated = rotated.view(-1, 2).t().flatten()
+
+    def of_heads(width, features):
+        return (torch.arange(H)[:, None] * width + features).flatten()
+
+    q = of_heads(N + R, torch.cat((N + rotated, torch.arange(N))))
+    return {'.q_proj.': ('.q_b_proj.' if config.q_latent else '.q_proj.', q),
+            '.kv_a_proj_with_mqa.': ('.kv_a_proj_with_mqa.', torch.cat((L + rotated, torch.arange(L)))),
+            '.k_proj.': ('.kv_b_proj.', of_heads(N + V, torch.arange(N))),
+            '.v_proj.': ('.kv_b_proj.', of_heads(N + V, N + torch.arange(V)))}
+
+
+def unpack_latent(tensors, config, is_interleaved):
+    """Order the rows of latent attention as ours does, and take its packed matrices apart."""
+    found, table = {}, latent_rows(config, is_interleaved)
+    for name, stored in tensors.items():
+        parts = {name.replace(packed, ours): rows for ours, (packed, rows) in table.items()
+                 if packed in name and stored.shape[0] > int(rows.max())}
+        found |= {part: selected(stored, rows) for part, rows in parts.items()} or {name: stored}
+    return found
+
+
+def pack_latent(tensors, config):
+    """The inverse of `unpack_latent`, with interleaved pairs."""
+    table = latent_rows(config)
+    found = {name: stored for name, stored in tensors.items() if not any(part in name for part in table)}
+    parts = {}  # {DeepSeek's name: ([tensor], [rows])}
+    for name, stored in tensors.items():
+        for ours, (packed, rows) in table.items():
+            if ours in name:
+                pieces, places = parts.setdefault(name.replace(ours, packed), ([], []))
+                pieces.append(stored)
+                places.append(rows)
+    return found | {name: selected(joined(pieces), torch.cat(places).argsort())
+                    for name, (pieces, places) in parts.items()}
 
 
 def shift_norms(tensors, amount):

@@ -91,6 +91,7 @@ class Router(nn.Module):
         self.n_experts, self.n_active = config.n_experts, config.n_active_experts
         self.kind, self.balance, self.rate = config.router, config.router_balance, config.router_balance_rate
         self.z_loss, self.scale = config.router_z_loss, config.router_scale
+        self.n_groups, self.n_active_groups = config.router_groups, config.router_active_groups
         self.divides = config.router_norm and self.n_active > 1
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.n_embd))
         # Neither the bias nor the load is trained, but both are part of the model's state.
@@ -112,6 +113,8 @@ class Router(nn.Module):
             ranking = affinities.detach()
             if self.balance == 'bias':
                 ranking = ranking + self.bias
+            if self.n_active_groups < self.n_groups:
+                ranking = self.within_groups(ranking)
             chosen = self.choose(ranking)
             weights = affinities.gather(-1, chosen)
             if self.divides:
@@ -131,6 +134,19 @@ class Router(nn.Module):
         # `topk` does not promise an order of equals.
         indices = ranking.sort(dim=-1, descending=True, stable=True).indices
         return indices[:, :self.n_active].contiguous()  # a view would keep the indices of all experts
+
+    def within_groups(self, ranking):
+        """ranking (N, E), but -inf for experts that are not in the best groups of neighbouring experts.
+
+        A group is as good as its best expert (DeepSeek-V2, 2024, 2.2.2), or, with 'sigmoid', as its two best
+        together (DeepSeek-V3, 2024, 2.1.2).
+        """
+        groups = ranking.unflatten(-1, (self.n_groups, -1))  # (N, groups, experts of a group)
+        n_best = min(2 if self.kind == 'sigmoid' else 1, groups.size(-1))
+        best = groups.topk(n_best, dim=-1).values.sum(dim=-1)  # (N, groups)
+        order = best.sort(dim=-1, descending=True, stable=True).indices
+        is_best = torch.zeros_like(best, dtype=torch.bool).scatter(-1, order[:, :self.n_active_groups], True)
+        return groups.masked_fill(~is_best[..., None], -torch.inf).flatten(1)
 
     def matrix(self):
         """The weight (E, C)."""

@@ -156,6 +156,8 @@ class ExpertOptions:
     moe_first_layer: int = 0  # first block with experts
     moe_every: int = 1  # from there on, each of this many blocks has experts
     router: str = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
+    router_groups: int = 1  # groups of neighbouring experts, of which a token's experts are in the best ones
+    router_active_groups: int = 1  # how many groups these are
     router_balance: str = 'bias'  # what keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch) or 'none'
     router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
     router_z_loss: float = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
@@ -166,7 +168,7 @@ class ExpertOptions:
 
     def check_experts(self):
         """Raise ValueError, with the key to change, if these experts cannot exist."""
-        for key in ('n_experts', 'n_active_experts', 'moe_every'):
+        for key in ('n_experts', 'n_active_experts', 'moe_every', 'router_groups', 'router_active_groups'):
             if getattr(self, key) < 1:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
         for key in ('n_shared_experts', 'expert_hidden', 'moe_first_layer', 'router_balance_rate',
@@ -178,6 +180,13 @@ class ExpertOptions:
         if self.n_active_experts > self.n_experts:
             raise ValueError(f'n_active_experts={self.n_active_experts} is more than n_experts='
                              f'{self.n_experts}: set n_active_experts to {self.n_experts} or less')
+        if self.n_experts % self.router_groups or self.router_active_groups > self.router_groups:
+            raise ValueError(f'router_groups={self.router_groups} must divide n_experts={self.n_experts}, and be at '
+                             f'least router_active_groups={self.router_active_groups}: set router_groups to 1')
+        within_groups = self.n_experts // self.router_groups * self.router_active_groups
+        if self.n_active_experts > within_groups:
+            raise ValueError(f'n_active_experts={self.n_active_experts} is more than the {within_groups} experts of '
+                             f'router_active_groups={self.router_active_groups}: set router_active_groups higher')
         if self.moe_first_layer >= self.n_layer:
             raise ValueError(f'moe_first_layer={self.moe_first_layer} is beyond the last block of '
                              f'n_layer={self.n_layer}: set moe_first_layer to {self.n_layer - 1} or less')
