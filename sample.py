@@ -134,7 +134,7 @@ if compile:
     cache = model.new_cache(num_samples)
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
     # Without this mark, a CUDA graph would write into a copy of the cache.
-    for tensor in (cache.length, *itertools.chain(*cache.layers)):
+    for tensor in (cache.lengths, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)
 generator = torch.Generator(device).manual_seed(seed)
 

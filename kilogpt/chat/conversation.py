@@ -73,9 +73,7 @@ class Conversation:
         while size < length:
             size *= 2
         longer = self.model.new_cache(1, size)
-        for old, new in zip(self.cache.layers, longer.layers):
-            for old_tensor, new_tensor in zip(old, new):
-                new_tensor[:, :, :old_tensor.size(2)] = old_tensor
+        longer.copy_row(0, 0, len(self.read_ids), self.cache)
         self.cache = longer
 
     def _keep_common(self, ids):
@@ -84,12 +82,12 @@ class Conversation:
         if common < len(self.read_ids) and not self.cache.can_go_back:
             common = 0  # what the earlier text needs has been replaced by what came later
         del self.read_ids[common:]
-        self.cache.length.fill_(common)
+        self.cache.lengths.fill_(common)
         return common
 
     def _read(self, ids):
         """Read ids after those in the cache; returns logits (1, vocab_size) of the next token, in float32."""
-        text, device = self.read_ids + ids, self.cache.length.device
+        text, device = self.read_ids + ids, self.cache.lengths.device
         if not self.cache.can_go_back:
             self.read_ids = []  # if Ctrl-C comes in between, some layers have lost what others have not
         starts = None

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from kilogpt.evaluate.batches import Request
-from kilogpt.evaluate.scorer import arrange, left_padded_starts
+from kilogpt.evaluate.scorer import arrange
 from kilogpt.layers.attention import starts_of
 from kilogpt.layers.sampling import draw_token
 from kilogpt.parallel.scoring import Scoring
@@ -34,7 +34,7 @@ def generate(scorer, prompts, n_tokens, draw, is_over=lambda ids: False, alone=F
             if scorer.poll():
                 return None
             rows = [prompts[row] + texts[row] for row in growing]
-            scores = _read(scoring, rows, longest + step, scorer.separator, cache)
+            scores = _read(scoring, rows, step == 0, scorer.separator, cache)
             ids = [0] * len(rows)
             # Several processes may know the same logits, and one of them draws.
             if scores is not None and (alone or dp_rank == tp_rank == 0):
@@ -57,20 +57,22 @@ def has_whole_model(layout):
     return layout.dp == layout.world_size and not layout.uses_fsdp
 
 
-def _read(scoring, rows, length, separator, cache):
-    """The Scores, with logits, of what follows each of rows, lists of up to `length` ids.
-
-    With a cache all rows end at `length`. All but the last ids are in the cache, if it is not empty.
-    """
+def _read(scoring, rows, is_first, separator, cache):
+    """The Scores, with logits, of what follows each of rows, lists of ids. A cache has all but the last ones,
+    unless this is the first reading."""
     requests = [Request([*row, 0], len(row)) for row in rows]  # the target may be any token
+    longest = max(map(len, rows))
     if cache is None:
-        x, y = arrange(requests, scoring.height(len(rows)), scoring.length(max(map(len, rows))))
+        x, y = arrange(requests, scoring.height(len(rows)), scoring.length(longest))
         return scoring.run(x, y, starts_of(x, separator))
-    padding = torch.tensor([length - len(row) for row in rows])
-    x, y = arrange(requests, len(rows), length, padding)
-    starts = left_padded_starts(x, padding, separator)
-    n_read = int(cache.length)
-    return scoring.run(x[:, n_read:], y[:, n_read:], None if starts is None else starts[:, n_read:], cache)
+    x, y = arrange(requests, len(rows), longest)
+    starts = starts_of(x, separator)
+    if is_first:
+        counts = torch.tensor([len(row) for row in rows], device=cache.lengths.device)
+        return scoring.run(x, y, starts, cache.part(slice(0, len(rows)), counts))
+    last = torch.tensor([[len(row) - 1] for row in rows])
+    starts = None if starts is None else starts.gather(1, last)
+    return scoring.run(x.gather(1, last), y.gather(1, last), starts, cache)
 
 
 def seeded_draw(seed, temperature=0.8, top_k=200, top_p=None):

@@ -29,19 +29,20 @@ def generate_tokens(model, idx, max_new_tokens, temperature=1.0, top_k=None, top
     temperature 0 takes the likeliest token; top_k keeps the k likeliest; top_p the fewest that reach that
     probability (nucleus sampling, Holtzman et al. 2020). A row that has drawn one of stop_tokens repeats one,
     and the text ends once all rows have. Past block_size, each token takes a new reading of the window.
-    cache: from new_cache; its content is replaced. An idx (1, T) is read once and continued in every row.
+    cache: from new_cache; its content is replaced. An idx (1, T) is continued in every row.
     separator: the token at which a document begins, for a model that was trained on documents one by one.
     """
     block_size = model.config.block_size
     cache = cache or model.new_cache(idx.size(0), idx.size(1) + max_new_tokens)
-    rows = cache.layers[0][0].size(0)
+    rows = len(cache.lengths)
+    idx = idx.expand(rows, -1)
     stopped = torch.zeros(rows, dtype=torch.bool, device=idx.device)
     stops = torch.tensor(sorted(stop_tokens), device=idx.device)
     window, token, filled = idx[:, -block_size:], None, 0
     for _ in range(max_new_tokens):
         starts = starts_of(window, separator)
         if token is None or filled == block_size:
-            cache.length.zero_()
+            cache.lengths.zero_()
             logits = model.forward(window, starts=starts, cache=cache)
             filled = window.size(1)
         else:  # a call of the module, since compile() compiles this step, which always has one shape
