@@ -36,7 +36,7 @@ class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
     bias: bool = True  # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'  # positions: 'learned' or 'rope'
     norm: str = 'layernorm'  # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu', 'moe' (of experts)
+    mlp: str = 'gelu'  # gelu, gelu_tanh (GPT-2's own), relu2, swiglu, swiglu_clamped (gpt-oss), geglu, moe (of experts)
     qk_norm: bool = False  # normalise queries and keys per head
     tie_weights: bool = True  # the output head shares the token embedding
     softcap: float = 0.0  # tanh cap on the logits; 0 = none
@@ -179,11 +179,14 @@ class Attention(nn.Module):
 
 PLAIN = dict(gelu=F.gelu, gelu_tanh=lambda h: F.gelu(h, approximate='tanh'),
              relu2=lambda h: F.relu(h).square())  # Primer (So et al. 2021)
-GATED = dict(swiglu=F.silu, geglu=PLAIN['gelu_tanh'])  # of c_gate's output, times that of c_fc (Shazeer 2020)
+GATED = dict(swiglu=F.silu, geglu=PLAIN['gelu_tanh'],  # of c_gate's output, times that of c_fc (Shazeer 2020)
+             swiglu_clamped=lambda gate: gate.clamp(max=7.0) * torch.sigmoid(1.702 * gate.clamp(max=7.0)))  # gpt-oss
 
 
 def activate(form, h, gate):
     """The activation of an MLP of that form. h: the output of c_fc; gate: the output of c_gate, or None."""
+    if form == 'swiglu_clamped':
+        h = h.clamp(-7.0, 7.0) + 1
     return PLAIN[form](h) if gate is None else GATED[form](gate) * h
 
 
@@ -282,8 +285,9 @@ class GPT(nn.Module):
         cross_entropy=('loss.cross_entropy',),
         dispatch=('mlp.routed.dispatch',),             # sends tokens to the ranks of their experts
         products=('mlp.routed.experts.products',),
-        matrices=('mlp.routed.experts.matrices',),     # those of all experts, or a rank's part of them
-        router_matrix=('mlp.routed.router.matrix',),
+        matrices=('mlp.routed.experts.matrices',       # those of all experts, or a rank's part of them
+                  'mlp.routed.experts.biases'),
+        router_matrix=('mlp.routed.router.matrix', 'mlp.routed.router.logit_biases'),
     )
 
     def __init__(self, config, seed=1337):
@@ -332,7 +336,8 @@ class GPT(nn.Module):
         if 'lora_' in name:
             from kilogpt.layers.lora import initial_std
             std = initial_std(name, shape)
-        if 'attn.value_embedding' in name or 'attn.gate' in name:  # starts as a model without these
+        # A model starts as one without these.
+        if 'attn.value_embedding' in name or 'attn.gate' in name or name.endswith('_bias'):
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)

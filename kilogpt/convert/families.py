@@ -11,12 +11,12 @@ from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
     with_local_rope, with_two_ropes, write_llama, write_rope)
 from kilogpt.convert.meaning import keys_not_kept
+from kilogpt.convert.mxfp4 import is_mxfp4
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
 # Families that people ask for and that need more than parts.
 REFUSED = dict(
-    gpt_oss='its attention has learned sinks, and its experts have biases',
     phi='its blocks share one norm between attention and MLP',
     qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
     gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
@@ -401,6 +401,30 @@ def deepseek_v2_write(config):
         aux_loss_alpha=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
 
 
+def gpt_oss_read(entries):
+    check_single_expert(entries, True)
+    entries.only('swiglu_alpha', 1.702)
+    entries.only('swiglu_limit', 7.0)
+    if not (entries.hf_config.get('rope_parameters') or entries.hf_config.get('rope_scaling')):
+        yarn = dict(rope_type='yarn', factor=32.0, truncate=False, original_max_position_embeddings=4096)
+        entries = Entries(entries.hf_config | dict(rope_scaling=yarn), entries.source)
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    windows = read_windows(Entries(dict(sliding_window=128) | entries.hf_config, entries.source), types)
+    has_bias = entries.flag('attention_bias', True)
+    return read_llama(entries, head_width=64, eps=1e-5, theta=150000.0) | windows | biases(
+        qkv=has_bias, proj=has_bias) | read_softmax_router(entries) | dict(
+        attention_sinks=True, expert_mlp='swiglu_clamped', expert_bias=True,
+        n_experts=entries.integer('num_local_experts', 128), expert_hidden=entries.integer('intermediate_size'))
+
+
+def gpt_oss_write(config):
+    return write_llama(config) | write_softmax_router(config) | dict(
+        num_local_experts=config.n_experts, intermediate_size=config.expert_hidden, swiglu_limit=7.0,
+        swiglu_alpha=1.702, sliding_window=config.window or config.block_size, layer_types=layer_types(config))
+
+
 QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
 # {model_type: Family}, in the order in which `entries_of` tries them
 FAMILIES = dict(
@@ -426,7 +450,8 @@ FAMILIES = dict(
     qwen3_moe=Family('Qwen3MoeForCausalLM', qwen3_moe_read, qwen3_moe_write, renaming.QWEN3_MOE_NAMES),
     glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
     deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
-    deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES))
+    deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES),
+    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES))
 
 
 # --- config.json --------------------------------------------------------------------------------------------
@@ -439,7 +464,8 @@ def arguments_of(hf_config, source):
         raise ValueError(f'{source} is of the family {family!r} (model_type in its config.json), which our '
                          f'model cannot represent{reason}: it can be {", ".join(FAMILIES)}')
     entries = Entries(hf_config, source)
-    entries.only('quantization_config', None)
+    if not is_mxfp4(hf_config):
+        entries.only('quantization_config', None)
     return FAMILIES[family].read(entries)
 
 
@@ -486,6 +512,8 @@ def to_ours(tensors, hf_config, arguments):
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
     if hf_config['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
+    if hf_config['model_type'] == 'gpt_oss':
+        tensors = renaming.unpack_oss(tensors)
     if config.kv_latent:
         is_interleaved = hf_config['model_type'] == 'deepseek_v2' or hf_config.get('rope_interleave', True)
         tensors = renaming.unpack_latent(tensors, config, is_interleaved)
@@ -510,6 +538,8 @@ def to_hf_names(tensors, entries, config):
     tensors = renaming.unstack_experts(renaming.rename(tensors, family.names))
     if family.norms_add_one:
         tensors = renaming.shift_norms(tensors, -1)
+    if entries['model_type'] == 'gpt_oss':
+        tensors = renaming.pack_oss(tensors)
     if config.kv_latent:
         tensors = renaming.pack_latent(tensors, config)
     for packed, parts in family.packed:

@@ -153,6 +153,7 @@ class ExpertOptions:
     n_shared_experts: int = 0  # experts that every token goes to as well
     expert_hidden: int = 0  # width of an expert; 0 = that of a dense MLP
     expert_mlp: str = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
+    expert_bias: bool = False  # biases in experts' linears, and in the router's logits (gpt-oss)
     moe_first_layer: int = 0  # first block with experts
     moe_every: int = 1  # from there on, each of this many blocks has experts
     router: str = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)

@@ -24,7 +24,7 @@ ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_ran
 LATENT, NOT_LATENT = dict(kv_latent=(24,)), dict(kv_latent=(0,))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
 MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
-FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu')
+FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu', 'swiglu_clamped')
 YES_OR_NO, NO_OR_YES = (True, False), (False, True)
 
 # Keys of a draw that are not keys of train.py
@@ -65,7 +65,7 @@ MODEL = dict(
     norm=Key(('layernorm', 'rmsnorm')),
     norm_eps=Key((1e-5, 1e-2)),
     norm_place=Key(('before', 'after', 'both')),
-    mlp=Key(('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'moe')),
+    mlp=Key(('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'swiglu_clamped', 'moe')),
     n_hidden=Key((0, 40)),
     parallel_block=Key(NO_OR_YES),
     qk_norm=Key(NO_OR_YES, NOT_LATENT),
@@ -102,6 +102,7 @@ MODEL = dict(
     n_shared_experts=Key((0, 1, 2), EXPERTS),
     expert_hidden=Key((16, 24), EXPERTS),
     expert_mlp=Key(FORMS, EXPERTS),
+    expert_bias=Key(NO_OR_YES, EXPERTS),
     moe_first_layer=Key((0, 1), EXPERTS),
     moe_every=Key((1, 2), EXPERTS),
     router=Key(('softmax', 'sigmoid'), EXPERTS),

@@ -32,6 +32,7 @@ LINEAR = dict(rope_type='linear', rope_theta=300.0, factor=4.0)
 MOE = dict(moe_intermediate_size=24, num_experts_per_tok=3, head_dim=12)
 LATENT = dict(kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10, num_key_value_heads=4,
               moe_intermediate_size=24, num_experts_per_tok=2, n_routed_experts=6)
+OSS = dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=5, head_dim=12)
 SLIDING = ['sliding_attention', 'full_attention', 'sliding_attention', 'full_attention']
 GEMMA = dict(head_dim=12, hidden_activation='gelu_pytorch_tanh')
 
@@ -102,6 +103,11 @@ CASES = {
             rope_type='default', rope_theta=300.0, partial_rotary_factor=0.5))),
     'glm4_moe groups': ('Glm4Moe', MOE | dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3,
                                               first_k_dense_replace=1, partial_rotary_factor=1.0)),
+    'gpt_oss': ('GptOss', dict(OSS, rope_parameters=YARN | dict(truncate=False))),
+    'gpt_oss without windows': ('GptOss', dict(OSS, layer_types=['full_attention'] * 4, attention_bias=False,
+                                               router_aux_loss_coef=0.0, rope_parameters=LINEAR)),
+    'gpt_oss tied': ('GptOss', dict(OSS, num_experts_per_tok=2, layer_types=SLIDING[::-1], tie_word_embeddings=True,
+                                    rope_parameters=YARN)),
     'deepseek_v3': ('DeepseekV3', LATENT | dict(q_lora_rank=20, n_group=3, topk_group=2, first_k_dense_replace=1,
                                                 rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.5))),
     'deepseek_v3 queries as they are': ('DeepseekV3', LATENT | dict(
