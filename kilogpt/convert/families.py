@@ -9,15 +9,14 @@ from typing import Callable, NamedTuple
 from kilogpt.convert import renaming
 from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
-    write_llama, write_rope)
+    with_local_rope, with_two_ropes, write_llama, write_rope)
 from kilogpt.convert.meaning import keys_not_kept
+from kilogpt.convert.mxfp4 import is_mxfp4
+from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
 # Families that people ask for and that need more than parts.
 REFUSED = dict(
-    deepseek_v2='its attention compresses keys and values (multi-head latent attention)',
-    deepseek_v3='its attention compresses keys and values (multi-head latent attention)',
-    gpt_oss='its attention has learned sinks, and its experts have biases',
     phi='its blocks share one norm between attention and MLP',
     qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
     gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
@@ -120,6 +119,25 @@ def olmo2_read(entries):
             | dict(norm_place='after', qk_norm=True, qk_norm_over='all'))
 
 
+def olmo3_read(entries):
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    theta = entries.number('rope_theta', 500000.0)
+    local = entries.value('rope_parameters', {}, (dict,), 'an object').get('sliding_attention') or {}
+    if theta != 500000 and 'rope_theta' not in local:
+        entries.refuse('rope_theta', theta, 'which transformers 5.24 takes for the layers without a window alone: '
+                                            'write rope_parameters with that of sliding_attention too')
+    entries = with_two_ropes(entries, theta, theta)
+    windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
+    return olmo2_read(entries) | (windows or dict(rope_theta_window=0.0))
+
+
+def olmo3_write(config):
+    return with_local_rope(write_llama(config), config) | dict(
+        sliding_window=config.window or config.block_size, layer_types=layer_types(config))
+
+
 def phi3_read(entries):
     entries.only('attention_bias', False)
     types = ['sliding_attention'] * entries.integer('num_hidden_layers')
@@ -220,27 +238,15 @@ def gemma2_write(config):
 
 def gemma3_read(entries):
     entries.only('attn_logit_softcapping', None)  # which transformers passes over in this family
-    ropes = entries.value('rope_parameters', {}, (dict,), 'an object')
-    if ropes.keys() - {'full_attention', 'sliding_attention'}:
-        entries.refuse('rope_parameters', ropes, 'but it must have those of full_attention and sliding_attention')
-    full = dict(rope_theta=entries.number('rope_theta', 1000000.0)) | (ropes.get('full_attention') or {})
-    scaling = entries.value('rope_scaling', {}, (dict,), 'an object')
-    if 'type' in scaling:  # of version 4, which transformers 5.24 takes for no scaling in this family
-        scaling = dict(rope_type=scaling['type']) | scaling
-    full |= scaling
-    local = dict(rope_theta=entries.number('rope_local_base_freq', 10000.0)) | (ropes.get('sliding_attention') or {})
-    ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
-    entries = Entries(entries.hf_config | ropes, entries.source)
+    entries = with_two_ropes(entries, entries.number('rope_theta', 1000000.0),
+                             entries.number('rope_local_base_freq', 10000.0))
     every = entries.integer('sliding_window_pattern', 6)
     return gemma_read(entries) | read_gemma_extras(entries, max(every, 1), 0.0, 0.0) | dict(qk_norm=True)
 
 
 def gemma3_write(config):
-    entries = gemma2_write(config)
     local = config.rope_theta_window or config.rope_theta
-    ropes = dict(full_attention=entries['rope_parameters'],
-                 sliding_attention=dict(rope_type='default', rope_theta=local))
-    return entries | dict(rope_local_base_freq=local, rope_parameters=ropes)
+    return with_local_rope(gemma2_write(config), config) | dict(rope_local_base_freq=local)
 
 
 # --- mixtures of experts ------------------------------------------------------------------------------------
@@ -305,32 +311,118 @@ def qwen3_moe_write(config):
         mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
 
 
-def glm4_moe_read(entries):
-    entries.only('n_group', 1)
-    entries.only('topk_group', 1)
-    divides = entries.flag('norm_topk_prob', True)
+def read_grouped_experts(entries, router, groups=1, active_groups=1, first=1, shared=1, scale=1.0, divides=True):
+    """The arguments of GLM's and DeepSeek's experts. The numbers are the family's defaults."""
     check_single_expert(entries, divides)
     n_active = entries.integer('num_experts_per_tok')
+    groups = max(1, entries.integer('n_group', groups))
+    return dict(
+        mlp='moe', expert_mlp='swiglu', router=router, n_active_experts=n_active,
+        n_experts=entries.integer('n_routed_experts'), n_shared_experts=entries.integer('n_shared_experts', shared),
+        expert_hidden=entries.integer('moe_intermediate_size'), router_groups=groups,
+        router_active_groups=entries.integer('topk_group', active_groups), router_norm=divides or n_active == 1,
+        moe_first_layer=entries.integer('first_k_dense_replace', first),
+        router_scale=entries.number('routed_scaling_factor', scale))
+
+
+def write_grouped_experts(config):
+    return dict(
+        num_experts_per_tok=config.n_active_experts, n_routed_experts=config.n_experts,
+        n_group=config.router_groups, topk_group=config.router_active_groups, num_nextn_predict_layers=0,
+        n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
+        moe_intermediate_size=config.expert_hidden, routed_scaling_factor=config.router_scale,
+        norm_topk_prob=config.router_norm and config.n_active_experts > 1)
+
+
+def glm4_moe_read(entries):
     has_bias = entries.flag('attention_bias', False)
-    return read_llama(entries, eps=1e-5, share=0.5) | biases(qkv=has_bias) | dict(
-        qk_norm=entries.flag('use_qk_norm', False), mlp='moe', expert_mlp='swiglu', router='sigmoid',
-        n_active_experts=n_active, n_experts=entries.integer('n_routed_experts'),
-        n_shared_experts=entries.integer('n_shared_experts', 1),
-        expert_hidden=entries.integer('moe_intermediate_size'),
-        moe_first_layer=entries.integer('first_k_dense_replace', 1), router_norm=divides or n_active == 1,
-        router_scale=entries.number('routed_scaling_factor', 1.0))
+    experts = read_grouped_experts(entries, 'sigmoid', divides=entries.flag('norm_topk_prob', True))
+    return (read_llama(entries, eps=1e-5, share=0.5) | biases(qkv=has_bias) | experts
+            | dict(qk_norm=entries.flag('use_qk_norm', False)))
 
 
 def glm4_moe_write(config):
     # transformers would otherwise take a share of 0.5.
     rope = dict(partial_rotary_factor=config.rope_share)
     entries = write_llama(config)
-    return entries | rope | dict(
-        rope_parameters=entries['rope_parameters'] | rope, num_experts_per_tok=config.n_active_experts,
-        n_routed_experts=config.n_experts, n_group=1, topk_group=1, num_nextn_predict_layers=0,
-        n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
-        moe_intermediate_size=config.expert_hidden, routed_scaling_factor=config.router_scale,
-        norm_topk_prob=config.router_norm and config.n_active_experts > 1, use_qk_norm=config.qk_norm)
+    return entries | rope | write_grouped_experts(config) | dict(
+        rope_parameters=entries['rope_parameters'] | rope, use_qk_norm=config.qk_norm)
+
+
+def read_latent(entries, has_mlp_bias=False):
+    """The arguments of DeepSeek's attention, and of dense MLPs."""
+    n_head = entries.integer('num_attention_heads')
+    entries.only('num_key_value_heads', None, n_head)
+    arguments, rope_width = read_llama(entries), entries.integer('qk_rope_head_dim', 64)
+    q_latent = 0 if entries.hf_config.get('q_lora_rank', 1536) is None else entries.integer('q_lora_rank', 1536)
+    arguments |= biases(**read_attention_bias(entries), mlp=has_mlp_bias) | dict(
+        n_kv_head=n_head, head_width=rope_width + entries.integer('qk_nope_head_dim', 128), rope_width=rope_width,
+        value_width=entries.integer('v_head_dim', 128), q_latent=q_latent, kv_latent=entries.integer('kv_lora_rank', 512))
+    name, scaling = read_scaling(arguments['rope_scaling'] or 'default')
+    if name == 'yarn' and scaling.get('mscale_all_dim') and scaling['factor'] > 1:
+        sharper = 0.1 * scaling['mscale_all_dim'] * math.log(scaling['factor']) + 1.0
+        arguments['attention_scale'] = sharper ** 2 / math.sqrt(max(1, arguments['head_width']))
+    return arguments
+
+
+def write_latent(config):
+    return write_llama(config) | dict(
+        head_dim=config.rope_width, kv_lora_rank=config.kv_latent, q_lora_rank=config.q_latent or None,
+        qk_rope_head_dim=config.rope_width, qk_nope_head_dim=config.head_width - config.rope_width,
+        v_head_dim=config.value_width)
+
+
+def deepseek_v3_read(entries):
+    entries.flag('rope_interleave', True)
+    return read_latent(entries) | read_grouped_experts(
+        entries, 'sigmoid', groups=8, active_groups=4, first=3, scale=2.5, divides=entries.flag('norm_topk_prob', True))
+
+
+def deepseek_v3_write(config):
+    return write_latent(config) | write_grouped_experts(config) | dict(rope_interleave=True)
+
+
+def deepseek_v2_read(entries):
+    entries.only('norm_topk_prob', False, None)  # transformers passes over it
+    entries.only('topk_method', 'greedy', 'group_limited_greedy')
+    rate = entries.number('aux_loss_alpha', 0.001)
+    arguments = read_latent(entries, entries.flag('mlp_bias', False)) | read_grouped_experts(
+        entries, 'softmax', first=0, shared=2, divides=False)
+    arguments |= dict(router_balance='loss' if rate else 'none', router_balance_rate=rate)
+    if entries.hf_config.get('topk_method', 'greedy') == 'greedy':
+        arguments |= dict(router_groups=1, router_active_groups=1)
+    return arguments
+
+
+def deepseek_v2_write(config):
+    is_limited = config.router_active_groups < config.router_groups
+    return write_latent(config) | write_grouped_experts(config) | dict(
+        topk_method='group_limited_greedy' if is_limited else 'greedy', mlp_bias=config.has_bias('mlp'),
+        aux_loss_alpha=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
+
+
+def gpt_oss_read(entries):
+    check_single_expert(entries, True)
+    entries.only('swiglu_alpha', 1.702)
+    entries.only('swiglu_limit', 7.0)
+    if not (entries.hf_config.get('rope_parameters') or entries.hf_config.get('rope_scaling')):
+        yarn = dict(rope_type='yarn', factor=32.0, truncate=False, original_max_position_embeddings=4096)
+        entries = Entries(entries.hf_config | dict(rope_scaling=yarn), entries.source)
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    windows = read_windows(Entries(dict(sliding_window=128) | entries.hf_config, entries.source), types)
+    has_bias = entries.flag('attention_bias', True)
+    return read_llama(entries, head_width=64, eps=1e-5, theta=150000.0) | windows | biases(
+        qkv=has_bias, proj=has_bias) | read_softmax_router(entries) | dict(
+        attention_sinks=True, expert_mlp='swiglu_clamped', expert_bias=True,
+        n_experts=entries.integer('num_local_experts', 128), expert_hidden=entries.integer('intermediate_size'))
+
+
+def gpt_oss_write(config):
+    return write_llama(config) | write_softmax_router(config) | dict(
+        num_local_experts=config.n_experts, intermediate_size=config.expert_hidden, swiglu_limit=7.0,
+        swiglu_alpha=1.702, sliding_window=config.window or config.block_size, layer_types=layer_types(config))
 
 
 QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
@@ -344,6 +436,7 @@ FAMILIES = dict(
     qwen3=Family('Qwen3ForCausalLM', qwen3_read, write_qwen),
     smollm3=Family('SmolLM3ForCausalLM', smollm3_read, smollm3_write),
     olmo2=Family('Olmo2ForCausalLM', olmo2_read, write_llama, renaming.OLMO2_NAMES),
+    olmo3=Family('Olmo3ForCausalLM', olmo3_read, olmo3_write, renaming.OLMO2_NAMES),
     phi3=Family('Phi3ForCausalLM', phi3_read, phi3_write,
                 packed=(('.qkv_proj.', QKV), ('.gate_up_proj.', ('.gate_proj.', '.up_proj.')))),
     granite=Family('GraniteForCausalLM', granite_read, granite_write),
@@ -355,7 +448,10 @@ FAMILIES = dict(
                        norms_add_one=True),
     mixtral=Family('MixtralForCausalLM', mixtral_read, mixtral_write, renaming.MIXTRAL_NAMES),
     qwen3_moe=Family('Qwen3MoeForCausalLM', qwen3_moe_read, qwen3_moe_write, renaming.QWEN3_MOE_NAMES),
-    glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES))
+    glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
+    deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
+    deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES),
+    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES))
 
 
 # --- config.json --------------------------------------------------------------------------------------------
@@ -368,7 +464,8 @@ def arguments_of(hf_config, source):
         raise ValueError(f'{source} is of the family {family!r} (model_type in its config.json), which our '
                          f'model cannot represent{reason}: it can be {", ".join(FAMILIES)}')
     entries = Entries(hf_config, source)
-    entries.only('quantization_config', None)
+    if not is_mxfp4(hf_config):
+        entries.only('quantization_config', None)
     return FAMILIES[family].read(entries)
 
 
@@ -413,8 +510,13 @@ def to_ours(tensors, hf_config, arguments):
     """{our name: LazyTensor} from {their name: LazyTensor}. hf_config: config.json; arguments: those that it gave."""
     family, config = FAMILIES[hf_config['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
-    if hf_config['model_type'] == 'glm4_moe':
+    if hf_config['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
+    if hf_config['model_type'] == 'gpt_oss':
+        tensors = renaming.unpack_oss(tensors)
+    if config.kv_latent:
+        is_interleaved = hf_config['model_type'] == 'deepseek_v2' or hf_config.get('rope_interleave', True)
+        tensors = renaming.unpack_latent(tensors, config, is_interleaved)
     if hf_config['model_type'] == 'gpt2':
         tensors = renaming.transpose_matrices(tensors)
     for packed, parts in family.packed:
@@ -429,13 +531,17 @@ def to_hf_names(tensors, entries, config):
     """{their name: LazyTensor} from {our name: LazyTensor}. entries: those of `entries_of`."""
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
-    if entries['model_type'] == 'glm4_moe':
+    if entries['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.with_bias_and_shared_expert(tensors)
     if entries['model_type'] == 'gpt2':
         tensors = renaming.with_zero_biases(tensors)
     tensors = renaming.unstack_experts(renaming.rename(tensors, family.names))
     if family.norms_add_one:
         tensors = renaming.shift_norms(tensors, -1)
+    if entries['model_type'] == 'gpt_oss':
+        tensors = renaming.pack_oss(tensors)
+    if config.kv_latent:
+        tensors = renaming.pack_latent(tensors, config)
     for packed, parts in family.packed:
         tensors = renaming.pack(tensors, packed, parts, rows_of(config, packed).get('head_width', 0))
     return renaming.transpose_matrices(tensors) if entries['model_type'] == 'gpt2' else tensors
