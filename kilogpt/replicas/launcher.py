@@ -18,11 +18,11 @@ from kilogpt.configurator import exit_on_error
 LIGHTHOUSE = '''
 import sys
 from torchft.coordination import LighthouseServer
-server = LighthouseServer(bind=sys.argv[1], min_replicas=1, join_timeout_ms=60000, heartbeat_timeout_ms=1000,
-                          quorum_tick_ms=20)
+server = LighthouseServer(bind=sys.argv[1], min_replicas=1, join_timeout_ms=int(sys.argv[2]),
+                          heartbeat_timeout_ms=1000, quorum_tick_ms=20)
 sys.stdin.read()
 '''
-GRACE = 30  # seconds that the other replicas have for their end after the first has ended
+GRACE = 10  # seconds that the other replicas have for their end after the first has ended
 
 
 def parse_arguments():
@@ -85,9 +85,13 @@ class Group:
         return True
 
 
-def start_lighthouse(port):
-    return subprocess.Popen([sys.executable, '-c', LIGHTHOUSE, f'0.0.0.0:{port}'], stdin=subprocess.PIPE,
-                            env=dict(os.environ, RUST_LOG='error'))
+def start_lighthouse(port, arguments):
+    """Start the lighthouse. arguments: those of train.py, whose replica_timeout is that of the lighthouse, too."""
+    seconds = [float(value) for key, _, value in (each.partition('=') for each in arguments)
+               if key == '--replica_timeout']
+    timeout = int(1000 * (seconds or [60.0])[-1])
+    return subprocess.Popen([sys.executable, '-c', LIGHTHOUSE, f'0.0.0.0:{port}', str(timeout)],
+                            stdin=subprocess.PIPE, env=dict(os.environ, RUST_LOG='error'))
 
 
 def main():
@@ -97,7 +101,7 @@ def main():
     port, received = free_port(), []
     for name in ('SIGTERM', 'SIGINT'):
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
-    lighthouse = start_lighthouse(port)
+    lighthouse = start_lighthouse(port, options.arguments)
     # The lighthouse must be found by its clients as soon as they start, which takes them longer.
     environment = os.environ | dict(NUM_REPLICA_GROUPS=str(options.replicas), REPLICAS_BEGAN=str(time.time()),
                                     TORCHFT_LIGHTHOUSE=f'http://127.0.0.1:{port}')
@@ -105,9 +109,9 @@ def main():
     codes, deadline, n_told = [], float('inf'), 0
     while groups and time.monotonic() < deadline:
         time.sleep(0.05)
-        if lighthouse.poll() is not None:
+        if lighthouse.poll() is not None and not codes:
             print('the lighthouse has ended: starting it again', file=sys.stderr, flush=True)
-            lighthouse = start_lighthouse(port)
+            lighthouse = start_lighthouse(port, options.arguments)
         for number in received[n_told:]:
             for group in groups:
                 group.send(number)
@@ -125,6 +129,7 @@ def main():
                 if code in (0, 143):
                     codes.append(code)
                     deadline = min(deadline, time.monotonic() + GRACE)
+                    lighthouse.kill()  # a replica that has not joined yet must not train alone
                 elif not groups and not codes:
                     codes.append(1)
     for group in groups:

@@ -7,7 +7,9 @@ groups and its HTTP transport are used.
 import os
 import socket
 import time
+import urllib.request
 import uuid
+import warnings
 from datetime import timedelta
 
 import torch
@@ -20,6 +22,7 @@ from torchft.coordination import ManagerClient, ManagerServer
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
 CONNECT_SECONDS = 10  # in which the members of a new quorum connect; one of them may have been lost since
+warnings.filterwarnings('ignore', 'The given buffer is not writable')  # of a received tensor, which is only read
 QUORUM_SECONDS = 86400  # for which a replica waits for others, which may be evaluating, or for the lighthouse
 
 
@@ -38,9 +41,12 @@ def with_timeout(process_group):
 class SafeTransport(HTTPTransport):
     """Sends the state of a process to a peer over HTTP. The peer unpickles tensors and strings alone."""
 
+    def __init__(self, timeout):
+        super().__init__(timeout, num_chunks=0)
+        self._server.RequestHandlerClass.log_message = lambda *_: None
+
     @classmethod
     def _load_from_address(cls, address, timeout):
-        import urllib.request
         with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as file:
             return _streaming_load(file, weights_only=True)
 
@@ -64,7 +70,7 @@ class Membership:
         self.group = with_timeout(ProcessGroupNCCL if on_gpu else ProcessGroupGloo)(
             timedelta(seconds=timeout if on_gpu else min(timeout, CONNECT_SECONDS)))
         self.group.seconds = timeout
-        self._transport = SafeTransport(self.timeout, num_chunks=0)
+        self._transport = SafeTransport(self.timeout)
         addresses = None
         if processes.is_main:
             host = socket.gethostname()

@@ -79,6 +79,7 @@ class Replicas:
     def begin(self):
         """Before an iteration: agree who takes part. A replica that is behind moves to the iteration of the others."""
         run, members, before = self.run, self.members, (self.members.names, self.is_lead)
+        began = time.perf_counter()
         run.signals.flush()
         run.guard.settle()  # the state of the run is whole from here on
         with run.cluster.watchdog.suspended():
@@ -89,6 +90,8 @@ class Replicas:
         if self.is_lead and not self.has_begun:
             run.open_folder()
         self.has_begun = True
+        if not set(before[0]) <= set(members.names):  # perhaps one was lost after the last update
+            self.failed_at = self.failed_at or began
         if members.names != before[0] and before[0]:
             self.processes.say(f'members at iteration {run.iteration}: {len(before[0])} -> {members.count}')
         self.owes_save |= self.is_lead and not before[1] and self.lead_saves
