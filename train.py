@@ -176,9 +176,8 @@ while True:
             if run.stops():
                 break
             loss_sum += parallel.forward_backward(batch, n_targets, is_last, run.guard.scale)
-        # The device has made the previous update long ago, so the guard does not wait here.
-        if run.signals.stop or not run.guard.settle():
-            continue  # a run that resumes, or has gone back, makes this iteration again
+        if not run.may_update(loss_sum):
+            continue  # the run ends before this update, or makes this iteration again
         grad_norm = run.guard.step(lr, loss_sum, grad_clip)
     run.advance(lr, loss_sum, grad_norm, n_targets)
 

@@ -18,15 +18,16 @@ class Batches:
     sequences(batch): the numbers of the sequences in a global batch.
     steps(total): the number of micro-batches in which each process takes its share of `total` sequences.
     rows(total, step): which of `total` sequences form micro-batch `step`, an integer array; -1 is padding.
+    share(): (index, count) if replicas divide the micro-batches: this one takes those from index on in steps of count.
     positions: the slice of each sequence's inputs and targets that this process takes.
     sum_later, copies: as in TargetCounts. end: the number of the first global batch that is never used.
     reading(): a context around all reading. waiting(): one in which this process waits for what is not read yet.
     """
 
     def __init__(self, loader, read, sequences, steps, rows, positions, device, sum_later=None, copies=1,
-                 end=math.inf, reading=contextlib.nullcontext, waiting=contextlib.nullcontext):
+                 end=math.inf, reading=contextlib.nullcontext, waiting=contextlib.nullcontext, share=lambda: (0, 1)):
         self.loader, self.read, self.sequences, self.steps, self.rows = loader, read, sequences, steps, rows
-        self.positions, self.device, self.reading = positions, device, reading
+        self.share, self.positions, self.device, self.reading = share, positions, device, reading
         self.read_ahead = Prefetcher(self._read, loader.read_ahead, waiting)
         self._counts = None
         if loader.has_flags:  # which tokens are targets is in the data
@@ -35,7 +36,7 @@ class Batches:
 
     def of(self, batch):
         """Yield (micro-batch, whether it is the last) of a global batch."""
-        count = self.steps(len(self.sequences(batch)))
+        count = self._own_steps(len(self.sequences(batch)))
         for step in range(count):
             with record_function('data'), self.reading():
                 micro_batch = self(batch, step)
@@ -59,19 +60,21 @@ class Batches:
     def _requests_from(self, batch, step):
         """Yield what `_read` takes for each micro-batch, from one on.
 
-        It has the numbers of the sequences, so that a batch whose sequences have changed is read again.
+        That is the numbers of the sequences, so that a micro-batch which has others by now is read again.
         """
+        index, count = self.share()
         while True:
-            sequences = self.sequences(batch)
-            numbers = sequences.tobytes()
-            for later in range(step, self.steps(len(sequences))):
-                yield numbers, later
+            numbers = self.sequences(batch)
+            for later in range(step, self._own_steps(len(numbers))):
+                rows = self.rows(len(numbers), later * count + index)
+                yield np.where(rows < 0, -1, numbers[rows]).tobytes()
             batch, step = batch + 1, 0
 
+    def _own_steps(self, total):
+        return -(-self.steps(total) // self.share()[1])
+
     def _read(self, request):
-        numbers, step = np.frombuffer(request[0], np.int64), request[1]
-        rows = self.rows(len(numbers), step)
-        x, y, *others = self.read(np.where(rows < 0, -1, numbers[rows]))
+        x, y, *others = self.read(np.frombuffer(request, np.int64))
         tensors = [torch.from_numpy(array) for array in (x[:, self.positions], y[:, self.positions], *others)]
         if self.device.type == 'cuda':
             # A thread that has not chosen a device would open a context on GPU 0 to pin memory.

@@ -24,7 +24,7 @@ FLOORS = [
     {'kilogpt/convert', 'kilogpt/plot', 'kilogpt/report'},
     {'kilogpt/start.py'},
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
-     'kilogpt/replay', 'kilogpt/scaling'},
+     'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},
     {'kilogpt/training'},
     {'bench.py', 'kilogpt/__main__.py', 'sample.py', 'train.py'},

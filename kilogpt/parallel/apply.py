@@ -68,7 +68,8 @@ class Parallel:
         activation_checkpoint, grad_compress = config['activation_checkpoint'], config['grad_compress']
         batch_size, self.block_size = config['batch_size'], config['block_size']
         self.global_batch = batch_size * config['gradient_accumulation_steps'] // config['islands']
-        self.micro_batch, self.micro_steps = self.layout.split_batch(self.global_batch, batch_size)
+        self.micro_batch, self.micro_steps = self.layout.split_batch(
+            -(-self.global_batch // self.processes.replicas), batch_size)
         check_layout(model, self.layout, dtype=dtype, **{key: config[key] for key in CHECKED_KEYS})
         layout, processes = self.layout, self.processes
         # A pipeline takes all micro-batches of an iteration in one step.
@@ -139,14 +140,14 @@ class Parallel:
 
     # --- running --------------------------------------------------------------------------------------------
 
-    def batches(self, loader, read, sequences, end):
-        """The data.batches.Batches of this process. loader, read, sequences, end: as in Batches."""
+    def batches(self, loader, read, sequences, end, share=lambda: (0, 1)):
+        """The data.batches.Batches of this process. loader, read, sequences, end, share: as in Batches."""
         layout, rank, rows = self.layout, self.processes.rank, self._rows_per_step
         return Batches(loader, read, sequences, steps=lambda total: -(-total // (rows * layout.dp)),
                        rows=lambda total, step: layout.rows(rank, total, rows, step),
                        positions=layout.positions(rank, self.block_size), device=self.device,
                        sum_later=self.processes.sum_later, copies=layout.world_size // layout.dp, end=end,
-                       reading=exit_on_error, waiting=self.processes.waits_for_data)
+                       reading=exit_on_error, waiting=self.processes.waits_for_data, share=share)
 
     def warm_up(self, read_batch):
         """Compile, and let DDP order its buckets, in passes whose gradients are dropped.
@@ -293,7 +294,7 @@ class Parallel:
 
 class NoExperts:
     """What a model without experts has in the place of kilogpt.parallel.expert.ExpertBalance."""
-    names = ()
+    names, routers = (), {}
 
     def load_max(self):
         return {}
@@ -338,7 +339,8 @@ def describe_layout(parallel, optimizer, batch_size, islands):
               f'batch       tokens per iteration: {global_batch * parallel.block_size:,} = {global_batch} '
               f'sequences of {parallel.block_size}; micro-batch {parallel.micro_batch}, '
               f'{parallel.micro_steps} micro-step(s) per process']
-    notes = layout.notes + layout.split_notes(global_batch, batch_size, islands) + parallel.notes
+    share = -(-global_batch // processes.replicas)
+    notes = layout.notes + layout.split_notes(share, batch_size, islands * processes.replicas) + parallel.notes
     return lines + [f'note        {note}' for note in notes]
 
 
@@ -365,6 +367,11 @@ def refresh(parallel):
     """Update the copies of parameters after a Parallel's `optimizer_parameters` were set."""
     if parallel._zero1:
         parallel._zero1.gather_parameters()
+    forget_gathered(parallel)
+
+
+def forget_gathered(parallel):
+    """Let FSDP2 gather parameters again after a Parallel's `named_parameters` were set."""
     for stage in parallel.stages.values():
         for module in stage.modules():
             if hasattr(module, 'reshard'):  # FSDP2 may have kept gathered parameters since an evaluation

@@ -97,6 +97,7 @@ class Processes(Waits):
                              f'start a multiple of {islands}, or set islands to a divisor of {count}')
         self.world_size, self.islands = count // islands, islands
         self.island, self.rank = divmod(rank, self.world_size)
+        self.replicas = 1  # groups of processes that may be lost by themselves (kilogpt/replicas)
         self.is_main = self.rank == 0
         self.is_first = rank == 0  # the main process of island 0
         super().__init__(find_device(device, self.local_rank, count))

@@ -185,6 +185,7 @@ NOT_DRAWN = dict(
     **dict.fromkeys(('on_nonfinite', 'on_spike', 'spike_factor'),
                     'acts on updates that no draw has; tests/test_guard.py'),
     **dict.fromkeys(('outer_store', 'island', 'outer_timeout'), 'separate jobs; tests/islands/test_jobs.py'),
+    **dict.fromkeys(('fault_tolerance', 'replica_timeout'), 'needs torchft and a lighthouse; tests/replicas'),
     # What this machine does not have
     **dict.fromkeys(('device', 'backend', 'async_tp', 'fp8', 'cuda_graph', 'deterministic'),
                     'needs a GPU; tests/gpu_layouts.sh'),

@@ -129,7 +129,7 @@ class Saver:
         """
         self.wait()
         path = os.path.join(self.folder, f'iter_{iteration:08d}')
-        parts = self.shards.prepare([*_named_tensors(parameters, optimizer), *_as_own_layout(more)])
+        parts = self.shards.prepare([*named_tensors(parameters, optimizer), *_as_own_layout(more)])
         if background:
             # The thread reads copies only: it does not know the stream in which training writes to the GPU.
             copies = self._copy_to_host(parts)
@@ -142,8 +142,8 @@ class Saver:
     def allocate(self, parameters, optimizer, more=()):
         """Allocate host memory ahead of the first save in the background, in a thread."""
         if self.pending is None:
-            named_tensors = [*_named_tensors(parameters, optimizer), *_as_own_layout(more)]
-            parts = self.shards.parts_to_write(named_tensors)
+            tensors = [*named_tensors(parameters, optimizer), *_as_own_layout(more)]
+            parts = self.shards.parts_to_write(tensors)
             self.pending = self.thread.submit(self._allocate, parts)
 
     def wait(self):
@@ -352,11 +352,11 @@ def load(path, parameters, optimizer=None):
             content = tuple(found.size) if found else 'nothing'
             raise ValueError(f'{path} holds {content} where the model has {name} {tuple(parameter.shape)}')
     if optimizer is not None:
-        _allocate_state(optimizer, stored)
-    named_tensors = [(key, tensor) for key, (tensor, _) in _named_tensors(parameters, optimizer)]
+        allocate_state(optimizer, stored)
+    tensors = [(key, tensor) for key, (tensor, _) in named_tensors(parameters, optimizer)]
     with announced(f'loading {path}'):
-        load_tensors(path, named_tensors)
-    check_finite(path, named_tensors, 'delete this checkpoint to use another one')
+        load_tensors(path, tensors)
+    check_finite(path, tensors, 'delete this checkpoint to use another one')
 
 
 def load_tensors(path, named_tensors):
@@ -373,7 +373,7 @@ def load_tensors(path, named_tensors):
         tensor.copy_(original)
 
 
-def _allocate_state(optimizer, stored):
+def allocate_state(optimizer, stored):
     """Give an optimizer the state tensors that a checkpoint holds of it, for `load` to fill."""
     for name, parameter in _named_parameters(optimizer):
         # A fused optimizer wants the step counter on the parameter's device, other optimizers on the CPU.
@@ -408,7 +408,7 @@ def _as_own_layout(named_tensors):
     return [(key, (tensor, tensor)) for key, tensor in named_tensors]
 
 
-def _named_tensors(parameters, optimizer):
+def named_tensors(parameters, optimizer):
     """[(key in a checkpoint, (tensor, the parameter it belongs to))]; tensors of one key are copies."""
     named = [(f'model.{name}', (parameter.detach(), parameter)) for name, parameter in parameters]
     if optimizer is not None:

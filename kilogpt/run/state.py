@@ -23,6 +23,7 @@ class Progress:
     schedule: the data.schedule.DataSchedule of the run.
     best_val_loss: the lowest validation loss so far; None before the first evaluation.
     val_loss: the validation loss of the current iteration; None if it was not evaluated.
+    evaluated_at: the iteration of the last evaluation since the run began, or has moved.
     ending: an Ending once the run is going to end, else None.
     """
 
@@ -44,7 +45,7 @@ class Progress:
         self.iteration = self.saved_iteration = iteration
         self.saved_time = time.monotonic()
         self.schedule = DataSchedule(global_batch, self.block_size, islands, iteration, tokens)
-        self.val_loss, self.has_improved = None, False
+        self.val_loss, self.has_improved, self.evaluated_at = None, False, None
         self.clock.start_lap(iteration)
 
     def join(self, iteration, parts):

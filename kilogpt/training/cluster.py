@@ -13,13 +13,13 @@ from data.storage import local_folder
 from data.tokenizer_base import copy_tokenizer, tokenizer_folder
 from kilogpt.devices import host
 from kilogpt.keys.islands import are_on
-from kilogpt.metrics import available_memory
+from kilogpt.metrics import Metrics, available_memory
 from kilogpt.parallel.apply import describe_layout, saved_parameters
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory
 from kilogpt.run import checkpoint
-from kilogpt.run.signals import StopRequest
+from kilogpt.run.signals import Signals, StopRequest
 from kilogpt.run.watchdog import Watchdog
 
 
@@ -30,6 +30,7 @@ class Cluster:
 
     processes: a Processes. layout: the Layout of the model on them. dtype: that of training, 'bfloat16' say.
     islands: the hook kilogpt.islands.islands.Islands, or NoIslands.
+    replicas: a kilogpt.replicas.replicas.Replicas, or NoReplicas.
     folder: the RunFolder. out_dir: its path or URL, in which an island has a folder of its own.
     """
 
@@ -48,8 +49,14 @@ class Cluster:
             from kilogpt.islands.jobs import open_islands
             self.islands = open_islands(self.processes, self.layout, config)
         self.out_dir = self.islands.out_dir
-        self.folder = RunFolder(self.out_dir, self.processes, is_written=not config['eval_only'])
-        self.watchdog = Watchdog(self.processes, os.path.join(self.folder.path, 'hang'), config['comm_timeout'])
+        self.replicas = NoReplicas()
+        if config['fault_tolerance'] == 'replicas':
+            from kilogpt.replicas.replicas import Replicas
+            self.replicas = Replicas(self.processes, config)
+        self.folder = RunFolder(self.out_dir, self.processes, is_written=not config['eval_only'],
+                                is_shared=config['fault_tolerance'] == 'replicas')
+        self.watchdog = Watchdog(self.processes, os.path.join(self.folder.path, self.replicas.hang_folder),
+                                 config['comm_timeout'])
 
     def describe(self, config, data, model, parallel, optimizer, size):
         """Print what is going to be trained, and where. size: that of the whole model, in words."""
@@ -58,7 +65,7 @@ class Cluster:
             f'{data.train.n_tokens:,} training tokens in {place}')
         available = available_memory(processes.device) - self.islands.bytes_on(processes.device)
         lines = [*describe_layout(parallel, optimizer, config['batch_size'], config['islands']),
-                 *self.islands.describe(), *data.train.describe()]
+                 *self.islands.describe(), *self.replicas.describe(), *data.train.describe()]
         if processes.world_size * processes.islands > 1:
             from kilogpt.parallel.network import describe_nodes
             lines += describe_nodes(self.out_dir, place)
@@ -96,20 +103,51 @@ class NoIslands:
         pass
 
 
+class NoReplicas:
+    """What a run whose processes are all needed has in the place of kilogpt.replicas.replicas.Replicas."""
+    is_lead, hang_folder = True, 'hang'
+    log_class, signals_class = Metrics, Signals
+
+    def describe(self):
+        return []
+
+    def share(self):
+        return 0, 1
+
+    def open_folder(self, run):
+        run.open_folder()
+
+    def attach(self, run, save):
+        pass
+
+    def begin(self):
+        pass
+
+    def add_up(self, loss_sum):
+        return True
+
+    def figures(self):
+        return {}
+
+    def finish(self):
+        pass
+
+
 # --- the folder ---------------------------------------------------------------------------------------------
 
 class RunFolder:
     """The folder of a run, locked for it until its process ends. All processes make the same calls.
 
     It is out_dir, or stands for it on this machine if that is a URL (kilogpt.run.remote).
-    is_written: whether the run writes there; a run that only evaluates does not.
+    is_written: whether the run writes there; a run that only evaluates does not. is_shared: whether replicas share
+    it, of which the one that leads locks it.
     """
 
-    def __init__(self, out_dir, processes, is_written):
+    def __init__(self, out_dir, processes, is_written, is_shared=False):
         self.out_dir, self.processes, self.is_written = out_dir, processes, is_written
         self.path = local_folder(out_dir)
         self.lock = None
-        if processes.is_main and is_written and os.path.isdir(self.path):
+        if processes.is_main and is_written and not is_shared and os.path.isdir(self.path):
             self.lock = lock_folder(self.path)
         processes.barrier()
 

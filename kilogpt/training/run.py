@@ -5,10 +5,9 @@ import time
 
 from kilogpt.configurator import is_to_say
 from kilogpt.keys.islands import are_on
-from kilogpt.metrics import Metrics, synchronize
+from kilogpt.metrics import synchronize
 from kilogpt.run import Hooks, checkpoint
 from kilogpt.run.guard import Guard
-from kilogpt.run.signals import Signals
 from kilogpt.run.state import Ending, Progress
 
 LEAST_ITERATIONS = 20  # of a run that says what bounds it
@@ -33,20 +32,27 @@ class Run(Progress):
         self.saves_checkpoints = not self.eval_only and (config['keep_checkpoints'] > 0 or config['eval_iters'] > 0)
         self.saves_in_background = (
             self.saves_checkpoints and config['async_checkpoint'] and not config['cpu_offload'])
-        self.batches = parallel.batches(data.train, data.train.train_batch, self.sequences, end=self.max_iters)
+        self.batches = parallel.batches(data.train, data.train.train_batch, self.sequences, end=self.max_iters,
+                                        share=cluster.replicas.share)
         parallel.warm_up(lambda: self.batches(self.iteration, 0))
         cluster.describe(config, data, model, parallel, optimizer, meter.size)
         if start.saved:
             self.processes.say(f'resuming {start.source} at iteration {self.iteration}')
-        cluster.folder.begin(config, start.meta, resumed=start.source if start.saved else None,
-                             saves_checkpoints=self.saves_checkpoints)
-        self.log = Metrics(cluster.folder.path, self.processes.is_main, config, start.saved.get('wandb_id'),
-                           self.iteration, self.island, prints=self.processes.is_first)
+        cluster.replicas.open_folder(self)
+        self.log = cluster.replicas.log_class(
+            cluster.folder.path, self.processes.is_main, config, start.saved.get('wandb_id'), self.iteration,
+            self.island, prints=self.processes.is_first)
         self.saver = checkpoint.Saver(cluster.out_dir, config['keep_checkpoints'], cluster.islands.needed_checkpoint)
-        self.signals = Signals(self.processes, cluster.stop_request, cluster.watchdog, self.wants_save,
-                               lambda line: meter.write(self, line))
+        self.signals = cluster.replicas.signals_class(
+            self.processes, cluster.stop_request, cluster.watchdog, self.wants_save,
+            lambda line: meter.write(self, line))
         self.guard = Guard(self)
         self.hooks = Hooks([cluster.islands] if are_on(config) else [])
+
+    def open_folder(self):
+        """Prepare the folder of the run. All processes that write there call this."""
+        self.cluster.folder.begin(self.config, self.start.meta, self.start.source if self.start.saved else None,
+                                  self.saves_checkpoints)
 
     def begin(self, save):
         """Add the hooks that keys ask for, and continue from the hooks' part of a checkpoint. save(): saves one."""
@@ -67,12 +73,14 @@ class Run(Progress):
             self.guard.load_state(saved)
             self.hooks.restore(self.start.source, saved, self.processes)
         self.cluster.islands.begin(self)
+        self.cluster.replicas.attach(self, save)
         self.clock.start_lap(self.iteration)
 
     # --- what is due ----------------------------------------------------------------------------------------
 
     def is_due(self):
         """Whether anything other than an update has to be done now."""
+        self.cluster.replicas.begin()
         return (self.ending or self.signals.stop or self._is_at_evaluation or self._save_is_due
                 or self.hooks.are_due(self))
 
@@ -92,7 +100,8 @@ class Run(Progress):
     @property
     def evaluates(self):
         """Whether to evaluate the current iteration."""
-        return self._is_at_evaluation and self.config['eval_iters'] > 0 and not self.ending
+        is_wanted = self.config['eval_iters'] > 0 and self.evaluated_at != self.iteration
+        return self._is_at_evaluation and is_wanted and not self.ending
 
     def wants_save(self):
         """Whether the last checkpoint is older than save_minutes by the clock of this process."""
@@ -115,6 +124,13 @@ class Run(Progress):
         """Before a micro-batch: whether any process has received a signal to stop."""
         return self.signals.poll()
 
+    def may_update(self, loss_sum):
+        """After the micro-batches: whether their gradients are complete, and the next update is to be made.
+
+        loss_sum: as in `advance`. The device has made the previous update long ago, so the guard does not wait here.
+        """
+        return not self.signals.stop and self.guard.settle() and self.cluster.replicas.add_up(loss_sum)
+
     # --- what happens ---------------------------------------------------------------------------------------
 
     def advance(self, lr, loss_sum, grad_norm, n_targets, **figures):
@@ -127,7 +143,7 @@ class Run(Progress):
         self.hooks.after_update()
         self.count_update()
         self.cluster.watchdog.first_iteration_done()
-        if self.saves_in_background and not self.saver.host_copies:
+        if self.saves_in_background and self.cluster.replicas.is_lead and not self.saver.host_copies:
             self.saver.allocate(self.cluster.islands.parameters(), self.optimizer, self.hooks.tensors())
         line = None
         if self.iteration % self.config['log_interval'] == 0:
@@ -135,7 +151,7 @@ class Run(Progress):
             if not self.guard.settle():
                 return
             line = self.meter.line(self, n_tokens, n_targets, lr, loss_sum, grad_norm, sums,
-                                   self.guard.figures() | figures)
+                                   self.guard.figures() | self.cluster.replicas.figures() | figures)
         self.signals.exchange(line)
         self.log.save_written(self.iteration, self.clock.now())
 
@@ -143,6 +159,7 @@ class Run(Progress):
         """Record and log the losses of an evaluation; None if a signal has interrupted it."""
         if losses:
             self.note_loss(losses['val_loss'])
+            self.evaluated_at = self.iteration
             self.log.eval(self.meter.stamp(self) | losses | self.parallel.balance.loads())
 
     def write(self, state, in_background):
@@ -150,6 +167,12 @@ class Run(Progress):
 
         state: what state.json keeps besides the states of this run.
         """
+        if self.cluster.replicas.is_lead:
+            self._write(state, in_background)
+        self.saved_iteration, self.saved_time = self.iteration, time.monotonic()
+        self.signals.forget_save_request()
+
+    def _write(self, state, in_background):
         state = self.progress() | self.guard.state() | self.hooks.state() | dict(
             wandb_id=self.log.wandb_id, machine=self.processes.machine()) | state
         with self.cluster.watchdog.waits_for_storage():
@@ -159,8 +182,6 @@ class Run(Progress):
             path = self.saver.save(self.iteration, self.cluster.islands.parameters(), self.optimizer, state,
                                    in_background and self.saves_in_background, self.hooks.tensors())
             self.log.save_started(self.saver, path, self.iteration, time.perf_counter() - began, self.clock.now())
-        self.saved_iteration, self.saved_time = self.iteration, time.monotonic()
-        self.signals.forget_save_request()
 
     # --- how it ends ----------------------------------------------------------------------------------------
 
@@ -183,6 +204,7 @@ class Run(Progress):
         if self.saver.problem and self.ending.reason != 'failed':
             self.ending = Ending('failed', f'the run ended at iteration {self.iteration}, but its last checkpoint '
                                  f'could not be saved ({self.saver.problem})', 1)
+        self.cluster.replicas.finish()
         self.hooks.close()
         self.log.close()
         is_told = self.processes.is_first and not self.config['profile'] and not are_on(self.config)

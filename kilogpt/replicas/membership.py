@@ -1,0 +1,182 @@
+"""Who takes part in an iteration: a quorum of replicas by torchft, their process group, and the state of a peer.
+
+torchft (github.com/pytorch/torchft, BSD) has the servers: a lighthouse that all replicas ask for a quorum, and one
+manager for each replica, whose processes vote on each update. Only its `coordination` interface, its process
+groups and its HTTP transport are used.
+"""
+import os
+import socket
+import time
+import urllib.request
+import uuid
+import warnings
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+os.environ.setdefault('RUST_LOG', 'error')  # read when torchft is imported
+from torch.distributed._serialization import _streaming_load
+from torchft.checkpointing import HTTPTransport
+from torchft.coordination import ManagerClient, ManagerServer
+from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+CONNECT_SECONDS = 10  # in which the members of a new quorum connect; one of them may have been lost since
+warnings.filterwarnings('ignore', 'The given buffer is not writable')  # of a received tensor, which is only read
+QUORUM_SECONDS = 86400  # for which a replica waits for others, which may be evaluating, or for the lighthouse
+
+
+def with_timeout(process_group):
+    """A class of torchft's process groups whose operations have the time limit `seconds`, unlike connections."""
+    class Group(process_group):
+        seconds = 60.0
+
+        def _opts_hook(self, opts):
+            opts.timeout = timedelta(seconds=self.seconds)
+            return opts
+
+    return Group
+
+
+class SafeTransport(HTTPTransport):
+    """Sends the state of a process to a peer over HTTP. The peer unpickles tensors and strings alone."""
+
+    def __init__(self, timeout):
+        super().__init__(timeout, num_chunks=0)
+        self._server.RequestHandlerClass.log_message = lambda *_: None
+
+    @classmethod
+    def _load_from_address(cls, address, timeout):
+        with urllib.request.urlopen(address, timeout=timeout.total_seconds()) as file:
+            return _streaming_load(file, weights_only=True)
+
+
+class Membership:
+    """The part of this replica in the quorums of all. All processes of the replica make the same calls.
+
+    processes: those of the replica. name: a string, unique for each start; the smallest name leads.
+    lighthouse: its URL. timeout: seconds after which an operation with other replicas has failed.
+
+    index, count: this replica among the members of the last quorum. step: the number of updates on which the
+    replicas have agreed. names: those of the members.
+    """
+
+    def __init__(self, processes, name, lighthouse, timeout):
+        self.processes, self.timeout = processes, timedelta(seconds=timeout)
+        self.index, self.count, self.step, self.names = 0, 1, 0, []
+        self.failures = 0  # in a row; tells the lighthouse to connect the members again
+        self._quorum, self._is_broken = None, False
+        on_gpu = processes.device.type == 'cuda'
+        self.group = with_timeout(ProcessGroupNCCL if on_gpu else ProcessGroupGloo)(
+            timedelta(seconds=timeout if on_gpu else min(timeout, CONNECT_SECONDS)))
+        self.group.seconds = timeout
+        self._transport = SafeTransport(self.timeout)
+        addresses = None
+        if processes.is_main:
+            host = socket.gethostname()
+            self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            self._server = ManagerServer(
+                replica_id=name, lighthouse_addr=lighthouse, hostname=host, bind='[::]:0',
+                store_addr=f'{host}:{self._store.port}', world_size=processes.world_size,
+                heartbeat_interval=timedelta(milliseconds=100), connect_timeout=self.timeout,
+                # The manager waits QUORUM_SECONDS / (retries + 1) before it asks a lighthouse again that has failed.
+                quorum_retries=5 * QUORUM_SECONDS)
+            addresses = self._server.address()
+        self._client = ManagerClient(processes.share(addresses), connect_timeout=self.timeout)
+
+    def meet(self, state, load):
+        """Form a quorum with the replicas that ask for one, and connect to its members.
+
+        state(): what a replica that is behind takes over from this one. load(state): takes over that of a peer.
+        Returns whether this replica has taken over the state of a peer.
+        """
+        has_loaded = False
+        while True:
+            quorum = self._client._quorum(
+                group_rank=self.processes.rank, step=self.step, checkpoint_metadata=self._transport.metadata(),
+                shrink_only=False, timeout=timedelta(seconds=QUORUM_SECONDS), commit_failures=self.failures,
+                init_sync=False)
+            is_new = (quorum.quorum_id, quorum.replica_ids) != self._quorum
+            try:
+                self._join(quorum, is_new, state)
+                if quorum.heal:
+                    load(self._receive(quorum))
+                    self.step, has_loaded = quorum.max_step, True
+            except (RuntimeError, OSError, EOFError, ValueError):  # a member has been lost since
+                self._is_broken = True
+            if not is_new or self._all_here(not self._is_broken):
+                return has_loaded
+
+    def _join(self, quorum, is_new, state):
+        self.index, self.count = quorum.replica_rank, quorum.replica_world_size
+        self.names = list(quorum.replica_ids)
+        if is_new:
+            self._quorum, self._is_broken = (quorum.quorum_id, quorum.replica_ids), False
+            # A lighthouse that was started again counts from 1, but the store still has the addresses of old groups.
+            unique = uuid.uuid5(uuid.NAMESPACE_OID, f'{quorum.max_step} {self.names}').hex
+            self.group.configure(
+                f'{quorum.store_address}/{quorum.quorum_id}/{unique}/{self.processes.rank}', self.names[self.index],
+                self.index, self.count, quorum.quorum_id, self.processes.rank, self.processes.world_size)
+        if quorum.recover_dst_replica_ranks:
+            self._transport.send_checkpoint(quorum.recover_dst_replica_ranks, quorum.max_step, state(), self.timeout)
+
+    def _receive(self, quorum):
+        peer = ManagerClient(quorum.recover_src_manager_address, connect_timeout=self.timeout)
+        address = peer._checkpoint_metadata(self.processes.rank, timeout=self.timeout)
+        return self._transport.recv_checkpoint(quorum.recover_src_replica_rank, address, quorum.max_step, self.timeout)
+
+    def _all_here(self, is_ready):
+        """Whether all processes of this replica are ready; otherwise its members notice that it has left them."""
+        if self._client.should_commit(self.processes.rank, self.step, is_ready, timeout=self.timeout):
+            return True
+        self._leave_group()
+        return False
+
+    def _leave_group(self):
+        self._transport.disallow_checkpoint()
+        self.group.abort(errored=False)
+        self.failures += 1
+        self._is_broken = True
+
+    def add_up(self, tensors):
+        """Sum each tensor over the members, in place; returns a function that waits, or None after a failure."""
+        if self._is_broken:
+            return None
+        if self.count == 1:
+            return lambda: True
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM
+        try:
+            works = [self.group.allreduce([tensor], options) for tensor in tensors]
+        except RuntimeError:
+            self._is_broken = True
+            return None
+        return lambda: self._wait(works)
+
+    def _wait(self, works):
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError:
+            self._is_broken = True
+        return not self._is_broken
+
+    def vote(self):
+        """Whether the sums have arrived on all processes of this replica. If so, the update is to be made."""
+        if self.processes.device.type == 'cuda':
+            torch.cuda.synchronize(self.processes.device)
+        is_ready = not self._is_broken and self.group.errored() is None
+        is_agreed = self._client.should_commit(self.processes.rank, self.step, is_ready, timeout=self.timeout)
+        if is_agreed:
+            self._transport.disallow_checkpoint()
+            self.step += 1
+            self.failures = 0
+        else:
+            self._leave_group()
+        return is_agreed
+
+
+def unique_name(index, is_restarted):
+    """The name of a replica. Those that have been members for longer lead, at first replica 0."""
+    age = time.time_ns() if is_restarted else 0
+    return f'{age:020d}-{index:04d}-{uuid.uuid4().hex[:8]}'
