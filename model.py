@@ -293,7 +293,7 @@ class GPT(nn.Module):
                 add_adapters(self, self.transformer.h.values(), config)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
-        self.preferences = None  # a PreferenceLoss, which takes the losses of single tokens
+        self.preferences = None  # a PreferenceLoss or RewardLoss, which take the losses of single tokens
         self.build_mask = build_mask
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
         self.sums = {}  # {name: sum over tokens} of what is logged beside the loss, as a mean per token
@@ -334,7 +334,7 @@ class GPT(nn.Module):
         divides by the number of targets in the global batch, which only the caller knows.
         starts (B, T): the position in its row at which each token's document begins. Attention and positions
         restart there, so that a row gives what its documents give alone. None: a row is one document.
-        pairs, reference (B, T): as in PreferenceLoss, whose loss is then the result.
+        pairs, reference: as in PreferenceLoss or RewardLoss, whose loss is then the result.
         With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
         those of the last position alone. Targets go with a cache too.
         A pipeline stage without the embedding takes x (B, T, C) for idx, and the ids as `tokens` (B, T); one
@@ -365,7 +365,9 @@ class GPT(nn.Module):
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
         rope = rope_tables(self.config, positions, length)
-        is_counted = targets.flatten() >= 0 if targets is not None and self.config.mlp == 'moe' else None
+        is_counted = None
+        if targets is not None and self.config.mlp == 'moe':
+            is_counted = targets.view(*targets.shape[:2], -1)[..., 0].flatten() >= 0
         for name, block in self.transformer.h.items():
             mask = masks[self.config.window_of(int(name))]
             rope_of_block = rope.get(self.config.rope_of(int(name)))
@@ -376,7 +378,7 @@ class GPT(nn.Module):
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)
-        if pairs is not None:
+        if targets is not None and self.preferences is not None:
             return self.preferences(self.loss(x, self.lm_head, targets), pairs, reference)
         if targets is not None:
             return self.loss(x, self.lm_head, targets)
@@ -425,12 +427,13 @@ class Loss(nn.Module):
         super().__init__()
         self.config = config
         self.cross_entropy = cross_entropy
+        self.distillation = None  # a Distillation, with which targets are (B, T, ...), as it says
         self.is_summed = True  # False: the result is the loss of each target (N,), 0 where it is ignored
         self.max_logits = math.inf  # what a device sets if it prefers fewer than MAX_LOGITS
 
     def forward(self, x, head, targets):
         """x (B, T, C), head: the linear that gives logits, targets (B, T; -1 is ignored)."""
-        x, weight, targets = x.flatten(0, 1), head.weight, targets.flatten()
+        x, weight, targets = x.flatten(0, 1), head.weight, targets.flatten(0, 1)
         size = self.part_size(x.size(0), weight.size(0))
         if size == x.size(0):
             return self.of_hidden(x, weight, targets)
@@ -456,7 +459,10 @@ class Loss(nn.Module):
 
     def of_logits(self, logits, targets):
         """The loss of logits (N, V) for targets (N,). V includes rows of padding, which are not tokens."""
-        return self.cross_entropy(cap(logits, self.config), targets, self.config.vocab_size)
+        logits, vocab_size = cap(logits, self.config), self.config.vocab_size
+        if targets.dim() > 1:
+            return self.distillation(logits, targets, vocab_size, self.cross_entropy)
+        return self.cross_entropy(logits, targets, vocab_size)
 
 
 def cross_entropy(logits, targets, vocab_size, reduction='sum'):
