@@ -365,9 +365,8 @@ class GPT(nn.Module):
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
         rope = rope_tables(self.config, positions, length)
-        is_counted = None
-        if targets is not None and self.config.mlp == 'moe':
-            is_counted = targets.view(*targets.shape[:2], -1)[..., 0].flatten() >= 0
+        counts = targets is not None and self.config.mlp == 'moe'
+        is_counted = targets.view(*targets.shape[:2], -1)[..., 0].flatten() >= 0 if counts else None
         for name, block in self.transformer.h.items():
             mask = masks[self.config.window_of(int(name))]
             rope_of_block = rope.get(self.config.rope_of(int(name)))
@@ -378,10 +377,9 @@ class GPT(nn.Module):
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)
-        if targets is not None and self.preferences is not None:
-            return self.preferences(self.loss(x, self.lm_head, targets), pairs, reference)
         if targets is not None:
-            return self.loss(x, self.lm_head, targets)
+            nats = self.loss(x, self.lm_head, targets)
+            return self.preferences(nats, pairs, reference) if self.preferences else nats
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
 
     def new_cache(self, batch_size, length=math.inf):
@@ -427,7 +425,7 @@ class Loss(nn.Module):
         super().__init__()
         self.config = config
         self.cross_entropy = cross_entropy
-        self.distillation = None  # a Distillation, with which targets are (B, T, ...), as it says
+        self.distillation = None  # a Distillation, for targets (B, T, 2 k + 2) that have a teacher's numbers
         self.is_summed = True  # False: the result is the loss of each target (N,), 0 where it is ignored
         self.max_logits = math.inf  # what a device sets if it prefers fewer than MAX_LOGITS
 
@@ -459,10 +457,8 @@ class Loss(nn.Module):
 
     def of_logits(self, logits, targets):
         """The loss of logits (N, V) for targets (N,). V includes rows of padding, which are not tokens."""
-        logits, vocab_size = cap(logits, self.config), self.config.vocab_size
-        if targets.dim() > 1:
-            return self.distillation(logits, targets, vocab_size, self.cross_entropy)
-        return self.cross_entropy(logits, targets, vocab_size)
+        loss = self.cross_entropy if targets.dim() == 1 else self.distillation
+        return loss(cap(logits, self.config), targets, self.config.vocab_size)
 
 
 def cross_entropy(logits, targets, vocab_size, reduction='sum'):

@@ -1,15 +1,13 @@
 """Distillation: the loss against a slow reference in float64, teachers beside the data and in memory, and runs."""
-import math
-
-import numpy as np
 import pytest
 import torch
 
 from kilogpt.layers.distillation import DIVERGENCES, Distillation, teacher_numbers
 from kilogpt.layers.losses import use_loss
-from model import GPT, GPTConfig, cross_entropy
+from model import GPT, GPTConfig, Loss
 
 V = 11
+LOSS = Loss(GPTConfig(vocab_size=V))
 KEYS = dict(loss='distill', distill_divergence='forward', distill_temperature=1.0, distill_share=0.5)
 
 
@@ -45,7 +43,7 @@ def test_loss_and_gradient_are_those_of_the_formulas(divergence, top_k, temperat
     generator = torch.Generator().manual_seed(top_k)
     teacher, labels, targets = random_targets(generator, 6, top_k, temperature)
     logits = torch.randn(6, 16, generator=generator, dtype=torch.float64).requires_grad_()  # five are padding
-    loss = Distillation(divergence, temperature, share)(logits, targets, V, cross_entropy)
+    loss = Distillation(LOSS, divergence, temperature, share)(logits, targets, V)
     gradient, = torch.autograd.grad(loss, logits)
     expected = slow_loss(logits[:, :V], teacher, labels, divergence, top_k, temperature, share)
     slow_gradient, = torch.autograd.grad(expected, logits)
@@ -58,7 +56,7 @@ def test_loss_and_gradient_are_those_of_the_formulas(divergence, top_k, temperat
 def test_student_that_is_its_teacher_has_no_gradient(divergence, top_k):
     teacher, _, targets = random_targets(torch.Generator().manual_seed(0), 6, top_k, 1.5)
     logits = teacher.clone().requires_grad_()
-    loss = Distillation(divergence, 1.5, 1.0)(logits, targets, V, cross_entropy)
+    loss = Distillation(LOSS, divergence, 1.5, 1.0)(logits, targets, V)
     gradient, = torch.autograd.grad(loss, logits)
     assert abs(loss.item()) < 1e-5 and gradient.abs().max() < 1e-6  # the teacher's float32
 

@@ -27,13 +27,13 @@ class Distillation:
     With the factor temperature², both parts keep their relation at any temperature (Hinton et al. 2015, section 2).
     divergence: of the teacher's probabilities p and the student's q, both at the temperature: 'forward', Σ p log(p/q);
     'reverse', Σ q log(q/p); or 'js', that of Jensen and Shannon, the mean of what p and q have to their mean. The sum
-    is over the teacher's k likeliest tokens, and all others together.
+    is over the teacher's k likeliest tokens, and all others together. loss: a Loss, which has the cross-entropy.
     """
 
-    def __init__(self, divergence, temperature, share):
-        self.divergence, self.temperature, self.share = divergence, temperature, share
+    def __init__(self, loss, divergence, temperature, share):
+        self.loss, self.divergence, self.temperature, self.share = loss, divergence, temperature, share
 
-    def __call__(self, logits, targets, vocab_size, cross_entropy):
+    def __call__(self, logits, targets, vocab_size):
         """logits (N, V), of which columns from vocab_size on are padding.
 
         targets (N, 2 k + 2), int32: a target, or -1, and teacher_numbers.
@@ -49,7 +49,7 @@ class Distillation:
         divergences = self._divergence(log_p, chosen).sum(dim=1).masked_fill(labels < 0, 0.0)
         total = self.share * self.temperature ** 2 * divergences.sum()
         if self.share < 1:
-            total = total + (1 - self.share) * cross_entropy(logits, labels, vocab_size)
+            total = total + (1 - self.share) * self.loss.cross_entropy(logits, labels, vocab_size)
         return total
 
     def _divergence(self, log_p, log_q):

@@ -12,4 +12,4 @@ def use_loss(model, config):
         use_rewards(model, config['rl_kl'], config['rl_clip'] if config['rl_updates'] > 1 else 0.0)
     if config['loss'] == 'distill':
         model.loss.distillation = Distillation(
-            config['distill_divergence'], config['distill_temperature'], config['distill_share'])
+            model.loss, config['distill_divergence'], config['distill_temperature'], config['distill_share'])
