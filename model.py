@@ -322,7 +322,7 @@ class GPT(nn.Module):
                 add_adapters(self, self.transformer.h.values(), config)
         self.to_empty(device=torch.get_default_device())
         self.loss = Loss(config)
-        self.preferences = None  # a PreferenceLoss, which takes the losses of single tokens
+        self.preferences = None  # a PreferenceLoss or RewardLoss, which take the losses of single tokens
         self.build_mask = build_mask
         self.tied = {'lm_head.weight': 'transformer.wte.weight'} if config.tie_weights else {}
         self.sums = {}  # {name: sum over tokens} of what is logged beside the loss, as a mean per token
@@ -367,7 +367,7 @@ class GPT(nn.Module):
         divides by the number of targets in the global batch, which only the caller knows.
         starts (B, T): the position in its row at which each token's document begins. Attention and positions
         restart there, so that a row gives what its documents give alone. None: a row is one document.
-        pairs, reference (B, T): as in PreferenceLoss, whose loss is then the result.
+        pairs, reference: as in PreferenceLoss or RewardLoss, whose loss is then the result.
         With a cache (new_cache), each row of idx continues the text in its row of the cache, or in one of a
         Cache.part, and the logits (B, 1, vocab_size) are those of the last position alone. Targets go with a
         cache too.
@@ -400,7 +400,8 @@ class GPT(nn.Module):
                 x = x + self.transformer.wpe(positions)
             x = self.transformer.drop(x)
         rope = rope_tables(self.config, positions, length)
-        is_counted = targets.flatten() >= 0 if targets is not None and self.config.mlp == 'moe' else None
+        counts = targets is not None and self.config.mlp == 'moe'
+        is_counted = targets.view(*targets.shape[:2], -1)[..., 0].flatten() >= 0 if counts else None
         for name, block in self.transformer.h.items():
             mask = begins if self.config.mixer_of(int(name)) == 'D' else masks[self.config.window_of(int(name))]
             rope_of_block = rope.get(self.config.rope_of(int(name)))
@@ -411,10 +412,9 @@ class GPT(nn.Module):
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)
-        if pairs is not None:
-            return self.preferences(self.loss(x, self.lm_head, targets), pairs, reference)
         if targets is not None:
-            return self.loss(x, self.lm_head, targets)
+            nats = self.loss(x, self.lm_head, targets)
+            return self.preferences(nats, pairs, reference) if self.preferences else nats
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
 
     def new_cache(self, batch_size, length=math.inf):
@@ -460,12 +460,13 @@ class Loss(nn.Module):
         super().__init__()
         self.config = config
         self.cross_entropy = cross_entropy
+        self.distillation = None  # a Distillation, for targets (B, T, 2 k + 2) that have a teacher's numbers
         self.is_summed = True  # False: the result is the loss of each target (N,), 0 where it is ignored
         self.max_logits = math.inf  # what a device sets if it prefers fewer than MAX_LOGITS
 
     def forward(self, x, head, targets):
         """x (B, T, C), head: the linear that gives logits, targets (B, T; -1 is ignored)."""
-        x, weight, targets = x.flatten(0, 1), head.weight, targets.flatten()
+        x, weight, targets = x.flatten(0, 1), head.weight, targets.flatten(0, 1)
         size = self.part_size(x.size(0), weight.size(0))
         if size == x.size(0):
             return self.of_hidden(x, weight, targets)
@@ -491,7 +492,8 @@ class Loss(nn.Module):
 
     def of_logits(self, logits, targets):
         """The loss of logits (N, V) for targets (N,). V includes rows of padding, which are not tokens."""
-        return self.cross_entropy(cap(logits, self.config), targets, self.config.vocab_size)
+        loss = self.cross_entropy if targets.dim() == 1 else self.distillation
+        return loss(cap(logits, self.config), targets, self.config.vocab_size)
 
 
 def cross_entropy(logits, targets, vocab_size, reduction='sum'):

@@ -92,7 +92,7 @@ class Prefetcher:
 
     def __init__(self, prepare, ahead=1, waiting=contextlib.nullcontext):
         self.prepare, self.ahead, self.waiting = prepare, ahead, waiting
-        self.pool, self.pending = ThreadPoolExecutor(ahead), {}
+        self.pool, self.pending = ThreadPoolExecutor(max(1, ahead)), {}
 
     def __call__(self, requests):
         """Return prepare(first of requests), and start on those that follow, which will probably come next.

@@ -26,6 +26,7 @@ FLOORS = [
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
      'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},
+    {'kilogpt/learn'},
     {'kilogpt/training'},
     {'bench.py', 'kilogpt/__main__.py', 'sample.py', 'train.py'},
 ]

@@ -5,6 +5,7 @@ r"""Score a trained model on tasks.
     torchrun --standalone --nproc_per_node=8 -m kilogpt.evaluate out-gpt2-xl --tasks=core --zero_stage=3
     python -m kilogpt.evaluate HuggingFaceTB/SmolLM2-135M --lm_eval=hellaswag,arc_easy --limit=100
     python -m kilogpt.evaluate HuggingFaceTB/SmolLM2-135M-Instruct --reference=mypairs
+    python -m kilogpt.evaluate out-teacher --teach=shakespeare_char --top_k=32
 
 A source is what sample.py takes: the folder of a run, one of its checkpoints, weights of other programs, org/name.
 A task is a file of questions, one JSON object a line; a text (.txt), for bits per byte; the name of a file in
@@ -13,7 +14,8 @@ means. The scores are the same in every layout. For the folder of a run, they ar
 
 --lm_eval runs tasks of lm-evaluation-harness instead (pip install lm-eval), with its own files and figures.
 --reference computes what DPO needs of the model from which it starts, and writes it beside the dataset
-(docs/dpo.md).
+(docs/dpo.md). --teach writes the probabilities that the model gives the next token, for each token of a dataset, from
+which a smaller model then learns (docs/distill.md).
 """
 import argparse
 import json
@@ -36,6 +38,9 @@ def build_parser():
     parser.add_argument('--lm_eval', default='', help='tasks of lm-evaluation-harness, separated by commas')
     parser.add_argument('--lm_eval_include', default='', help='folder with more task files of lm-evaluation-harness')
     parser.add_argument('--reference', default='', help='a dataset of pairs, whose reference the model is to be')
+    parser.add_argument('--teach', default='', help='a dataset, for which the model is to be the teacher')
+    parser.add_argument('--top_k', type=int, default=32, help='with --teach: likeliest tokens to keep (32)')
+    parser.add_argument('--temperature', type=float, default=1.0, help='with --teach: as distill_temperature (1.0)')
     parser.add_argument('--shots', type=int, help='examples before each question (default: all that a file has)')
     parser.add_argument('--limit', type=int, help='score the first so many questions of each task (default: all)')
     parser.add_argument('--out', default='', help='a JSON file for the scores')
@@ -67,6 +72,10 @@ def main(argv=None):
         if options.reference:
             write_reference(scorer, opened, options.reference)
             processes.leave(0)
+        if options.teach:
+            from kilogpt.evaluate.teaching import write_teacher
+            write_teacher(opened, options.teach, options.top_k, options.temperature)
+            processes.leave(0)
         if options.lm_eval:
             from kilogpt.evaluate.harness import run_harness  # a library that few have
             scores, questions = run_harness(scorer, opened, options)
@@ -79,11 +88,13 @@ def main(argv=None):
 
 
 def check_options(options):
-    if sum(map(bool, (options.tasks, options.lm_eval, options.reference))) != 1:
-        raise ValueError('set one of --tasks, such as --tasks=capitals, --lm_eval, and --reference')
-    for key, least in dict(limit=1, shots=0, batch_tokens=0).items():
+    if sum(map(bool, (options.tasks, options.lm_eval, options.reference, options.teach))) != 1:
+        raise ValueError('set one of --tasks, such as --tasks=capitals, --lm_eval, --reference, and --teach')
+    for key, least in dict(limit=1, shots=0, batch_tokens=0, top_k=1).items():
         if (getattr(options, key) or least) < least:
             raise ValueError(f'{key} is {getattr(options, key)}: it must be at least {least}')
+    if not options.temperature > 0:
+        raise ValueError(f'temperature is {options.temperature}: it must be above 0')
 
 
 def describe_place(opened):

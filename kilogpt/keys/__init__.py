@@ -11,3 +11,6 @@ def check(config):
     """Raise ValueError for a value that no run can have. The model and the layout check their own keys."""
     for page in (data, faults, islands, scoring):
         page.check(config)
+    if config['loss'] in ('distill', 'rl'):
+        from kilogpt.keys import learning  # which other runs do not load
+        learning.check(config)

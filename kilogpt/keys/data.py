@@ -2,7 +2,7 @@
 from kilogpt.keys.checks import check_at_least, check_choice
 
 documents = 'stream'  # 'stream' = one text; 'mask' = attention within documents; 'pack' = whole ones in rows
-loss = 'cross_entropy'  # 'cross_entropy' of tokens, or 'dpo' of pairs of answers (docs/dpo.md)
+loss = 'cross_entropy'  # 'cross_entropy' of tokens; 'dpo' of pairs; 'distill' of a teacher; 'rl' of rewards
 dpo_beta = 0.1  # with loss='dpo': how much a margin counts; smaller values lead further from the reference
 mixture_phases = ''  # other weights from a number of tokens on: '5e9: web:0.4, code:0.6; 9e9: code:1'
 max_epochs = 0  # epochs of each source, after which the others share its part of a mixture; 0 = any number
@@ -14,7 +14,7 @@ def check(config):
     """Raise ValueError for values that no run can have."""
     check_at_least(config, 0, 'max_epochs', 'data_cache_gb')
     check_choice(config, 'documents', 'stream', 'mask', 'pack')
-    check_choice(config, 'loss', 'cross_entropy', 'dpo')
+    check_choice(config, 'loss', 'cross_entropy', 'dpo', 'distill', 'rl')
     if config['documents'] != 'stream' and config['rope_scaling'].startswith('dynamic'):
         raise ValueError(f'rope_scaling is {config["rope_scaling"]!r}, which depends on the length of the whole '
                          f'sequence, but with documents={config["documents"]} a sequence has several texts: set '

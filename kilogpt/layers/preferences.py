@@ -27,13 +27,15 @@ class PreferenceLoss(nn.Module):
         self.beta, self.sums = beta, sums
         self.whole_rows = lambda nats: nats  # context parallelism gathers them
 
-    def forward(self, nats, pairs, reference):
+    def forward(self, nats, pairs=None, reference=None):
         """nats (N,): the losses of tokens, of this process's part of each row.
 
         pairs (B, T): k for the targets of the chosen answer of a row's pair number k, from 1 on, -k for those
         of its rejected answer, and 0 for all other tokens.
-        reference (B, T): log p_ref of each target.
+        reference (B, T): log p_ref of each target. Without pairs, the result is the sum of the losses.
         """
+        if pairs is None:
+            return nats.sum()
         n_parts = pairs.numel() // nats.numel()
         nats = self.whole_rows(nats.view(pairs.size(0), -1))  # (B, T)
         gains = -(nats + reference) * pairs.sign()

@@ -39,7 +39,7 @@ logging.getLogger('torch.distributed.tensor._redistribute').setLevel(logging.ERR
 # The keys of train.py that `Parallel.parallelize` takes, besides batch_size, gradient_accumulation_steps and
 # block_size, and their values where a config does not have them.
 DEFAULTS = dict(islands=1, compile=False, cpu_offload=False, fp8=False, async_tp=False, activation_checkpoint='none',
-                grad_compress='none', documents='stream', cuda_graph=False, loss='cross_entropy', dpo_beta=0.1)
+                grad_compress='none', documents='stream', cuda_graph=False, loss='cross_entropy', dpo_beta=0.1)  # and those of the other losses
 
 
 class Parallel:
@@ -92,9 +92,9 @@ class Parallel:
         if compile and self.device.type == 'cpu':
             from kilogpt.devices import cpu_kernels
             use_kernels = cpu_kernels.is_usable(processes, self.notes)
-        if config['loss'] == 'dpo':
-            from kilogpt.layers.preferences import use_preferences
-            use_preferences(model, config['dpo_beta'])
+        if config['loss'] != 'cross_entropy':
+            from kilogpt.layers.losses import use_loss
+            use_loss(model, config)
         self.stages = {0: model}
         if layout.pp > 1:
             from kilogpt.parallel.pipeline import Pipeline, cut_stage

@@ -14,7 +14,7 @@ def split_loss(model, mesh, notes):
 
     notes: gets a sentence about another loss, once.
     """
-    if is_cross_entropy(model.loss):
+    if model.loss.distillation is None and is_cross_entropy(model.loss):
         replace_parts(model, 'loss', take_whole_logits)
         return
     replace_parts(model, 'loss', lambda loss: take_some_tokens(loss, mesh))
@@ -46,7 +46,7 @@ def take_some_tokens(loss, mesh):
     """Let a loss compute this rank's part of the tokens, with all of their logits. It stays the same module."""
     def forward(x, head, targets):
         logits = head(x).flatten(0, 1).redistribute(placements=[Shard(0)]).to_local()
-        targets = targets.flatten().tensor_split(mesh.size())[mesh.get_local_rank()]
+        targets = targets.flatten(0, 1).tensor_split(mesh.size())[mesh.get_local_rank()]
         losses = loss.of_logits(logits, targets)
         placement = Shard(0) if losses.dim() else Partial()  # each target's, or the sum of a part
         return DTensor.from_local(losses, mesh, [placement]).redistribute(placements=[Replicate()])

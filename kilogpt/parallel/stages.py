@@ -38,7 +38,8 @@ def lay_out_stage(stage, parallel, *, dtype, compile, use_kernels, documents, fp
         from kilogpt.devices import cuda
         cuda.use_fused_attention(stage, device, dtype)
         cuda.use_grouped_products(stage, device)
-        fuse_loss = functools.partial(cuda.fuse_loss, config=stage.config)
+        if stage.loss.distillation is None:
+            fuse_loss = functools.partial(cuda.fuse_loss, config=stage.config)
     for block in blocks:
         apply_to_block(block, plan, activation_checkpoint, compile)
     if compile and layout.tp == 1:

@@ -32,7 +32,11 @@ class Run(Progress):
         self.saves_checkpoints = not self.eval_only and (config['keep_checkpoints'] > 0 or config['eval_iters'] > 0)
         self.saves_in_background = (
             self.saves_checkpoints and config['async_checkpoint'] and not config['cpu_offload'])
-        self.batches = parallel.batches(data.train, data.train.train_batch, self.sequences, end=self.max_iters,
+        self.loader = data.train
+        if config['loss'] in ('distill', 'rl'):
+            from kilogpt.learn.loaders import open_loader
+            self.loader = open_loader(self)
+        self.batches = parallel.batches(self.loader, self.loader.train_batch, self.sequences, end=self.max_iters,
                                         share=cluster.replicas.share)
         parallel.warm_up(lambda: self.batches(self.iteration, 0))
         cluster.describe(config, data, model, parallel, optimizer, meter.size)
@@ -69,6 +73,9 @@ class Run(Progress):
         if config['eval_tasks'] or config['sample_interval']:
             from kilogpt.evaluate.hooks import evaluation_hooks
             self.hooks += evaluation_hooks(self)
+        if config['loss'] == 'rl':
+            from kilogpt.learn.rollouts import reward_hooks
+            self.hooks += reward_hooks(self)
         if saved:
             self.guard.load_state(saved)
             self.hooks.restore(self.start.source, saved, self.processes)

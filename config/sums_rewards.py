@@ -1,0 +1,21 @@
+# Go on from config/sums.py by rewards alone: 1 for a right sum, 0 for a wrong one. docs/rewards.md has the figures.
+init_from = 'out-sums'
+out_dir = 'out-sums-rewards'
+dataset = 'sums'
+documents = 'pack'
+loss = 'rl'
+rl_prompts, rl_val_prompts = 'data/sums/train.jsonl', 'data/sums/val.jsonl'
+rl_reward = 'data/sums/reward.py'
+rl_samples = 8  # texts of each prompt
+rl_tokens = 4  # the longest sum and a line break
+rl_eval_prompts = 200
+block_size = 16
+batch_size = 512  # of 64 prompts
+gradient_accumulation_steps = 1
+compile = False
+dtype = 'float32'
+learning_rate, min_lr, warmup_iters, lr_decay_iters = 5e-4, 5e-5, 10, 0
+weight_decay = 0.0
+beta2 = 0.99
+max_iters = 600
+eval_interval, eval_iters, log_interval = 50, 5, 10

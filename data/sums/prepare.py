@@ -1,0 +1,55 @@
+"""Prepare sums of two numbers below 100, a token for each character: text to begin with, prompts, and held-out prompts.
+
+    python data/sums/prepare.py
+    python train.py config/sums.py
+    python train.py config/sums_rewards.py
+
+A line of the text is a sum, such as 47+5=52. A row of train.jsonl or val.jsonl is a prompt, such as
+{"prompt": "\\n47+5=", "sum": 52}. The sums in val.jsonl, a tenth of all, are not in the text.
+"""
+import itertools
+import json
+import os
+import random
+import sys
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from kilogpt.configurator import configure, exit_on_error
+from data.datasets import places_of
+from data.prepare import write_dataset
+from data.tokenizer import CharTokenizer
+
+out = 'sums'  # output folder: a name in data/, or a path
+lines = 30000  # sums in the text, drawn with replacement
+seed = 1337  # determines which sums are held out, and the order
+configure(globals())
+
+
+def splits_of(sums, generator):
+    """The splits of write_dataset: lines of text, of which one in twenty is for validation."""
+    text = [f'{a}+{b}={a + b}' for a, b in generator.choices(sums, k=lines)]
+    parts = dict(val=text[:lines // 20], train=text[lines // 20:])
+    return {split: lambda start, part=part: ((line, True) for line in itertools.islice(part, start, None))
+            for split, part in parts.items()}
+
+
+def write_prompts(path, sums):
+    with open(path, 'w', encoding='utf-8') as file:
+        file.writelines(json.dumps(dict(prompt=f'\n{a}+{b}=', sum=a + b)) + '\n' for a, b in sums)
+
+
+if __name__ == '__main__':
+    with exit_on_error():
+        generator = random.Random(seed)
+        sums = [(a, b) for a in range(100) for b in range(100)]
+        generator.shuffle(sums)
+        held_out, others = sums[:1000], sums[1000:]
+        tokenizer = CharTokenizer.from_text('\n+=0123456789')
+        write_dataset(out, tokenizer, splits_of(others, generator), source=[lines, seed], origin='sums', share='')
+        folder = places_of(out)[0]
+        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as file:
+            meta = json.load(file)
+        with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:
+            json.dump(meta | dict(separator=0), file, indent=1)  # lines are documents, which begin with a line break
+        write_prompts(os.path.join(folder, 'train.jsonl'), others)
+        write_prompts(os.path.join(folder, 'val.jsonl'), held_out)

@@ -1,0 +1,42 @@
+"""The process that runs a file of rewards: reads a line of JSON for each text, and answers with one.
+
+    python -m kilogpt.learn.reward_process FILE
+
+Rewards are other people's code. What they print goes to stderr, so that it does not meet the answers.
+"""
+import json
+import math
+import os
+import runpy
+import sys
+
+
+def main():
+    answers = os.fdopen(os.dup(1), 'w', encoding='utf-8')
+    os.dup2(2, 1)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[1])))
+    try:
+        reward = runpy.run_path(sys.argv[1])['reward']
+    except Exception as error:
+        print(json.dumps(dict(error=describe(error))), file=answers, flush=True)
+        return
+    print(json.dumps(dict(ready=True)), file=answers, flush=True)
+    for line in sys.stdin:
+        try:
+            value = reward(*json.loads(line))
+            answer = dict(reward=float(value)) if is_number(value) else dict(error=f'it is {value!r}, not a number')
+        except Exception as error:
+            answer = dict(error=describe(error))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def is_number(value):
+    return isinstance(value, (int, float)) and math.isfinite(value)
+
+
+def describe(error):
+    return f'{type(error).__name__}: {error}'
+
+
+if __name__ == '__main__':
+    main()
