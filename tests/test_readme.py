@@ -320,6 +320,10 @@ NEEDS = {
     'python data/text/prepare.py --input=english.txt': 'that text',
     'python dev/peers.py': 'checkouts of other repositories: test_peers.py has a stand-in',
     'python -m kilogpt.plot out-peers': 'the runs of the command before',
+    'python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --gpu=H100 --as_given --mtbf': 'no more than '
+    'tests/plan/test_failures.py does',
+    **dict.fromkeys(('python -m kilogpt.replicas', 'torchft_lighthouse', 'export TORCHFT_LIGHTHOUSE',
+                     'torchrun --nproc_per_node=8 --max-restarts=100'), 'torchft: tests/replicas starts them'),
     'docker': 'Docker and a registry: docs/log says how the Dockerfile was built',
     'kubectl': 'a cluster: test_kubernetes.py runs the pods of the manifests',
     'python launch/ray_train.py': 'Ray: test_ray.py starts a cluster',

@@ -24,7 +24,7 @@ import torch
 from kilogpt.configurator import announced, config_of, exit_on_error
 from kilogpt.launch_train import ROOT
 from kilogpt.machines import GPUS, find_machine
-from kilogpt.plan import calibrate
+from kilogpt.plan import calibrate, failures
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
 from kilogpt.plan.models import NEW_MODELS, arguments_of_weights, missing_dataset
 from kilogpt.plan.planner import Planner
@@ -132,6 +132,12 @@ def print_plan(planner, rows, arguments, price):
         print(f'  {name:<34} {reason_text(planner, keys, best)}')
 
 
+def print_failures(row, options):
+    """Print what failures of nodes cost in a row's layout, with --mtbf."""
+    if options.mtbf:
+        print('\n' + '\n'.join(failures.describe(row, options.gpus, options.gpus_per_node, options)))
+
+
 def command(planner, row, arguments):
     """The command line that trains with a row's layout."""
     per_node = min(planner.machine.per_node, planner.gpus)
@@ -164,6 +170,11 @@ def parse_arguments():
              f'({LOAD_IMBALANCE})')
     add('--price', type=float, default=0,
         help='price of a GPU for an hour: adds a column with the price of max_iters iterations')
+    add('--mtbf', type=float, default=0,
+        help='mean hours between failures of a node: adds the best time between saves, and what failures cost')
+    add('--save_seconds', type=float, default=2, help='with --mtbf: for how long a save holds training (2)')
+    add('--restart_seconds', type=float, default=180,
+        help='with --mtbf: from a failure until the processes train again (180)')
     add('--as_given', action='store_true', help='predict only the layout given by config and keys')
     add('--json', action='store_true', help='print a JSON list of rows (with --check: of reports)')
     add('--check', action='store_true', help='run one iteration of some ranks on tensors without memory')
@@ -177,6 +188,8 @@ def parse_arguments():
     if options.gpus < 1 or options.gpus_per_node < 1 or (options.link or 1) <= 0 or options.tokens_per_iter < 0:
         sys.exit('error: --gpus and --gpus_per_node must be at least 1, --link positive, and '
                  '--tokens_per_iter not negative')
+    if options.mtbf < 0 or options.save_seconds <= 0 or options.restart_seconds < 0:
+        sys.exit('error: --mtbf and --restart_seconds cannot be negative, and --save_seconds must be positive')
     if options.load_imbalance < 1:
         sys.exit(f'error: --load_imbalance is {options.load_imbalance}, but the busiest process has at least '
                  'the mean: set it to 1 or more')
@@ -253,12 +266,14 @@ def main():
           f'tokens an iteration, {config["dtype"]}\n')
     if options.as_given:
         print_row(planner, rows[0], options.price)
+        print_failures(rows[0], options)
         return
     if not planner.fits(rows[0]):
         sys.exit(f'error: no layout on {options.gpus} × {machine.name} fits; '
                  f'the closest is {layout_text(rows[0])}, which needs {rows[0]["memory_gb"]:,.1f} GB of '
                  f'{machine.memory / 1e9:.0f}: use more GPUs, or GPUs with more memory')
     print_plan(planner, rows, arguments, options.price)
+    print_failures(rows[0], options)
 
 
 if __name__ == '__main__':
