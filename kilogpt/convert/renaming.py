@@ -45,8 +45,8 @@ GLM4_MOE_NAMES = (
     ('.mlp.shared.', '.mlp.shared_experts.'),
     ('.mlp.shared_experts.c_proj.', '.mlp.shared_experts.down_proj.'))
 
-# Tensors that files of older programs have and that no weights are: masks and tables.
-LEFTOVERS = re.compile(r'.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
+# Tensors that are not part of the model: masks and tables of older programs, and Qwen's heads for later tokens.
+LEFTOVERS = re.compile(r'mtp\..*|.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
 
 
 def drop_leftovers(tensors):
