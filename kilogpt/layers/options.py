@@ -96,6 +96,10 @@ class BlockOptions:
         """How many gates a head has in attention, as `value_embedding.build_gate` takes it; 0 = one for all features."""
         return self.head_width if self.attention_gate_over == 'feature' else 0
 
+    def n_layer_of(self, mixer):
+        """How many blocks mix positions by that letter of mixer_pattern."""
+        return sum(self.mixer_of(layer) == mixer for layer in range(self.n_layer))
+
     def norm_place_of(self, layer):
         """norm_place, or delta_norm_place in blocks that it is for."""
         return self.mixer_of(layer) == 'D' and self.delta_norm_place or self.norm_place
@@ -120,12 +124,12 @@ class BlockOptions:
     def mean_seen(self, lengths):
         """How many positions attention sees from one: a mean over the tokens of all documents and over layers.
 
-        From the tokens of a document it sees half of the document, or less with a window.
+        A layer without attention sees none. From the tokens of a document it sees half of the document, or less with a window.
         lengths: [tokens of a document].
         """
         seen = 0
         for layer in range(self.n_layer):
-            for length in lengths:
+            for length in lengths if self.mixer_of(layer) == 'A' else ():
                 window = min(self.window_of(layer) or length, length)
                 seen += window * (length - window / 2)
         return seen / self.n_layer / max(1, sum(lengths))
