@@ -121,7 +121,7 @@ def build_dot_product(config):
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.head_width = config.head_width
+        self.head_width, self.gate_width = config.head_width, config.gate_width
         width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
         self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
@@ -131,7 +131,7 @@ class Attention(nn.Module):
             from kilogpt.layers.convolution import Convolution
             self.convolution = Convolution(config.attention_conv, q=width, k=kv_width, v=kv_width)
         self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
-        self.gate = build_gate(config, config.n_head) if config.attention_gate else None
+        self.gate = build_gate(config, config.n_head, config.gate_width) if config.attention_gate else None
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
         self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
         if config.qk_norm and config.qk_norm_over == 'head':
@@ -174,7 +174,7 @@ class Attention(nn.Module):
         y = self.dot_product(q, k, v, mask=mask, **self.sinks())  # (B, H, T, D)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:
-            y = y * head_strengths(self.gate, x)
+            y = y * head_strengths(self.gate, x, self.gate_width)
         return self.resid_dropout(self.c_proj(y.reshape(B, T, -1)))
 
 
@@ -264,7 +264,7 @@ class GPT(nn.Module):
         colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'attn.gate', 'attn.output_gate',
                  'attn.write_gate', 'attn.decay_gate', 'mlp.c_fc', 'mlp.c_gate', 'mlp.shared.c_fc',
                  'mlp.shared.c_gate'),  # output features over ranks
-        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
+        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj', 'mlp.shared_gate'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all

@@ -6,7 +6,7 @@ are called. Everything that a family needs of the model is a key of `kilogpt/lay
 import math
 from typing import Callable, NamedTuple
 
-from kilogpt.convert import renaming
+from kilogpt.convert import hybrids, renaming
 from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
     with_local_rope, with_two_ropes, write_llama, write_rope)
@@ -20,7 +20,15 @@ REFUSED = dict(
     phi='its blocks share one norm between attention and MLP',
     qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
     gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
-    llama4='its attention is chunked, and it also reads images', mamba='it has no attention')
+    llama4='its attention is chunked, and it also reads images', mamba='it has no attention',
+    qwen3_5='it also reads images: save its language model, of the family qwen3_5_text, on its own',
+    qwen3_5_moe='it also reads images, and its experts are in the form of qwen3_5_moe_text',
+    kimi_linear='its recurrence has a decay for each feature (Kimi Delta Attention)',
+    **dict.fromkeys(('mamba2', 'falcon_mamba', 'rwkv', 'xlstm'), 'it has no attention'),
+    **dict.fromkeys(('jamba', 'bamba', 'zamba', 'zamba2', 'falcon_h1', 'nemotron_h', 'granitemoehybrid'),
+                    'some of its blocks are those of Mamba, another recurrence than Gated DeltaNet'),
+    **dict.fromkeys(('lfm2', 'lfm2_moe'), 'most of its blocks are convolutions with gates, without attention'),
+    recurrent_gemma='its recurrence is that of Griffin (RG-LRU)', minimax='its recurrence has a fixed decay')
 
 
 class Family(NamedTuple):
@@ -280,7 +288,8 @@ def write_softmax_router(config):
                 router_aux_loss_coef=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
 
 
-def qwen3_moe_read(entries):
+def read_qwen_experts(entries):
+    """The arguments of Qwen's experts, and of the blocks that have them."""
     n_layer, step = entries.integer('num_hidden_layers'), max(entries.integer('decoder_sparse_step', 1), 1)
     dense = entries.value('mlp_only_layers', [], (list,), 'a list')
     blocks = [i for i in range(n_layer) if i not in dense and (i + 1) % step == 0]
@@ -295,13 +304,17 @@ def qwen3_moe_read(entries):
     divides = entries.flag('norm_topk_prob', False)
     check_single_expert(entries, divides)
     n_experts = 'num_experts' if 'num_experts' in entries.hf_config else 'num_local_experts'
-    arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_softmax_router(entries)
+    router = read_softmax_router(entries)
+    return router | dict(
+        n_experts=entries.integer(n_experts, 128), expert_hidden=entries.integer('moe_intermediate_size'),
+        moe_first_layer=first, moe_every=every, router_norm=divides or router['n_active_experts'] == 1)
+
+
+def qwen3_moe_read(entries):
+    arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_qwen_experts(entries)
     if entries.flag('use_sliding_window', False):
-        arguments |= read_windows(entries, ['sliding_attention'] * n_layer)
-    return arguments | dict(
-        qk_norm=True, n_experts=entries.integer(n_experts, 128),
-        expert_hidden=entries.integer('moe_intermediate_size'), moe_first_layer=first, moe_every=every,
-        router_norm=divides or arguments['n_active_experts'] == 1)
+        arguments |= read_windows(entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
+    return arguments | dict(qk_norm=True)
 
 
 def qwen3_moe_write(config):
@@ -309,6 +322,26 @@ def qwen3_moe_write(config):
         num_experts=config.n_experts, moe_intermediate_size=config.expert_hidden, decoder_sparse_step=1,
         norm_topk_prob=config.router_norm and config.n_active_experts > 1,
         mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
+
+
+def qwen3_next_read(entries):
+    n_layer, arguments = entries.integer('num_hidden_layers'), hybrids.read_qwen_hybrid(entries)
+    dense = entries.value('mlp_only_layers', [], (list,), 'a list')
+    if not entries.integer('num_experts', 512) or all(layer in dense for layer in range(n_layer)):
+        return arguments
+    entries = Entries(dict(num_experts=512, norm_topk_prob=True, moe_intermediate_size=512, num_experts_per_tok=10,
+                           shared_expert_intermediate_size=512) | entries.hf_config, entries.source)
+    width, shared = (entries.integer(key) for key in ('moe_intermediate_size', 'shared_expert_intermediate_size'))
+    if not width or not shared or shared % width:
+        entries.refuse('shared_expert_intermediate_size', shared,
+                       f'which our model cannot represent: it must be a multiple of moe_intermediate_size={width}')
+    return arguments | read_qwen_experts(entries) | dict(n_shared_experts=shared // width, shared_gate=True)
+
+
+def qwen3_next_write(config):
+    experts = qwen3_moe_write(config) if config.mlp == 'moe' else dict(num_experts=0)
+    return experts | hybrids.write_qwen_hybrid(config) | dict(
+        shared_expert_intermediate_size=config.n_shared_experts * config.expert_hidden)
 
 
 def read_grouped_experts(entries, router, groups=1, active_groups=1, first=1, shared=1, scale=1.0, divides=True):
@@ -451,7 +484,13 @@ FAMILIES = dict(
     glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
     deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
     deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES),
-    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES))
+    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES),
+    qwen3_5_text=Family('Qwen3_5ForCausalLM', hybrids.read_qwen_hybrid, hybrids.write_qwen_hybrid,
+                        hybrids.QWEN3_5_NAMES, packed=(hybrids.GATED_QUERIES,), norms_add_one=True),
+    qwen3_next=Family('Qwen3NextForCausalLM', qwen3_next_read, qwen3_next_write, hybrids.QWEN3_NEXT_NAMES,
+                      packed=(hybrids.GATED_QUERIES,), norms_add_one=True),
+    olmo_hybrid=Family('OlmoHybridForCausalLM', hybrids.olmo_hybrid_read, hybrids.olmo_hybrid_write,
+                       renaming.OLMO2_NAMES))
 
 
 # --- config.json --------------------------------------------------------------------------------------------
@@ -510,6 +549,7 @@ def to_ours(tensors, hf_config, arguments):
     """{our name: LazyTensor} from {their name: LazyTensor}. hf_config: config.json; arguments: those that it gave."""
     family, config = FAMILIES[hf_config['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
+    tensors, of_states = hybrids.states_to_ours(tensors, config, hf_config['model_type'])
     if hf_config['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
     if hf_config['model_type'] == 'gpt_oss':
@@ -524,6 +564,7 @@ def to_ours(tensors, hf_config, arguments):
     if family.norms_add_one:
         tensors = renaming.shift_norms(tensors, 1)
     tensors = renaming.rename_back(renaming.stack_experts(tensors), family.names)
+    tensors |= of_states
     return renaming.with_router_loads(tensors) if arguments.get('router_balance') == 'loss' else tensors
 
 
@@ -531,6 +572,7 @@ def to_hf_names(tensors, entries, config):
     """{their name: LazyTensor} from {our name: LazyTensor}. entries: those of `entries_of`."""
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
+    tensors, of_states = hybrids.states_to_hf(tensors, config, entries['model_type'])
     if entries['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.with_bias_and_shared_expert(tensors)
     if entries['model_type'] == 'gpt2':
@@ -544,6 +586,7 @@ def to_hf_names(tensors, entries, config):
         tensors = renaming.pack_latent(tensors, config)
     for packed, parts in family.packed:
         tensors = renaming.pack(tensors, packed, parts, rows_of(config, packed).get('head_width', 0))
+    tensors |= of_states
     return renaming.transpose_matrices(tensors) if entries['model_type'] == 'gpt2' else tensors
 
 
@@ -552,5 +595,8 @@ def rows_of(config, packed):
     if 'gate' in packed:
         return dict(rows=[config.n_hidden, config.n_hidden])
     heads = [config.n_head, config.n_kv_head, config.n_kv_head]
-    interleaved = dict(head_width=config.head_width) if packed == '.query_key_value.' else {}
+    if packed == hybrids.GATED_QUERIES[0]:
+        heads = [config.n_head, config.n_head]
+    is_interleaved = packed in ('.query_key_value.', hybrids.GATED_QUERIES[0])
+    interleaved = dict(head_width=config.head_width) if is_interleaved else {}
     return dict(rows=[number * config.head_width for number in heads], **interleaved)

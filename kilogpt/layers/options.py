@@ -35,6 +35,7 @@ class BlockOptions:
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
     attention_sinks: bool = False  # each head has a learned score that takes attention and gives nothing (gpt-oss)
     attention_gate: bool = False  # a gate for what each head has attended to, from the block's input
+    attention_gate_over: str = 'head'  # a gate for each 'head', from 0 to 2, or 'feature', from 0 to 1 (Qwen3-Next)
     attention_conv: int = 0  # width of a causal convolution of queries, keys and values (Primer: 3); 0 = none
     mlp_conv: int = 0  # width of a causal convolution before the MLP, or the experts; 0 = none
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
@@ -51,7 +52,8 @@ class BlockOptions:
 
     def check_options(self):
         """Raise ValueError, with the key to change, if no model can have these options."""
-        choices = dict(norm_place=('before', 'after', 'both'), qk_norm_over=('head', 'all'))
+        choices = dict(norm_place=('before', 'after', 'both'), qk_norm_over=('head', 'all'),
+                       attention_gate_over=('head', 'feature'))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -116,6 +118,15 @@ class BlockOptions:
         """The number of features of a head that are rotated, the first ones."""
         return self.rope_width or int(self.head_width * self.rope_share)
 
+    @property
+    def gate_width(self):
+        """How many gates a head has in attention, as `value_embedding.build_gate` takes it; 0 = one for all features."""
+        return self.head_width if self.attention_gate_over == 'feature' else 0
+
+    def n_layer_of(self, mixer):
+        """How many blocks mix positions by that letter of mixer_pattern."""
+        return sum(self.mixer_of(layer) == mixer for layer in range(self.n_layer))
+
     def norm_place_of(self, layer):
         """norm_place, or delta_norm_place in blocks that it is for."""
         return self.mixer_of(layer) == 'D' and self.delta_norm_place or self.norm_place
@@ -140,12 +151,12 @@ class BlockOptions:
     def mean_seen(self, lengths):
         """How many positions attention sees from one: a mean over the tokens of all documents and over layers.
 
-        From the tokens of a document it sees half of the document, or less with a window.
+        A layer without attention sees none. From the tokens of a document it sees half of the document, or less with a window.
         lengths: [tokens of a document].
         """
         seen = 0
         for layer in range(self.n_layer):
-            for length in lengths:
+            for length in lengths if self.mixer_of(layer) == 'A' else ():
                 window = min(self.window_of(layer) or length, length)
                 seen += window * (length - window / 2)
         return seen / self.n_layer / max(1, sum(lengths))
@@ -201,6 +212,7 @@ class ExpertOptions:
     n_experts: int = 8  # experts in a block
     n_active_experts: int = 2  # experts that a token goes to
     n_shared_experts: int = 0  # experts that every token goes to as well
+    shared_gate: bool = False  # a gate for what the shared experts add, from 0 to 1 (Qwen3-Next)
     expert_hidden: int = 0  # width of an expert; 0 = that of a dense MLP
     expert_mlp: str = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
     expert_bias: bool = False  # biases in experts' linears, and in the router's logits (gpt-oss)
@@ -226,6 +238,9 @@ class ExpertOptions:
                     'router_z_loss'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        if self.shared_gate and not self.n_shared_experts:
+            raise ValueError('shared_gate is True, but n_shared_experts is 0: set shared_gate to False, or '
+                             'n_shared_experts to 1 or more')
         if not self.router_scale > 0:
             raise ValueError(f'router_scale is {self.router_scale}: it must be above 0')
         if self.n_active_experts > self.n_experts:
