@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kilogpt.layers.attention import NormOverHeads, ScoredAttention, Sinks, build_mask, first_seen, no_sinks
+from kilogpt.layers.attention import NormOverHeads, build_dot_product, build_mask, first_seen
 from kilogpt.layers.options import AdapterOptions, BlockOptions, DeltaOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears, draw_normal
 from kilogpt.layers.rope import rope_tables, rotate
@@ -36,7 +36,7 @@ class GPTConfig(BlockOptions, DeltaOptions, ExpertOptions, AdapterOptions):
     bias: bool = True  # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'  # positions: 'learned' or 'rope'
     norm: str = 'layernorm'  # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'  # gelu, gelu_tanh (GPT-2's own), relu2, swiglu, swiglu_clamped (gpt-oss), geglu, moe (of experts)
+    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'swiglu_clamped', 'geglu', 'moe' (experts)
     qk_norm: bool = False  # normalise queries and keys per head
     tie_weights: bool = True  # the output head shares the token embedding
     softcap: float = 0.0  # tanh cap on the logits; 0 = none
@@ -110,14 +110,6 @@ class DotProductAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0)
 
 
-def build_dot_product(config):
-    """(the attention of queries, keys and values, what gives its sinks)"""
-    if not config.attention_softcap and not config.attention_sinks:
-        return DotProductAttention(config.dropout), no_sinks
-    sinks = Sinks(config.n_head) if config.attention_sinks else no_sinks
-    return ScoredAttention(config.dropout, config.attention_softcap), sinks
-
-
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
@@ -141,7 +133,7 @@ class Attention(nn.Module):
             self.q_norm_all = NormOverHeads(width, config.norm_eps)
             self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
         self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
-        self.dot_product, self.sinks = build_dot_product(config)
+        self.dot_product, self.sinks = build_dot_product(config, DotProductAttention)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None, tokens=None, positions=None):
@@ -180,15 +172,14 @@ class Attention(nn.Module):
 
 PLAIN = dict(gelu=F.gelu, gelu_tanh=lambda h: F.gelu(h, approximate='tanh'),
              relu2=lambda h: F.relu(h).square())  # Primer (So et al. 2021)
-GATED = dict(swiglu=F.silu, geglu=PLAIN['gelu_tanh'],  # of c_gate's output, times that of c_fc (Shazeer 2020)
-             swiglu_clamped=lambda gate: gate.clamp(max=7.0) * torch.sigmoid(1.702 * gate.clamp(max=7.0)))  # gpt-oss
+# Of c_gate's output and that of c_fc (Shazeer 2020; the last one: gpt-oss)
+GATED = dict(swiglu=lambda gate, h: F.silu(gate) * h, geglu=lambda gate, h: PLAIN['gelu_tanh'](gate) * h,
+             swiglu_clamped=lambda gate, h: F.silu(1.702 * gate.clamp(max=7)) / 1.702 * (h.clamp(-7, 7) + 1))
 
 
 def activate(form, h, gate):
     """The activation of an MLP of that form. h: the output of c_fc; gate: the output of c_gate, or None."""
-    if form == 'swiglu_clamped':
-        h = h.clamp(-7.0, 7.0) + 1
-    return PLAIN[form](h) if gate is None else GATED[form](gate) * h
+    return PLAIN[form](h) if gate is None else GATED[form](gate, h)
 
 
 class MLP(nn.Module):
@@ -216,7 +207,7 @@ def build_mixer(config, layer):
         return GatedDeltaNet(config, layer)
     if config.kv_latent:
         from kilogpt.layers.latent import LatentAttention
-        return LatentAttention(config, *build_dot_product(config))
+        return LatentAttention(config, DotProductAttention)
     return Attention(config, layer)
 
 
@@ -271,8 +262,7 @@ class GPT(nn.Module):
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
         # Vectors with a part for each output feature, or head.
         features=('attn.convolution', 'attn.decay', 'attn.sinks'),
-        # Linears and norms whose outputs all heads read: each rank has all of them.
-        shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),
+        shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),  # all heads read
         whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
         # Norms of values that stay split by heads or positions.
@@ -297,8 +287,7 @@ class GPT(nn.Module):
         cross_entropy=('loss.cross_entropy',),
         dispatch=('mlp.routed.dispatch',),             # sends tokens to the ranks of their experts
         products=('mlp.routed.experts.products',),
-        matrices=('mlp.routed.experts.matrices',       # those of all experts, or a rank's part of them
-                  'mlp.routed.experts.biases'),
+        matrices=('mlp.routed.experts.matrices', 'mlp.routed.experts.biases'),  # of all experts, or a rank's part
         router_matrix=('mlp.routed.router.matrix', 'mlp.routed.router.logit_biases'),
     )
 
@@ -351,8 +340,7 @@ class GPT(nn.Module):
         if 'lora_' in name:
             from kilogpt.layers.lora import initial_std
             std = initial_std(name, shape)
-        # A model starts as one without these.
-        if 'attn.value_embedding' in name or 'attn.gate' in name or name.endswith('_bias'):
+        if 'attn.value_embedding' in name or 'attn.gate' in name or name.endswith('_bias'):  # as without these
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)

@@ -181,3 +181,25 @@ def write_llama(config):
 def read_attention_bias(entries):
     has_bias = entries.flag('attention_bias', False)
     return dict(qkv=has_bias, proj=has_bias)
+
+
+def mistral_read(entries, **defaults):
+    return read_llama(entries, **defaults) | read_windows(
+        entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
+
+
+def mistral_write(config):
+    return write_llama(config) | dict(sliding_window=config.window or None)
+
+
+def read_qwen_windows(entries):
+    if not entries.flag('use_sliding_window', False):
+        return {}
+    n_layer, first = entries.integer('num_hidden_layers'), entries.integer('max_window_layers', 28)
+    types = ['sliding_attention' if layer >= first else 'full_attention' for layer in range(n_layer)]
+    return read_windows(entries, entries.list('layer_types', types, ('sliding_attention', 'full_attention')))
+
+
+def write_qwen(config):
+    return write_llama(config) | dict(use_sliding_window=config.window > 0, layer_types=layer_types(config),
+                                      sliding_window=config.window or None, max_window_layers=config.n_layer)

@@ -142,17 +142,15 @@ def pack(tensors, packed, parts, head_width=0):
     return found
 
 
-def latent_rows(config, is_interleaved=True):
+def latent_rows(config):
     """{our name of a linear of latent attention: (DeepSeek's name, the rows there of each of our rows)}.
 
-    Ours has the rotated features of a head before the others, and of those the first of each pair before the second
-    ones. is_interleaved: whether DeepSeek's has pairs side by side.
+    DeepSeek's has the rotated features of a head at its end, in pairs side by side. Ours has them at its beginning,
+    the first of all pairs before the second ones.
     """
     R, L, V, H = config.rope_width, config.kv_latent, config.value_width, config.n_head
     N = config.head_width - R
-    rotated = torch.arange(R)
-    if is_interleaved:
-        rotated = rotated.view(-1, 2).t().flatten()
+    rotated = torch.arange(R).view(-1, 2).t().flatten()
 
     def of_heads(width, features):
         return (torch.arange(H)[:, None] * width + features).flatten()
@@ -164,9 +162,9 @@ def latent_rows(config, is_interleaved=True):
             '.v_proj.': ('.kv_b_proj.', of_heads(N + V, N + torch.arange(V)))}
 
 
-def unpack_latent(tensors, config, is_interleaved):
+def unpack_latent(tensors, config):
     """Order the rows of latent attention as ours does, and take its packed matrices apart."""
-    found, table = {}, latent_rows(config, is_interleaved)
+    found, table = {}, latent_rows(config)
     for name, stored in tensors.items():
         parts = {name.replace(packed, ours): rows for ours, (packed, rows) in table.items()
                  if packed in name and stored.shape[0] > int(rows.max())}
@@ -175,7 +173,7 @@ def unpack_latent(tensors, config, is_interleaved):
 
 
 def pack_latent(tensors, config):
-    """The inverse of `unpack_latent`, with interleaved pairs."""
+    """The inverse of `unpack_latent`."""
     table = latent_rows(config)
     found = {name: stored for name, stored in tensors.items() if not any(part in name for part in table)}
     parts = {}  # {DeepSeek's name: ([tensor], [rows])}

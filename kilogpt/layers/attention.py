@@ -96,6 +96,14 @@ def no_sinks():
     return {}
 
 
+def build_dot_product(config, DotProductAttention):
+    """(the attention of queries, keys and values, Sinks or no_sinks). DotProductAttention: model.py's."""
+    if not config.attention_softcap and not config.attention_sinks:
+        return DotProductAttention(config.dropout), no_sinks
+    sinks = Sinks(config.n_head) if config.attention_sinks else no_sinks
+    return ScoredAttention(config.dropout, config.attention_softcap), sinks
+
+
 class NormOverHeads(nn.Module):
     """RMSNorm (Zhang and Sennrich 2019) over the features of all heads together, before they are split.
 

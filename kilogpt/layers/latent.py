@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from kilogpt.layers.attention import build_dot_product
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
 from kilogpt.layers.rope import rotate
 
@@ -19,8 +20,7 @@ EPS = 1e-6  # of the norms of latent vectors, whatever norm_eps is, as in DeepSe
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, config, dot_product, sinks):
-        """dot_product: the attention of queries, keys and values. sinks: as in Attention."""
+    def __init__(self, config, DotProductAttention):
         super().__init__()
         self.head_width, self.value_width = config.head_width, config.value_width
         self.widths = config.rope_width, config.kv_latent  # (R, L)
@@ -36,7 +36,8 @@ class LatentAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_head * config.value_width, config.n_embd, bias=config.has_bias('proj'))
         self.to_heads = pass_on
         self.scale = config.attention_scale or config.head_width ** -0.5
-        self.dot_product, self.sinks = dot_product, sinks
+        self.dot_product, self.sinks = build_dot_product(config, DotProductAttention)
+        self.has_adapters = config.lora_rank > 0
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None, tokens=None, positions=None):
@@ -54,10 +55,8 @@ class LatentAttention(nn.Module):
             seen, _ = cache.extend(seen, seen[..., :0])  # (B, 1, S, R + L)
             k, latent = seen.transpose(1, 2).split(self.widths, dim=-1)
             latent = latent[:, :, 0]
-        if cache is not None and T == 1:
-            y = self.attend_to_latent(q, seen, mask)
-        else:
-            y = self.attend(q, k, latent, mask)
+        is_step = cache is not None and T == 1
+        y = self.attend_to_latent(q, seen, mask) if is_step else self.attend(q, k, latent, mask)
         return self.resid_dropout(self.c_proj(y.transpose(1, 2).flatten(2)))
 
     def attend(self, q, k, latent, mask):
@@ -75,7 +74,8 @@ class LatentAttention(nn.Module):
         q · (W_k latent) is (W_kᵀ q) · latent, and the weighted sum of W_v latent is W_v times that of the latent.
         """
         R, H = self.widths[0], q.size(1)
-        c_k, c_v = (matrix_of(linear).type_as(q).unflatten(0, (H, -1)) for linear in (self.c_k, self.c_v))
+        matrices = [linear.matrix() if self.has_adapters else linear.weight for linear in (self.c_k, self.c_v)]
+        c_k, c_v = (matrix.type_as(q).unflatten(0, (H, -1)) for matrix in matrices)
         q = torch.cat((q[..., :R], q[..., R:] @ c_k), dim=-1)  # (B, H, 1, R + L)
         seen = seen.type_as(q)
         return self.weighted_sum(q, seen, seen, mask)[..., R:] @ c_v.mT
@@ -83,11 +83,6 @@ class LatentAttention(nn.Module):
     def weighted_sum(self, q, k, v, mask):
         q = q * (self.scale * math.sqrt(q.size(-1)))  # attention itself divides by the root
         return self.dot_product(q, k, v, mask=mask, **self.sinks())
-
-
-def matrix_of(linear):
-    """The matrix of a linear, with its adapter if it has one."""
-    return linear.matrix() if hasattr(linear, 'matrix') else linear.weight
 
 
 def pass_on(x):
