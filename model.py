@@ -148,7 +148,7 @@ class Attention(nn.Module):
         x = cast_for_linears(x)
         q, k, v = self.c_q(x), self.c_k(x), self.c_v(x)
         if self.convolution is not None:
-            q, k, v = self.convolution(q, k, v, positions=positions, last=cache and cache.last)
+            q, k, v = self.convolution(q, k, v, positions=positions, cache=cache)
         q = self.q_norm_all(q).view(B, T, -1, self.head_width)  # (B, T, H, D)
         k = self.k_norm_all(k).view(B, T, -1, self.head_width)  # (B, T, G, D)
         v = v.view(B, T, -1, self.head_width)  # (B, T, G, D)
@@ -225,7 +225,7 @@ class Block(nn.Module):
         x = x + self.scaled(self.ln_1_after(self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)))
         h = self.ln_2(inputs if self.is_parallel else x)
         if self.convolution is not None:
-            h = self.convolution(h, positions=positions, last=cache and cache.last_of_mlp)
+            h = self.convolution(h, positions=positions, cache=cache, is_of_mlp=True)
         h = self.mlp(h, is_counted) if self.has_experts else self.mlp(h)
         return x + self.scaled(self.ln_2_after(h))
 
@@ -335,8 +335,9 @@ class GPT(nn.Module):
         starts (B, T): the position in its row at which each token's document begins. Attention and positions
         restart there, so that a row gives what its documents give alone. None: a row is one document.
         pairs, reference: as in PreferenceLoss or RewardLoss, whose loss is then the result.
-        With a cache (new_cache), idx continues the text in the cache, and the logits (B, 1, vocab_size) are
-        those of the last position alone. Targets go with a cache too.
+        With a cache (new_cache), each row of idx continues the text in its row of the cache, or in one of a
+        Cache.part, and the logits (B, 1, vocab_size) are those of the last position alone. Targets go with a
+        cache too.
         A pipeline stage without the embedding takes x (B, T, C) for idx, and the ids as `tokens` (B, T); one
         without the head returns x.
         Under context parallelism idx and targets are this rank's part, and the others are of whole sequences.
@@ -346,15 +347,15 @@ class GPT(nn.Module):
         if cache is None:
             length = T * self.n_sequence_parts
             self.config.check_length(length)
-            positions = torch.arange(length, device=idx.device)
+            positions = torch.arange(length, device=idx.device)[None]
             views, masks = dict.fromkeys(self.transformer.h), {}
             for window in {self.config.window_of(int(name)) for name in views}:  # once for all blocks
                 first = first_seen(length, window, starts, idx.device)
                 masks[window] = None if first is None else self.build_mask(first)
         else:
-            positions, masks, views = cache.next_step(T, self.config, starts)
-            length = positions[-1] + 1
-        positions = positions[None] if starts is None else positions - starts  # (B, positions)
+            positions, lengths, masks, views = cache.next_step(len(idx), T, self.config, starts)
+            length = lengths[:, None, None, None]
+        positions = positions if starts is None else positions - starts  # (B or 1, positions)
         positions = positions[:, self.first_position:self.first_position + T]
         x, tokens = idx, idx if tokens is None else tokens
         if self.transformer.wte is not None:
@@ -372,8 +373,8 @@ class GPT(nn.Module):
             rope_of_block = rope.get(self.config.rope_of(int(name)))
             x = block(x, rope_of_block, mask, views[name], is_counted, tokens, positions)
         if cache is not None:
-            cache.length += T
-            x = x if targets is not None else x[:, -1:]
+            cache.advance(lengths)
+            x = x if targets is not None else cache.last_of(x)
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)

@@ -63,7 +63,7 @@ def _join(group, number, requests, most_tokens):
 def pack_groups(groups, requests, most_tokens, block_size):
     """Lists of Groups to be read together: of similar lengths, the longest first.
 
-    The shared parts of a list are padded on the left to one length, the other parts on the right.
+    The shared parts of a list are padded on the right to one length, and so are the other parts.
     most_tokens: of all texts in a list, with padding. block_size: of a text, with padding.
     """
     batches, rows, n_shared, n_own = [], 0, 0, 0

@@ -98,40 +98,26 @@ class Scorer:
         numbers = [number for group in batch for number in group.numbers]
         n_own = max((group.longest(requests) for group in batch), default=1)
         source = [i for i, group in enumerate(groups) for _ in group.numbers or [None]]  # of each row
-        padding = torch.tensor([n_shared - groups[i].n_shared for i in source])
-        x, y = arrange([requests[number] for number in numbers], len(source), n_shared + n_own, padding)
-        starts = left_padded_starts(x, padding, self.separator)
+        x, y = arrange([requests[number] for number in numbers], len(source), n_shared + n_own)
+        starts = starts_of(x, self.separator)
         first_rows = [source.index(i) for i in range(len(groups))]
         cache = scoring.new_cache(len(groups), n_shared + n_own)
+        counts = torch.tensor([group.n_shared for group in groups], device=cache.lengths.device)
         shared_x = x[first_rows, :n_shared]
         shared_starts = None if starts is None else starts[first_rows, :n_shared]
-        scoring.run(shared_x, torch.full_like(shared_x, -1), shared_starts, cache)
+        scoring.run(shared_x, torch.full_like(shared_x, -1), shared_starts, cache.part(slice(0, len(groups)), counts))
         cache.take_rows(source)
-        own_starts = None if starts is None else starts[:, n_shared:]
-        yield numbers, scoring.run(x[:, n_shared:], y[:, n_shared:], own_starts, cache)
+        # Each row continues where what it shares ends.
+        places = torch.tensor([groups[i].n_shared for i in source])[:, None] + torch.arange(n_own)
+        own_starts = None if starts is None else starts.gather(1, places)
+        yield numbers, scoring.run(x.gather(1, places), y.gather(1, places), own_starts, cache)
 
 
-def left_padded_starts(x, padding, separator):
-    """The `starts` (B, T) of GPT.forward for rows x with `padding` (B,) tokens before each text, or None.
-
-    The padding is a document of its own, which a text does not see.
-    """
-    starts = starts_of(x, separator)
-    if not padding.any():
-        return starts
-    begins = (torch.arange(x.size(1)) >= padding[:, None]) * padding[:, None]
-    return begins if starts is None else torch.maximum(starts, begins)
-
-
-def arrange(requests, rows, length, padding=None):
-    """Inputs and targets (rows, length), int64: a request in each row, targets -1 where nothing is scored.
-
-    padding (rows,): how many tokens to leave free on the left of each row.
-    """
+def arrange(requests, rows, length):
+    """Inputs and targets (rows, length), int64: a request in each row, targets -1 where nothing is scored."""
     x, y = np.zeros((rows, length), np.int64), np.full((rows, length), -1, np.int64)
     for row, request in enumerate(requests):
-        begin = 0 if padding is None else int(padding[row])
         tokens = np.asarray(request.tokens)
-        x[row, begin:begin + request.length] = tokens[:-1]
-        y[row, begin + request.begin - 1:begin + request.length] = tokens[request.begin:]
+        x[row, :request.length] = tokens[:-1]
+        y[row, request.begin - 1:request.length] = tokens[request.begin:]
     return torch.from_numpy(x), torch.from_numpy(y)

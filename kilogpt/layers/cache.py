@@ -1,43 +1,72 @@
-"""The keys and values of a text so far, so that each new token is read alone.
+"""The keys and values of texts so far, so that each new token is read alone. Imports torch alone.
 
-Imports torch and attention.py alone. Shapes in comments: B batch, T new positions, S positions that a query
-may see, G key/value heads, D head width, F features of queries, keys and values together.
+A cache has rows, and each row holds a text of a length of its own. Its tensors never grow or move.
+Shapes in comments: R rows of the cache, B rows of a step, T new positions, S positions that a query may see,
+G key/value heads, D head width, F features of queries, keys and values together.
 """
+import copy
 from typing import NamedTuple
 
 import torch
 
 
-class CacheView(NamedTuple):
-    """One layer of a Cache in one step. Position p of the text is in slot p % size."""
-    keys: torch.Tensor  # (rows, G, size, D)
-    values: torch.Tensor  # (rows, G, size, D)
-    # (rows, F, n): what the convolutions in attention and before the MLP read of the text; n = 0 without one
+class LayerCache(NamedTuple):
+    """What one layer keeps. Position p of a row's text is in slot p % size."""
+    keys: torch.Tensor  # (R, G, size, D)
+    values: torch.Tensor  # (R, G, size, D)
+    # (R, F, n): what the convolutions in attention and before the MLP read of the text; n = 0 without one
     last: torch.Tensor
     last_of_mlp: torch.Tensor
-    positions: torch.Tensor  # (T,), positions of the new tokens
+
+
+class Plan(NamedTuple):
+    """Where the layers that have one window write and read in a step."""
+    mask: torch.Tensor | None  # (B, 1, T, S), what each new token sees; None = all up to itself, with S = T
+    source: tuple | None  # (row of the step, new position) of each key that is written, or None: all of T = 1
+    target: tuple  # (row of the cache, slot) of each of them
     n_read: int | None  # slots to read with the new tokens in them; 0 = new tokens alone, None = after the old
 
+
+class CacheView(NamedTuple):
+    """One layer of a Cache in one step."""
+    layer: LayerCache
+    plan: Plan
+    rows: slice | torch.Tensor  # of the cache
+    counts: torch.Tensor | None  # as in Cache.part
+
     def extend(self, k, v):
-        """Write new k, v (B, G, T, D), one row into all; returns what queries may see (B, G, S, D)."""
-        B, seen = k.size(0), (k, v)
-        if self.n_read is None:
-            seen = torch.cat((self.keys[:B], k), dim=2), torch.cat((self.values[:B], v), dim=2)
-        kept = min(k.size(2), self.keys.size(2))
-        slots = self.positions[-kept:] % self.keys.size(2)
-        self.keys[:, :, slots] = k[:, :, -kept:].type_as(self.keys)
-        self.values[:, :, slots] = v[:, :, -kept:].type_as(self.values)
-        if self.n_read:
-            seen = self.keys[:B, :, :self.n_read], self.values[:B, :, :self.n_read]
+        """Write new k, v (B, G, T, D); returns what queries may see (B, G, S, D)."""
+        keys, values, seen = self.layer.keys, self.layer.values, (k, v)
+        _, source, target, n_read = self.plan
+        if n_read is None:
+            seen = torch.cat((keys[self.rows], k), dim=2), torch.cat((values[self.rows], v), dim=2)
+        row, slot = target
+        for kept, new in ((keys, k), (values, v)):
+            new = new[:, :, 0] if source is None else new[source[0], :, source[1]]  # (written, G, D)
+            kept[row, :, slot] = new.type_as(kept)
+        if n_read:
+            seen = keys[self.rows, :, :n_read], values[self.rows, :, :n_read]
         return seen
+
+    def exchange(self, x, is_of_mlp=False):
+        """Keep the last n of the new positions x (B, T, F) for a convolution; returns the n before x (B, n, F)."""
+        last = self.layer.last_of_mlp if is_of_mlp else self.layer.last
+        before = last[self.rows].mT.type_as(x).clone()
+        n, extended = before.size(1), torch.cat((before, x), dim=1)
+        if self.counts is None:
+            kept = extended[:, x.size(1):]
+        else:
+            places = self.counts[:, None] + torch.arange(n, device=x.device)  # (B, n)
+            kept = extended.gather(1, places[..., None].expand(-1, -1, x.size(2)))
+        last[self.rows] = kept.mT.type_as(last)
+        return before
 
 
 class Cache:
-    """The keys and values that attention has seen, and what convolutions read; CacheView has the shapes.
+    """The keys and values that attention has seen, and what convolutions read; LayerCache has the shapes.
 
-    The first `length` positions of the text are read. A layer with a window keeps as many positions as the
-    window has. No tensor grows or moves, and length is a tensor too, so that the step of each token is
-    compiled once and captured in one CUDA graph.
+    lengths (R,): how many positions of each row's text are read. To begin a row again, set its length to 0.
+    A layer with a window keeps as many positions as the window has, in a ring.
     """
 
     def __init__(self, config, rows, length, like):
@@ -47,55 +76,105 @@ class Cache:
         self.size = length
         last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before('attention_conv')
         last_of_mlp = rows, config.n_embd, config.n_before('mlp_conv')
-        # Whether a text may go on after fewer of its tokens than were read.
+        # Whether a text may continue after fewer of its tokens than were read.
         self.can_go_back = not any(self.windows) and not config.attention_conv and not config.mlp_conv
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = []
         for window in self.windows:
             shape = rows, config.n_kv_head, window or length, config.head_width
-            self.layers.append(tuple(map(like.new_zeros, (shape, shape, last, last_of_mlp))))
-        self.length = torch.zeros((), dtype=torch.long, device=like.device)
+            self.layers.append(LayerCache(*map(like.new_zeros, (shape, shape, last, last_of_mlp))))
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
+        self.rows = self.counts = self.ends = None
+
+    def part(self, rows, counts=None, ends=None):
+        """The same cache, of which the next step continues only some rows.
+
+        rows: a slice, whose keys are read where they are, or numbers (B,), whose keys are copied to be read.
+        counts (B,): how many of the T new positions of each row are tokens; the others, at the end, are padding.
+            A row with none should have room for one, since a step with T = 1 writes without asking.
+        ends: (longest row before, longest row after the step), if the host knows; else the device is asked.
+        """
+        part = copy.copy(self)
+        part.rows, part.counts, part.ends = rows, counts, ends
+        return part
 
     def take_rows(self, rows):
         """Continue with these of the present rows, by their numbers, in that order; one may come repeatedly."""
-        self.layers = [tuple(tensor[rows] for tensor in layer) for layer in self.layers]
+        self.layers = [LayerCache(*(tensor[rows] for tensor in layer)) for layer in self.layers]
+        self.lengths = self.lengths[rows]
 
-    def next_step(self, T, config, starts=None):
-        """(positions (T,), {window: mask}, {block's name: CacheView}) for a step that adds T tokens.
+    def copy_row(self, source, target, length, cache=None):
+        """Let row `target` begin with the first `length` positions of row `source` (of another cache)."""
+        for old, new, window in zip((cache or self).layers, self.layers, self.windows):
+            n = min(old.keys.size(2), new.keys.size(2)) if window else length
+            new.keys[target, :, :n] = old.keys[source, :, :n]
+            new.values[target, :, :n] = old.values[source, :, :n]
+            new.last[target] = old.last[source]
+            new.last_of_mlp[target] = old.last_of_mlp[source]
+        self.lengths[target] = length
 
+    def next_step(self, B, T, config, starts=None):
+        """What the model needs for a step that adds T positions to B rows.
+
+        (positions (B, T), lengths after the step (B,), {window: mask}, {block's name: CacheView}).
         starts (B, T): the position at which the document of each new token begins; None = the text is one.
-        A mask (T, S), or with starts (B, 1, T, S), says what each new token sees; None = all up to itself.
         """
-        positions = self.length + torch.arange(T, device=self.length.device)
-        if torch.compiler.is_compiling():  # reads all positions, so that every step has one shape
-            S = self.size
+        rows = slice(0, B) if self.rows is None else self.rows
+        lengths = self.lengths[rows]  # (B,)
+        after = lengths + (T if self.counts is None else self.counts)
+        if torch.compiler.is_compiling():  # reads all slots, so that every step has one shape
+            ends = 1, self.size
         else:
-            S = int(self.length) + T
-            config.check_length(S)
-        plans = {window: self._plan(window, T, S, positions, starts) for window in set(self.windows)}
+            ends = self.ends or (int(lengths.max()), int(after.max()))
+            config.check_length(ends[1])
+        positions = lengths[:, None] + torch.arange(T, device=lengths.device)
+        plans = {window: self._plan(window, rows, lengths, positions, ends, starts) for window in set(self.windows)}
         views = {}
         for i, (layer, window) in enumerate(zip(self.layers, self.windows)):
-            views[str(i)] = CacheView(*layer, positions, plans[window][1])
-        masks = {config.window_of(i): plans[window][0] for i, window in enumerate(self.windows)}
-        return positions, masks, views
+            views[str(i)] = CacheView(layer, plans[window], rows, self.counts)
+        masks = {config.window_of(i): plans[window].mask for i, window in enumerate(self.windows)}
+        if self.counts is not None:  # embeddings have no rows for padding past the end
+            positions = positions.clamp(max=config.block_size - 1)
+        return positions, after, masks, views
 
-    def _plan(self, window, T, S, positions, starts):
-        """(mask, n_read) of the layers with a window."""
-        device = positions.device
-        if S == T:  # the text begins: the new tokens see each other
+    def advance(self, after):
+        """Note that the rows of the step now have these lengths (B,)."""
+        self.lengths[slice(0, len(after)) if self.rows is None else self.rows] = after
+
+    def last_of(self, x):
+        """The last position of each row's new tokens (B, 1, C) of x (B, T, C)."""
+        if self.counts is None or x.size(1) == 1:
+            return x[:, -1:]
+        return x[torch.arange(len(x), device=x.device), self.counts - 1][:, None]
+
+    def _plan(self, window, rows, lengths, positions, ends, starts):
+        """The Plan of the layers with a window."""
+        (_, T), device, size = positions.shape, positions.device, window or self.size
+        numbers = torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, slice) else rows
+        if T == 1:
+            source, target = None, (numbers, positions[:, 0] % size)
+        else:  # of padding nothing is written, and of many tokens those that a ring keeps
+            place = torch.arange(T, device=device)
+            n_new = torch.full_like(numbers, T) if self.counts is None else self.counts
+            is_written = (place < n_new[:, None]) & (place >= n_new[:, None] - size)
+            source = is_written.nonzero(as_tuple=True)
+            target = numbers[source[0]], positions[source] % size
+        if ends[0] == 0:  # all texts begin: the new tokens see each other
             keys, n_read = torch.arange(T, device=device), 0
-            if starts is None and not window:
-                return None, n_read
+            if starts is None and not 0 < window < T:
+                return Plan(None, source, target, n_read)
         elif not window:
-            keys, n_read = torch.arange(S, device=device), S
+            keys, n_read = torch.arange(ends[1], device=device), ends[1]
         else:
-            newest = positions[-1] if T == 1 else self.length - 1
+            newest = positions if T == 1 else lengths[:, None] - 1  # (B, 1)
             keys = newest - (newest - torch.arange(window, device=device)) % window  # below 0: an empty slot
             n_read = window
             if T > 1:
-                keys, n_read = torch.cat((keys, positions)), None
-        first = torch.zeros_like(positions) if starts is None else starts  # (T,) or (B, T)
-        if window:
-            first = torch.maximum(first, positions - window + 1)
-        mask = (keys <= positions[:, None]) & (keys >= first[..., None])
-        return mask if starts is None else mask[:, None], n_read
+                keys, n_read = torch.cat((keys, positions), dim=1), None
+        mask = keys[..., None, :] <= positions[..., None]  # (B, T, S)
+        if window or starts is not None:
+            first = torch.zeros_like(positions) if starts is None else starts  # (B, T)
+            if window:
+                first = torch.maximum(first, positions - window + 1)
+            mask = mask & (keys[..., None, :] >= first[..., None])
+        return Plan(mask[:, None], source, target, n_read)

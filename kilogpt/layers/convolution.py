@@ -23,16 +23,16 @@ class Convolution(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.empty(width * self.n_before)))
         self.positions_before = zeros_before
 
-    def forward(self, *parts, positions, last=None):
+    def forward(self, *parts, positions, cache=None, is_of_mlp=False):
         """Tensors (B, T, F), each with a width F of its own -> a tuple of the same shapes; one tensor -> a tensor.
 
-        positions (B or 1, T): the positions of the tokens in their documents. last (rows, sum of F, n): the end of
-        the text so far, in a cache. The end of the new tokens replaces it, in all rows if B is 1.
+        positions (B or 1, T): the positions of the tokens in their documents. cache: a CacheView, which has the
+        ends of the texts so far; is_of_mlp: which of its two.
         """
-        if last is None:
+        if cache is None:
             before = [self.positions_before(part, self.n_before) for part in parts]
         else:
-            before = exchange(last, torch.cat(parts, dim=-1)).split([part.size(-1) for part in parts], dim=-1)
+            before = cache.exchange(torch.cat(parts, dim=-1), is_of_mlp).split([part.size(-1) for part in parts], dim=-1)
         # For each distance, whether the position that far before is in the same document.
         is_there = [(positions >= distance)[..., None] for distance in range(1, self.n_before + 1)]
         parts = tuple(self.add_before(*inputs, is_there) for inputs in zip(parts, before, self.factors()))
@@ -60,9 +60,3 @@ def zeros_before(x, n):
     """Zeros (B, n, F): the positions before x (B, T, F), which is the beginning of a sequence."""
     return x.new_zeros(x.size(0), n, x.size(2))
 
-
-def exchange(last, x):
-    """Store the last n positions of x (B, T, F) in `last` (rows, F, n); returns those before x (B, n, F)."""
-    before = last[:x.size(0)].mT.type_as(x).clone()
-    last.copy_(torch.cat((before, x), dim=1)[:, x.size(1):].mT)
-    return before
