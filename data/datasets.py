@@ -19,6 +19,7 @@ from data.mixtures import parse_mixture
 from data.tokenizer import CharTokenizer, describe_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
+NUMBERS, TEACHER_FILE = 'train.teacher', 'teacher.json'  # beside train.bin: what a teacher gives its tokens
 REFERENCE = '.reference'  # the log-probabilities of pairs are in train.bin.reference, beside train.bin
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
 # The digest of a shard covers this many blocks, spread evenly from its beginning to its end.

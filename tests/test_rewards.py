@@ -1,11 +1,14 @@
 """Learning from rewards: the loss against a slow reference and TRL's, texts as data, rewards of others' code, and runs."""
+import json
+
 import numpy as np
 import pytest
 import torch
 
+from helpers import assert_same_tensors, curve, newest_weights, run_script
 from kilogpt.layers.losses import use_loss
-from kilogpt.layers.rewards import RewardLoss
 from kilogpt.learn.loaders import TextLoader
+from kilogpt.learn.rewards import Rewards
 from kilogpt.learn.rollouts import Text, set_advantages
 from model import GPT, GPTConfig
 
@@ -59,14 +62,14 @@ def gradients(gpt, loss):
     return torch.autograd.grad(loss, list(gpt.parameters()))
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def in_float64(monkeypatch):
     cast = torch.Tensor.float  # the model casts to float32 in places
     monkeypatch.setattr(torch.Tensor, 'float', lambda self: self if self.dtype == torch.float64 else cast(self))
 
 
 @pytest.mark.parametrize('keys', [{}, dict(rl_kl=0.3), dict(rl_updates=2), dict(rl_updates=2, rl_kl=0.1)])
-def test_loss_and_gradient_are_those_of_the_formulas(keys):
+def test_loss_and_gradient_are_those_of_the_formulas(keys, in_float64):
     """In float64, except that advantages and known log-probabilities are float32: hence 1e-6."""
     gpt, texts, rng = build(**keys), some_texts(), np.random.default_rng(1)
     for text in texts:
@@ -92,7 +95,7 @@ def test_tokens_of_a_prompt_never_count():
         assert not advantages[row, others].any() and not known[row, others].any()
 
 
-def test_prompt_token_that_counts_would_be_seen():
+def test_prompt_token_that_counts_would_be_seen(in_float64):
     """A planted mistake: the last token of each prompt is a target too.
 
     By itself it gives no gradient, since the advantages of a group, whose texts have one prompt, add up to 0. It shows
@@ -112,7 +115,7 @@ def test_prompt_token_that_counts_would_be_seen():
 
 @pytest.mark.parametrize('is_scaled', [False, True])
 @pytest.mark.parametrize('rewards', [[1.0] * 4, [0.0] * 4, [None] * 4, [2.0, None, None, None]])
-def test_equal_rewards_give_no_gradient_and_no_nan(rewards, is_scaled):
+def test_equal_rewards_give_no_gradient_and_no_nan(rewards, is_scaled, in_float64):
     gpt, texts = build(), some_texts(n_prompts=1)
     for text, reward in zip(texts, rewards):
         text.reward, text.advantage = reward, 0.0
@@ -120,3 +123,115 @@ def test_equal_rewards_give_no_gradient_and_no_nan(rewards, is_scaled):
     batch, _ = batch_of(texts)
     loss = gpt(*batch)
     assert loss.item() == 0 and all(not gradient.any() for gradient in gradients(gpt, loss))
+
+
+# --- rewards of others' code ------------------------------------------------------------------------------
+
+REWARD = '''
+import os, time
+print('what is printed does not meet the answers')
+def reward(row, text):
+    if text == 'late':
+        time.sleep(60)
+    if text == 'exit':
+        os._exit(3)
+    return dict(good=2, nan=float('nan'), word='high', none=None)[text] + row['more']
+'''
+
+
+def test_rewards_in_a_process_of_its_own_answer_fail_and_are_late(tmp_path):
+    path = tmp_path / 'reward.py'
+    path.write_text(REWARD)
+    rewards, row = Rewards(str(path), 0.5), dict(more=0)
+    try:
+        assert rewards.score(row, 'good') == (2.0, None)
+        for text, problem in (('nan', 'it is nan, not a number'), ('word', 'TypeError: can only concatenate str'),
+                              ('other', "KeyError: 'other'"), ('late', 'it took more than 0.5s'),
+                              ('exit', 'its process ended')):
+            reward, found = rewards.score(row, text)
+            assert reward is None and found.startswith(problem), found
+            assert rewards.score(dict(more=1), 'good') == (3.0, None)  # in a new process if need be
+    finally:
+        rewards.close()
+    path.write_text('def award(row, text): pass')
+    with pytest.raises(ValueError, match="which has no reward\\(row, text\\): KeyError: 'reward'"):
+        Rewards(str(path), 1).score(row, 'good')
+
+
+# --- runs -------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope='module')
+def start(train, tmp_path_factory):
+    """(the folder of a trained run, that of prompts.jsonl and of reward.py, which counts odd letters)."""
+    folder = tmp_path_factory.mktemp('prompts')
+    rows = [dict(prompt=chr(40 + i % 20) * (1 + i % 3), more=i) for i in range(12)]
+    (folder / 'prompts.jsonl').write_text(''.join(json.dumps(row) + '\n' for row in rows))
+    (folder / 'reward.py').write_text("def reward(row, text): return sum(ord(c) % 2 for c in text) + row['more'] * 0.01\n")
+    return train('--eval_iters=0').out_dir, folder
+
+
+def arguments_of(start):
+    base, folder = start
+    return [f'--init_from={base}', '--loss=rl', f'--rl_prompts={folder}/prompts.jsonl', '--rl_samples=4', '--rl_tokens=6',
+            f'--rl_val_prompts={folder}/prompts.jsonl', f'--rl_reward={folder}/reward.py', '--eval_iters=1',
+            '--gradient_accumulation_steps=6', '--learning_rate=1e-2']
+
+
+def texts_of(run):
+    """{iteration: the line of its texts}."""
+    lines = [json.loads(line) for line in (run.out_dir / 'metrics.jsonl').read_text().splitlines()]
+    return {line['iter']: line for line in lines if 'without_reward' in line}
+
+
+def test_rewards_rise_and_the_log_has_what_one_watches(train, start):
+    run = train(*arguments_of(start), '--rl_eval_samples=2')
+    texts = texts_of(run)
+    assert list(texts) == list(range(12)) and texts[11]['reward'] > texts[0]['reward'] + 0.5
+    assert {'reward', 'passed', 'length', 'cut_off'} < texts[0].keys() and 'entropy' in run.lines[1]
+    assert 'pass@2' in run.stdout and all('val_loss' in line for line in run.evals.values())
+    samples = [json.loads(line) for line in (run.out_dir / 'samples.jsonl').read_text().splitlines()]
+    assert {'iter', 'prompt', 'text', 'reward'} <= samples[0].keys()
+
+
+@pytest.mark.parametrize('keys', [['--rl_updates=3', '--rl_kl=0.2'], pytest.param([], marks=pytest.mark.slow)])
+def test_run_that_was_killed_in_a_reward_continues_to_the_bit(train, start, tmp_path, keys):
+    arguments = [*arguments_of(start), *keys, '--save_interval=1', '--async_checkpoint=False']
+    whole = train(*arguments)
+    killer = tmp_path / 'reward.py'  # ends the run once, in a reward of a random iteration
+    n_texts = np.random.default_rng(0).integers(60, 200)
+    killer.write_text((start[1] / 'reward.py').read_text() + f'''
+import os, pathlib
+count, plain, flag = 0, reward, pathlib.Path({str(tmp_path / "done")!r})
+def reward(row, text):
+    global count
+    count += 1
+    if count == {n_texts} and not flag.exists():
+        flag.touch()
+        os.kill(os.getppid(), 9)
+    return plain(row, text)
+''')
+    out_dir = tmp_path / 'out'
+    killed = train(*arguments, f'--rl_reward={killer}', out_dir=out_dir, check=False, runner=run_script)
+    assert killed.returncode and (tmp_path / 'done').exists()
+    rest = train(*arguments, '--init_from=resume', out_dir=out_dir)
+    assert list(rest.lines) == list(range(1, 13)) and curve(rest) == curve(whole)
+    assert_same_tensors(newest_weights(rest.out_dir), newest_weights(whole.out_dir))
+
+
+def test_bad_reward_ends_the_run_in_a_sentence_or_is_left_out(train, start, tmp_path):
+    (tmp_path / 'reward.py').write_text("def reward(row, text): return 1 / (row['more'] - 5)\n")
+    arguments = [*arguments_of(start), f'--rl_reward={tmp_path}/reward.py']
+    ended = train(*arguments, check=False)
+    assert ended.returncode == 1 and 'Traceback' not in ended.stderr
+    assert 'the reward of row {"prompt": "---", "more": 5}: ZeroDivisionError: division by zero' in ended.stderr
+    skipped = train(*arguments, '--rl_reward_errors=skip')
+    assert sum(line['without_reward'] for line in texts_of(skipped).values()) >= 4
+
+
+@pytest.mark.parametrize('keys, sentence', [
+    (['--rl_prompts='], 'needs prompts: name a .jsonl file'), (['--rl_samples=5'], 'does not divide the 24 sequences'),
+    (['--rl_reward='], 'needs a file with rewards, or a teacher'), (['--rl_tokens=31'], 'leaves room for 1'),
+    (['--rl_samples=1'], 'set it to 2 or more'), (['--islands=2'], 'leave both out')])
+def test_keys_that_do_not_fit_get_a_sentence(train, start, keys, sentence):
+    run = train(*arguments_of(start), *keys, check=False)
+    assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr

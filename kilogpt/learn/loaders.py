@@ -4,8 +4,7 @@ import os
 
 import numpy as np
 
-from data.datasets import Source, fingerprint
-from kilogpt.evaluate.teaching import NUMBERS, TEACHER_FILE
+from data.datasets import NUMBERS, TEACHER_FILE, Source, fingerprint
 from kilogpt.learn.teacher import open_teacher
 
 

@@ -1,6 +1,4 @@
-"""The process that runs a file of rewards: reads a line of JSON for each text, and answers with one.
-
-    python -m kilogpt.learn.reward_process FILE
+"""The process that runs a file of rewards, its argument: reads a line of JSON for each text, and answers with one.
 
 Rewards are other people's code. What they print goes to stderr, so that it does not meet the answers.
 """
@@ -14,7 +12,7 @@ import sys
 def main():
     answers = os.fdopen(os.dup(1), 'w', encoding='utf-8')
     os.dup2(2, 1)
-    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[1])))
+    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[1]))  # and not the folder of this file
     try:
         reward = runpy.run_path(sys.argv[1])['reward']
     except Exception as error:

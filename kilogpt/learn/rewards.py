@@ -34,7 +34,7 @@ class Rewards:
         return answer.get('reward'), answer.get('error')
 
     def _start(self):
-        command = [sys.executable, '-m', 'kilogpt.learn.reward_process', self.path]
+        command = [sys.executable, os.path.join(os.path.dirname(__file__), 'reward_process.py'), self.path]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
         answer = self._read(START_SECONDS) or dict(error=f'it was not imported within {START_SECONDS}s')
         if 'error' in answer:

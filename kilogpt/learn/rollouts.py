@@ -8,15 +8,14 @@ import json
 import statistics
 
 import numpy as np
-import torch
 
 from data.loader import shuffled
 from data.tokenizer import get_tokenizer
-from kilogpt.evaluate.batches import Request
-from kilogpt.evaluate.generation import generate
+from kilogpt.evaluate import batches
 from kilogpt.evaluate.hooks import SHOWN, Evaluation
 from kilogpt.evaluate.scorer import Scorer
-from kilogpt.layers.sampling import draw_token
+from kilogpt.generate.engine import Request
+from kilogpt.generate.layouts import generate_in_layout
 from kilogpt.learn.rewards import Rewards
 from kilogpt.loaded.load import separator_in
 from kilogpt.parallel.apply import exchanged_weights
@@ -85,15 +84,9 @@ class Writer:
 
         keys: for each, the integers on which its draws depend. greedy: take the likeliest tokens instead.
         """
-        def draw(logits, row, step):
-            seed = np.random.SeedSequence([self.config['seed'], *keys[row], step]).generate_state(1, np.uint64)
-            generator = torch.Generator().manual_seed(int(seed[0]))
-            return int(draw_token(logits.cpu()[None], 0 if greedy else 1.0, None, None, generator))
-
-        drawn = generate(self.scorer, [ids for _, ids in rows], self.config['rl_tokens'], draw,
-                         lambda ids: ids[-1] in self.ends)
-        if drawn is None:
-            return None
+        requests = [Request(ids, self.config['rl_tokens'], 0.0 if greedy else 1.0, stop_ids=self.ends,
+                            seed=(self.config['seed'], *key)) for (_, ids), key in zip(rows, keys)]
+        drawn = generate_in_layout(self.scorer, requests)
         texts = [Text(prompt, ids, ids[-1] not in self.ends) for (_, prompt), ids in zip(rows, drawn)]
         self._score(rows, texts)
         return None if self.run.ending else texts
@@ -171,7 +164,7 @@ class Rollouts(Hook):
 
     def _set(self, texts, name):
         """Set the log-probabilities of texts under the weights that the model has now."""
-        requests = [Request(text.prompt + text.ids, len(text.prompt)) for text in texts]
+        requests = [batches.Request(text.prompt + text.ids, len(text.prompt)) for text in texts]
         for text, found in zip(texts, self.writer.scorer.score_tokens(requests)):
             setattr(text, name, found[len(text.prompt):].tolist())
 

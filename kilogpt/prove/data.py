@@ -1,12 +1,14 @@
-"""Random data of each kind that train.py reads: texts, conversations, and pairs of answers."""
+"""Random data of each kind that train.py reads: texts, perhaps with a teacher, conversations, and pairs of answers."""
 import json
 import os
 
 import numpy as np
+import torch
 
-from data.datasets import REFERENCE, Source, fingerprint
+from data.datasets import NUMBERS, REFERENCE, TEACHER_FILE, Source, fingerprint
 from data.flags import BEGIN, CONTEXT, REJECTED
 from data.prepare import write_random_tokens
+from kilogpt.layers.distillation import teacher_numbers
 from kilogpt.start import REFERENCE_FILE, describe_weights
 
 VOCABULARY = 61  # three of the embedding's 64 rows are padding
@@ -20,6 +22,17 @@ def write_text(folder, has_documents=True, seed=0):
     os.mkdir(folder)
     length = DOCUMENT_LENGTH if has_documents else 0
     write_random_tokens(folder, VOCABULARY, N_TOKENS, length, draws_lengths=has_documents, seed=seed)
+    return folder
+
+
+def write_teacher_of(folder, top_k=6):
+    """Write the numbers of a random teacher of a text; returns the folder."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(N_TOKENS, VOCABULARY, generator=generator)
+    teacher_numbers(logits, top_k, 1.0).numpy().tofile(os.path.join(folder, NUMBERS))
+    facts = dict(source='random', digest='', top_k=top_k, temperature=1.0, shards=fingerprint({'': Source(folder, {})}))
+    with open(os.path.join(folder, TEACHER_FILE), 'w', encoding='utf-8') as file:
+        json.dump(facts, file)
     return folder
 
 

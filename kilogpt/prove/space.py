@@ -24,6 +24,7 @@ ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_ran
 DELTA = dict(mixer_pattern=('DA', 'D', 'DDA'))
 LATENT, NOT_LATENT = dict(kv_latent=(24,)), dict(kv_latent=(0,))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
+TAUGHT = dict(data=('taught', 'packed taught'))
 MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
 FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu', 'swiglu_clamped')
 YES_OR_NO, NO_OR_YES = (True, False), (False, True)
@@ -32,8 +33,8 @@ YES_OR_NO, NO_OR_YES = (True, False), (False, True)
 OF_DRAW = dict(
     # The data-parallel degree. With the other degrees and islands, it gives the number of processes.
     dp=Key((1, 2, 3, 4)),
-    data=Key(('stream', 'mask', 'pack', 'answers', 'packed answers', 'pairs', 'mixture', 'packed mixture',
-              'masked mixture')),
+    data=Key(('stream', 'mask', 'pack', 'answers', 'packed answers', 'pairs', 'taught', 'packed taught',
+              'mixture', 'packed mixture', 'masked mixture')),
     # In float32 or bfloat16, rounding may send a token to another expert.
     precision=Key(('float64', 'float32', 'bfloat16'), dict(mlp=(*FORMS, 'gelu'))),
     compile=Key(NO_OR_YES),  # in few draws, since one takes a minute
@@ -136,6 +137,9 @@ TRAINING = dict(
     gradient_accumulation_steps=Key((4, 1, 3, 6)),
     block_size=Key((16, 32)),
     dpo_beta=Key((0.1, 1.0), dict(data=('pairs',))),
+    distill_divergence=Key(('forward', 'reverse', 'js'), TAUGHT),
+    distill_top_k=Key((6, 1), TAUGHT),
+    distill_share=Key((0.5, 1.0), TAUGHT),
     mixture_phases=Key(('', '300: text:0.2, more:0.8'), MIXTURE),
     max_epochs=Key((0, 1), MIXTURE),
     optimizer=Key(('adamw', 'muon')),
@@ -177,6 +181,11 @@ NOT_DRAWN = dict(
     # What makes layouts differ by design
     **dict.fromkeys(('dropout', 'lora_dropout'), 'each process draws its own masks'),
     outer_compress='rounds, so that a last bit decides; tests/islands compares it',
+    **dict.fromkeys(('teacher', 'teacher_dtype', 'distill_temperature'),
+                    'decides the numbers beside the data, which draws write at random; tests/test_distillation.py'),
+    **dict.fromkeys(('rl_prompts', 'rl_val_prompts', 'rl_reward', 'rl_reward_seconds', 'rl_reward_errors', 'rl_samples',
+                     'rl_tokens', 'rl_scale', 'rl_kl', 'rl_updates', 'rl_clip', 'rl_pass', 'rl_eval_prompts',
+                     'rl_eval_samples'), 'rounding may decide a draw of text; tests/parallel/test_learning_layouts.py'),
     # What does not take part in an update
     **dict.fromkeys(('eval_only', 'eval_tasks', 'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval',
                      'sample_prompts', 'sample_tokens'), 'scores or writes text; tests/evaluate'),

@@ -34,6 +34,7 @@ FIXED = dict(
 DATA = {'stream': ('text', 'stream', 'cross_entropy'), 'mask': ('text', 'mask', 'cross_entropy'),
         'pack': ('text', 'pack', 'cross_entropy'), 'answers': ('answers', 'stream', 'cross_entropy'),
         'packed answers': ('answers', 'pack', 'cross_entropy'), 'pairs': ('pairs', 'pack', 'dpo'),
+        'taught': ('text', 'stream', 'distill'), 'packed taught': ('text', 'pack', 'distill'),
         'mixture': ('text', 'stream', 'cross_entropy'), 'packed mixture': ('text', 'pack', 'cross_entropy'),
         'masked mixture': ('text', 'mask', 'cross_entropy')}  # of a text and conversations
 
@@ -52,7 +53,7 @@ MAX_LINES = 3  # differences named in a failure
 
 def write_data(folder):
     """Write the datasets of all draws into a folder."""
-    data.write_text(os.path.join(folder, 'text'))
+    data.write_teacher_of(data.write_text(os.path.join(folder, 'text')))
     data.write_text(os.path.join(folder, 'more'), seed=1)
     data.write_conversations(os.path.join(folder, 'answers'))
     data.write_pairs(os.path.join(folder, 'pairs'))

@@ -97,6 +97,7 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
 
 @pytest.mark.parametrize('text, outcome', [
     ('data=pairs; lora_rank=4; cp=2; then=dp2', 'same'),
+    pytest.param('data=packed taught; tp=2; cp=2; distill_divergence=js; mlp=moe', 'same', marks=pytest.mark.slow),
     pytest.param('dp=2; tp=2; mlp=swiglu', 'same', marks=pytest.mark.slow),
     pytest.param('islands=2; dp=2; outer_interval=1; data=mixture', 'same', marks=pytest.mark.slow),
     pytest.param('dp=2; precision=bfloat16; zero_stage=3', 'same', marks=pytest.mark.slow),
