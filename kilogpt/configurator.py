@@ -39,8 +39,7 @@ def exit_on_error():
     except (ValueError, OSError, ImportError, StorageError) as error:
         sys.last_value = error  # as Python does with what ends a session; kilogpt/run/events.py asks for it
         if isinstance(sys.stderr, io.TextIOWrapper):
-            # torchrun runs Python with -u, which writes a line and its end separately, so that the sentence
-            # of another process could come between them.
+            # With Python's -u, as torchrun runs it, another process could write between a line and its end.
             sys.stderr.reconfigure(write_through=False)
         sentence = f'error: {_sentence_of(error)}'
         sys.exit(1 if is_of_closed_pipe(error) or not is_to_say(sentence) else sentence)
@@ -245,10 +244,7 @@ def _read_page(path, node, name):
 
 @contextlib.contextmanager
 def announced(what):
-    """A context in which a terminal shows what the script is doing. Files and CI logs get nothing.
-
-    Of torchrun's processes the first one shows it.
-    """
+    """A context in which a terminal, for the first of torchrun's processes, shows what the script is doing."""
     is_shown = sys.stderr.isatty() and os.environ.get('RANK', '0') == '0'
     if is_shown:
         print(f'{what} ...', end='\r', file=sys.stderr, flush=True)
@@ -404,22 +400,18 @@ def _table_as_text(table):
 def _help(path, own, pages, key_types, argv):
     """The text of --help: every key with its default, type and comment, grouped as in the script and its pages.
 
-    own: {key: default} of the script itself. argv: if it names a page, as `--help islands` does, the text has
-    this page alone, and with another word the keys that have it in their line.
+    own: {key: default} of the script itself. argv: of a page that it names (`--help islands`), or a word, the keys alone.
     """
     words = [argument for argument in argv if not argument.startswith('-') and not argument.endswith('.py')]
-    for word in words:
-        named = difflib.get_close_matches(word, [page.name for page in pages], n=1, cutoff=0.8)
-        for page in pages:
-            if page.name in named:
-                return '\n'.join([page.title, *_help_on_keys(page.path, page.body, page.values, key_types)])
+    for page in pages:
+        if difflib.get_close_matches(page.name, words, cutoff=0.8):
+            return '\n'.join([page.title, *_help_on_keys(page.path, page.body, page.values, key_types)])
     if words:
         lines = [line for line in _help(path, own, pages, key_types, []).splitlines() if line.startswith('  --')]
-        found = [line for line in lines if any(word in line for word in words)]
-        return '\n'.join(found) or f'no key has {words[0]} in its line: --help alone lists them all'
-    module = _parse_file(path)
-    usage = f'usage: python {os.path.relpath(path)} [config_file ...] [--key=value ...]'
-    lines = [ast.get_docstring(module) or '', '', usage]
+        found = '\n'.join(line for line in lines if any(word in line for word in words))
+        return found or f'no key has {words[0]} in its line: --help alone lists them all'
+    module, name = _parse_file(path), os.path.relpath(path)
+    lines = [ast.get_docstring(module) or '', '', f'usage: python {name} [config_file ...] [--key=value ...]']
     if pages:
         lines.append(f'       --help NAME shows a part, or the keys with a word: {", ".join(page.name for page in pages)}')
     lines += _help_on_keys(path, module.body, own, key_types)
