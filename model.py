@@ -16,14 +16,14 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from kilogpt.layers.attention import NormOverHeads, build_dot_product, build_mask, first_seen
-from kilogpt.layers.options import AdapterOptions, BlockOptions, ExpertOptions
+from kilogpt.layers.options import AdapterOptions, BlockOptions, DeltaOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears, draw_normal
 from kilogpt.layers.rope import rope_tables, rotate
 from kilogpt.layers.value_embedding import ValueEmbedding, build_embedding, build_gate, head_strengths
 
 
 @dataclass
-class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
+class GPTConfig(BlockOptions, DeltaOptions, ExpertOptions, AdapterOptions):
     """The shape of the model. Each field with a plain default is a key of train.py."""
     block_size: int = 1024  # tokens in a sequence
     vocab_size: int = field(default=50257)  # tokens that exist, as the dataset says; the table has more rows
@@ -64,6 +64,7 @@ class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
             raise ValueError(f'pos=rope rotates pairs, but a head is {self.head_width} wide: '
                              'choose n_embd and n_head so that n_embd / n_head is even')
         self.check_options()
+        self.check_delta()
         self.check_adapters()
         if not self.n_hidden:  # a gated MLP's three matrices of 8/3 are as large as two of 4 (Shazeer 2020)
             gated_hidden = -(-8 * self.n_embd // 3 // 64) * 64
@@ -82,9 +83,9 @@ class GPTConfig(BlockOptions, ExpertOptions, AdapterOptions):
             raise ValueError(f'{length} positions, but block_size is {self.block_size}')
 
 
-def build_norm(width, config, place=None):
-    """The norm of a config, or nothing at a place ('before', 'after') where its blocks do not have norms."""
-    if place and config.norm_place not in (place, 'both'):
+def build_norm(width, config, place=None, layer=0):
+    """The norm of a config, or nothing at a place ('before', 'after') where that block does not have norms."""
+    if place and config.norm_place_of(layer) not in (place, 'both'):
         return nn.Identity()
     if config.norm == 'layernorm':
         return nn.LayerNorm(width, eps=config.norm_eps, bias=config.bias)
@@ -112,7 +113,7 @@ class DotProductAttention(nn.Module):
 class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.head_width = config.head_width
+        self.head_width, self.gate_width = config.head_width, config.gate_width
         width, kv_width = (heads * config.head_width for heads in (config.n_head, config.n_kv_head))
         self.c_q = nn.Linear(config.n_embd, width, bias=config.has_bias('qkv'))
         self.c_k = nn.Linear(config.n_embd, kv_width, bias=config.has_bias('qkv'))
@@ -122,7 +123,7 @@ class Attention(nn.Module):
             from kilogpt.layers.convolution import Convolution
             self.convolution = Convolution(config.attention_conv, q=width, k=kv_width, v=kv_width)
         self.value_embedding = ValueEmbedding(config) if config.has_value_embedding(layer) else None
-        self.gate = build_gate(config, config.n_head) if config.attention_gate else None
+        self.gate = build_gate(config, config.n_head, config.gate_width) if config.attention_gate else None
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
         self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
         if config.qk_norm and config.qk_norm_over == 'head':
@@ -165,7 +166,7 @@ class Attention(nn.Module):
         y = self.dot_product(q, k, v, mask=mask, **self.sinks())  # (B, H, T, D)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:
-            y = y * head_strengths(self.gate, x)
+            y = y * head_strengths(self.gate, x, self.gate_width)
         return self.resid_dropout(self.c_proj(y.reshape(B, T, -1)))
 
 
@@ -200,7 +201,10 @@ class MLP(nn.Module):
 
 
 def build_mixer(config, layer):
-    """The part of a block that lets positions read others. All kinds are called as Attention is."""
+    """The part of a block that lets positions read others, by mixer_pattern; all kinds are called as Attention."""
+    if config.mixer_of(layer) == 'D':
+        from kilogpt.layers.delta import GatedDeltaNet
+        return GatedDeltaNet(config, layer)
     if config.kv_latent:
         from kilogpt.layers.latent import LatentAttention
         return LatentAttention(config, DotProductAttention)
@@ -210,10 +214,10 @@ def build_mixer(config, layer):
 class Block(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
-        self.ln_1 = build_norm(config.n_embd, config, 'before')
+        self.ln_1 = build_norm(config.n_embd, config, 'before', layer)
         self.attn = build_mixer(config, layer)
-        self.ln_1_after = build_norm(config.n_embd, config, 'after')
-        self.ln_2 = build_norm(config.n_embd, config, 'before')
+        self.ln_1_after = build_norm(config.n_embd, config, 'after', layer)
+        self.ln_2 = build_norm(config.n_embd, config, 'before', layer)
         self.convolution = None
         if config.mlp_conv:
             from kilogpt.layers.convolution import Convolution
@@ -224,7 +228,7 @@ class Block(nn.Module):
             self.mlp = MixtureOfExperts(config, MLP, activate)
         else:
             self.mlp = MLP(config, config.n_hidden)
-        self.ln_2_after = build_norm(config.n_embd, config, 'after')
+        self.ln_2_after = build_norm(config.n_embd, config, 'after', layer)
         self.is_parallel, self.residual_scale = config.parallel_block, config.residual_scale
 
     def forward(self, x, rope=None, mask=None, cache=None, is_counted=None, tokens=None, positions=None):
@@ -248,28 +252,31 @@ class GPT(nn.Module):
         before_blocks=('transformer.wte', 'transformer.wpe', 'transformer.drop'),
         blocks='transformer.h',
         after_blocks=('transformer.ln_f', 'lm_head'),
-        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'attn.gate', 'mlp.c_fc',
-                 'mlp.c_gate', 'mlp.shared.c_fc', 'mlp.shared.c_gate'),  # output features over ranks
-        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj'),  # input features over ranks, then a sum
+        colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'attn.gate', 'attn.output_gate',
+                 'attn.write_gate', 'attn.decay_gate', 'mlp.c_fc', 'mlp.c_gate', 'mlp.shared.c_fc',
+                 'mlp.shared.c_gate'),  # output features over ranks
+        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj', 'mlp.shared_gate'),  # input features over ranks, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
-        features=('attn.convolution', 'attn.sinks'),   # vectors with a part for each output feature, or head
+        features=('attn.convolution', 'attn.decay', 'attn.sinks'),  # vectors with a part for each output feature
         shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),  # all heads read
         whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
         # Norms of values that stay split by heads or positions.
-        local=('attn.q_norm', 'attn.k_norm', 'ln_1_after', 'ln_2_after'),
+        local=('attn.q_norm', 'attn.k_norm', 'attn.norm', 'ln_1_after', 'ln_2_after'),
         embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
         tables=('attn.value_embedding.table',),        # embeddings in blocks: features over ranks
     )
     # Functions, and modules without parameters, that a layout or a device may replace by another form.
     replaceable = dict(
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
+        recurrence=('attn.delta_rule',),               # likewise
         positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
                           'convolution.positions_before'),
-        factors=('attn.convolution.factors', 'convolution.factors', 'attn.sinks.factors'),  # of a rank's features
+        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors',
+                 'attn.sinks.factors'),                # a rank's part
         to_heads=('attn.to_heads',),                   # what the heads of all ranks read
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),
@@ -324,6 +331,9 @@ class GPT(nn.Module):
         """The `rows` of a parameter's first value, as in GPT-2, by seed, name and row alone: float32, on the CPU."""
         start, stop, _ = rows.indices(shape[0])
         if len(shape) == 1:  # norms start at 1, biases at 0
+            if 'attn.decay.' in name:
+                from kilogpt.layers.delta import initial_decay
+                return initial_decay(name, seed, shape, rows)
             return torch.full((stop - start,), float(name.endswith('weight')))
         std = 0.02
         if 'lora_' in name:
@@ -366,6 +376,7 @@ class GPT(nn.Module):
             positions, lengths, masks, views = cache.next_step(len(idx), T, self.config, starts)
             length = lengths[:, None, None, None]
         positions = positions if starts is None else positions - starts  # (B or 1, positions)
+        begins = None if starts is None and cache is None else positions == 0
         positions = positions[:, self.first_position:self.first_position + T]
         x, tokens = idx, idx if tokens is None else tokens
         if self.transformer.wte is not None:
@@ -378,7 +389,7 @@ class GPT(nn.Module):
         rope = rope_tables(self.config, positions, length)
         is_counted = targets.flatten() >= 0 if targets is not None and self.config.mlp == 'moe' else None
         for name, block in self.transformer.h.items():
-            mask = masks[self.config.window_of(int(name))]
+            mask = begins if self.config.mixer_of(int(name)) == 'D' else masks[self.config.window_of(int(name))]
             rope_of_block = rope.get(self.config.rope_of(int(name)))
             x = block(x, rope_of_block, mask, views[name], is_counted, tokens, positions)
         if cache is not None:

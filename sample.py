@@ -21,7 +21,7 @@ from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
-from kilogpt.layers.sampling import generate_tokens
+from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.loaded.load import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
@@ -113,6 +113,7 @@ with exit_on_error():
     prompt = None if interactive or template else read_prompt()
 if num_samples is None:
     num_samples = 1 if interactive or template else 10
+n_rows = server.ROWS if serve else num_samples  # texts at a time
 if compile is None:
     # Compiling takes a minute and saves milliseconds for each token. After block_size tokens, the compiled
     # step is not used, since the whole window is read again for each token.
@@ -126,51 +127,50 @@ if quantize == 'int8':
 # Weights are cast once: autocast would cast them for each token.
 if device.type == 'cpu' and can_pack(dtype) and not compile:
     # The rest of the model stays in float32: on a CPU, attention to a long text is faster in float32.
-    replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, num_samples))
+    replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, n_rows))
 else:
     model.to(device, dtype)
-cache = None  # each text has a cache of its own length
+cache = None  # one that grows with the texts
 if compile:
-    cache = model.new_cache(num_samples)
+    cache = model.new_cache(n_rows)
     model.compile(mode='reduce-overhead', fullgraph=True, dynamic=False)
     # Without this mark, a CUDA graph would write into a copy of the cache.
     for tensor in (cache.lengths, *itertools.chain(*cache.layers)):
         torch._dynamo.mark_static_address(tensor)
-generator = torch.Generator(device).manual_seed(seed)
+is_exact = dtype == torch.float32 and quantize == 'none'
+engine = Engine(ModelReader(model, n_rows, cache, is_exact), separator)
 
 
-@torch.inference_mode(device.type == 'cpu')  # 5% less time for a token; on GPUs the step is compiled
 def show(prompt, tokens):
     """Print num_samples continuations of the prompt: the first as it grows, the others when all are done."""
     tokens = tokens or [tokenizer.eot or 0]  # the model needs at least one token
-    streams = [tokenizer.text_stream() for _ in range(num_samples)]
-    texts = [prompt] * num_samples
-    has_ended = [False] * num_samples
+    requests = [Request(tokens, max_new_tokens, temperature, top_k, top_p, tokenizer.end_ids if stop else (),
+                        seed=(seed, i)) for i in range(num_samples)]
+    text_of = tokenizer.text_stream()
     print(prompt, end='', flush=True)
-    for drawn in generate_tokens(
-            model, torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
-            tokenizer.end_ids if stop else (), generator,
-            cache or model.new_cache(num_samples, len(tokens) + max_new_tokens), separator):
-        for i, token in enumerate(drawn.tolist()):
-            has_ended[i] |= stop and token in tokenizer.end_ids
-            piece = '' if has_ended[i] else streams[i](token)
-            texts[i] += piece
-            if i == 0:
-                print(piece, end='', flush=True)
-    print('\n---------------')
-    for text in texts[1:]:
-        print(text + '\n---------------')
+    for request in requests[1:]:
+        engine.submit(request)
+    try:
+        for token in engine.generate(requests[0]):
+            if token not in requests[0].stop_ids:
+                print(text_of(token), end='', flush=True)
+        engine.complete(requests[1:])
+    finally:
+        for request in requests:
+            engine.cancel(request)
+    print(text_of() + '\n---------------')
+    for request in requests[1:]:
+        print(prompt + tokenizer.decode(request.text_ids()) + '\n---------------')
 
 
 if template:
-    conversation = Conversation(model, template, separator, cache)
-    sampling = max_new_tokens, temperature, top_k, top_p, generator
+    sampling = max_new_tokens, temperature, top_k, top_p
     with exit_on_error():
         if serve:
             name = served_name or os.path.basename(os.path.abspath(source))
-            server.run(conversation, name, host, port, api_key, *sampling)
+            server.run(engine, template, name, host, port, api_key, *sampling, seed)
         else:
-            terminal.talk(conversation, system, *sampling)
+            terminal.talk(Conversation(engine, template), system, *sampling, seed=seed)
 elif interactive:
     while True:
         try:

@@ -296,3 +296,12 @@ def graph(y):
         names += f' {node.name()}'
         stack += [parent for parent, _ in node.next_functions if parent]
     return names
+
+
+def continue_texts(model, idx, n_tokens, seed=0, separator=None, **sampling):
+    """idx (B, T) with n_tokens tokens appended by the engine; sampling: temperature, top_k, top_p of a Request."""
+    import torch
+    from kilogpt.generate.engine import Engine, ModelReader, Request
+    requests = [Request(ids, n_tokens, seed=(seed, row), **sampling) for row, ids in enumerate(idx.tolist())]
+    Engine(ModelReader(model, len(requests)), separator).complete(requests)
+    return torch.tensor([request.ids + request.tokens for request in requests])

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from data.datasets import Source
 from data.documents import DocumentLoader, PackedLoader, arrange, separator_of
 from data.splits import open_loader
+from helpers import continue_texts
+from kilogpt.generate.draw import draw_alike, uniform
 from kilogpt.layers.attention import build_mask, first_seen, starts_of
-from kilogpt.layers.sampling import generate
 from model import GPT, GPTConfig
 
 SMALL = dict(vocab_size=61, n_layer=2, n_head=4, n_embd=32, block_size=64)
@@ -156,16 +157,17 @@ def test_text_restarts_at_each_separator_that_is_drawn(options, prompt):
     """Before and past block_size, against a loop that reads the last document of the window anew."""
     model = build(options | dict(vocab_size=12))
     idx = torch.randint(12, (3, prompt), generator=torch.Generator().manual_seed(3))
-    drawn = generate(model, idx, 20, separator=0, temperature=9.0, generator=torch.Generator().manual_seed(4))
-    generator, naive = torch.Generator().manual_seed(4), idx
-    for _ in range(20):
+    drawn = continue_texts(model, idx, 20, seed=4, separator=0, temperature=9.0)
+    naive = idx
+    for number in range(20):
         window = naive[:, -64:]
         logits = []
         for row in window:
             separators = (row == 0).nonzero().flatten().tolist()
             logits.append(model(row[None, separators[-1] if separators else 0:])[:, -1])
-        token = torch.multinomial((torch.cat(logits) / 9.0).softmax(-1), 1, generator=generator)
-        naive = torch.cat((naive, token), dim=1)
+        places = [uniform((4, row), number) for row in range(3)]
+        token = draw_alike(torch.cat(logits), places, 9.0, None, None)
+        naive = torch.cat((naive, torch.tensor(token)[:, None]), dim=1)
     assert drawn.equal(naive)
     assert (drawn[:, prompt:] == 0).any()
 

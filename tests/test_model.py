@@ -11,14 +11,15 @@ import sys
 
 import pytest
 import torch
-from helpers import ROOT
+from helpers import ROOT, continue_texts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.weights import read_weights
+from kilogpt.generate.draw import draw_alike, uniform
+from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.rope import rope_tables, rotate
-from kilogpt.layers.sampling import generate, generate_tokens
 from kilogpt.metrics import flops_per_token
 from kilogpt.parallel.dtensor import fill
 from model import GPT, GPTConfig
@@ -114,7 +115,7 @@ def test_logits_loss_and_greedy_text_equal_transformers(gpt2):
     mean_loss = ours(idx[:, :-1], idx[:, 1:]) / (3 * 15)
     torch.testing.assert_close(mean_loss, theirs(idx, labels=idx).loss, atol=1e-4, rtol=0)
     text = theirs.generate(idx[:, :5], max_new_tokens=11, do_sample=False, eos_token_id=None, pad_token_id=0)
-    assert generate(ours, idx[:, :5], 11, temperature=0).equal(text)
+    assert continue_texts(ours, idx[:, :5], 11, temperature=0).equal(text)
 
 
 @pytest.mark.parametrize('missing, present', [
@@ -568,17 +569,8 @@ def test_greedy_text_equals_a_naive_loop(options, prompt):
     naive = idx
     for _ in range(25):
         naive = torch.cat((naive, model(naive[:, -16:])[:, -1:].argmax(-1)), dim=1)
-    assert generate(model, idx, 25, temperature=0).equal(naive)
-    assert generate(model, idx[1:2], 25, temperature=0).equal(naive[1:2])
-
-
-def test_cache_has_room_for_the_text_and_no_more():
-    model, made = build({}), []
-    new_cache = model.new_cache
-    model.new_cache = lambda *size: made.append(new_cache(*size)) or made[-1]
-    generate(model, tokens(3, 4), 5, temperature=0)
-    generate(model, tokens(3, 14), 9, temperature=0)  # block_size is 16
-    assert [cache.layers[0][0].shape[::2] for cache in made] == [(3, 9), (3, 16)]
+    assert continue_texts(model, idx, 25, temperature=0).equal(naive)
+    assert continue_texts(model, idx[1:2], 25, temperature=0).equal(naive[1:2])
 
 
 @few_variants
@@ -588,53 +580,49 @@ def test_the_compiled_step_is_one_graph_for_all_tokens(options):
     The graph does not read a number that only the device knows, because a CUDA graph cannot.
     """
     model, idx, graphs = build(options), tokens(2, 3), []
-    expected = generate(model, idx, 20, temperature=0)  # past block_size
+    expected = continue_texts(model, idx, 20, temperature=0)  # past block_size
     torch.compiler.reset()
     model.compile(backend=lambda graph, inputs: graphs.append(graph.code) or graph,
                   fullgraph=True, dynamic=False)
-    assert generate(model, idx, 20, temperature=0).equal(expected)
-    assert generate(model, expected[:, :5], 18, temperature=0).equal(expected)
+    engine = Engine(ModelReader(model, 3, model.new_cache(3)))
+    for length, n_tokens in ((3, 20), (5, 18)):
+        requests = engine.complete([Request(ids, n_tokens, 0) for ids in expected[:, :length].tolist()])
+        assert [request.ids + request.tokens for request in requests] == expected.tolist()
     assert len(graphs) == 1 and 'item()' not in graphs[0]
 
 
-class FixedLogits(GPT):
-    """Says the same everywhere, so that what is drawn can be compared with a distribution."""
-    values = torch.tensor([2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -1.0, -3.0])
-
-    def __init__(self):
-        super().__init__(GPTConfig(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=2))
-
-    def forward(self, idx, targets=None, starts=None, cache=None):
-        return self.values.expand(*idx.shape, 8)
-
-    def draw(self, rows, *arguments, **sampling):
-        prompt = torch.zeros(rows, 1, dtype=torch.long)
-        return generate(self, prompt, *arguments, generator=seeded(0), **sampling)[:, 1:]
+VALUES = torch.tensor([2.0, 1.5, 1.0, 0.9, 0.5, 0.0, -1.0, -3.0])  # logits, the likeliest token first
 
 
 @pytest.mark.parametrize('temperature, top_k, top_p, support', [
     (1.0, None, None, 8), (0.5, None, None, 8), (2.0, 2, None, 2), (1.0, 1, None, 1), (1.0, 100, 1.0, 8),
     (1.0, None, 0.5, 2), (1.0, None, 1e-6, 1), (1.5, None, 0.9, 6), (1.0, 2, 0.6, 1), (3.0, 6, 0.8, 5)])
 def test_sampling_draws_from_the_stated_distribution(temperature, top_k, top_p, support):
-    weights = [math.exp(value / temperature) for value in FixedLogits.values.tolist()]  # the likeliest first
+    weights = [math.exp(value / temperature) for value in VALUES.tolist()]
     kept = weights[:top_k]
     # Keep the fewest tokens that reach top_p of the probability that top_k left.
     while top_p and sum(kept[:-1]) >= top_p * sum(weights[:top_k]):
         kept.pop()
     assert len(kept) == support
     n = 40_000
-    drawn = FixedLogits().draw(n, 1, temperature=temperature, top_k=top_k, top_p=top_p)
-    counts = drawn.flatten().bincount(minlength=8)
+    places = [uniform(0, number) for number in range(n)]
+    drawn = draw_alike(VALUES.expand(n, -1), places, temperature, top_k, top_p)
+    counts = torch.tensor(drawn).bincount(minlength=8)
     for token, count in enumerate(counts.tolist()):
         p = kept[token] / sum(kept) if token < support else 0
         assert abs(count / n - p) <= 4 * math.sqrt(p * (1 - p) / n), token  # four standard errors
 
 
-def test_a_row_that_stopped_repeats_the_token_and_all_stopped_ends_early():
-    new = FixedLogits().draw(5, 500, top_k=3, stop_tokens=[1]).tolist()
-    first = [row.index(1) for row in new]
-    assert len(set(first)) > 1 and len(new[0]) == max(first) + 1
-    assert all(set(row[at:]) == {1} for row, at in zip(new, first))
+def test_draw_does_not_depend_on_the_order_of_tokens_that_are_equally_likely():
+    logits = VALUES.repeat(3, 1)
+    logits[:, 4] = logits[:, 3] + torch.tensor([-1e-7, 0, 1e-7])
+    for number in range(200):
+        assert len(set(draw_alike(logits, [uniform(1, number)] * 3, 1.0, 6, 0.9))) == 1
+
+
+def test_logits_that_are_nan_are_an_error():
+    with pytest.raises(ValueError, match='no probabilities for the next token, but NaN'):
+        draw_alike(VALUES[None] / 0 * 0, [0.5], 1.0, 3, None)
 
 
 @pytest.mark.parametrize('tie', [True, False])
@@ -644,10 +632,10 @@ def test_padding_rows_are_never_drawn(tie):
         model.lm_head.weight[97:] = 100.0
         model.transformer.ln_f.bias.fill_(1.0)
     for temperature in (0, 1, 10):
-        assert generate(model, tokens(8, 1), 50, temperature=temperature, generator=seeded(0)).max() < 97
+        assert continue_texts(model, tokens(8, 1), 50, temperature=temperature).max() < 97
 
 
-def test_sampling_repeats_with_its_generators_seed():
+def test_sampling_repeats_with_its_seed():
     model = build(scale=0.02)
-    one, two, three = (generate(model, tokens(2, 3), 40, generator=seeded(s)) for s in (1, 1, 2))
+    one, two, three = (continue_texts(model, tokens(2, 3), 40, seed) for seed in (1, 1, 2))
     assert one.equal(two) and not one.equal(three)

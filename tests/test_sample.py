@@ -45,16 +45,11 @@ def test_prompt_can_come_from_a_file_or_from_standard_input(trained, tmp_path):
     assert sample(trained, '--start=-', stdin='AB').stdout == expected
 
 
-def test_bfloat16_gives_different_samples_of_the_same_length(trained):
-    exact = sample(trained, '--num_samples=3', '--dtype=float32')
-    half = sample(trained, '--num_samples=3', '--dtype=bfloat16')
-    assert half.stdout != exact.stdout and [len(text) for text in texts_of(half)] == [41] * 3
-
-
-def test_int8_samples_have_the_same_length_and_repeat_with_the_seed(trained):
-    first = sample(trained, '--num_samples=3', '--quantize=int8')
+@pytest.mark.parametrize('numbers', ['--quantize=int8', '--dtype=bfloat16'])
+def test_samples_in_fewer_bits_have_the_same_length_and_repeat_with_the_seed(trained, numbers):
+    first = sample(trained, '--num_samples=3', numbers)
     assert [len(text) for text in texts_of(first)] == [41] * 3
-    assert sample(trained, '--num_samples=3', '--quantize=int8').stdout == first.stdout
+    assert sample(trained, '--num_samples=3', numbers).stdout == first.stdout
 
 
 @pytest.mark.quick

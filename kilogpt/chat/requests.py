@@ -196,21 +196,26 @@ def is_number(value):
     return is_int(value) or isinstance(value, float)
 
 
-def cut_at(stops, pieces):
-    """Yield the pieces of a text up to the first of stops, and None at the end if there was one."""
-    held = ''
-    for piece in pieces:
-        held += piece
-        places = [held.find(stop) for stop in stops if stop in held]
+class CutAtStops:
+    """Takes a text in pieces, up to the first of the stops. is_over: whether there was one."""
+
+    def __init__(self, stops):
+        self.stops, self.held, self.is_over = stops, '', False
+
+    def add(self, piece, is_last=False):
+        """What the text so far certainly goes on with; what may be the beginning of a stop waits for more."""
+        if self.is_over:
+            return ''
+        self.held += piece
+        places = [self.held.find(stop) for stop in self.stops if stop in self.held]
+        self.is_over = bool(places)
+        end = len(self.held)
         if places:
-            yield held[:min(places)]
-            yield None
-            return
-        # What may be the beginning of a stop waits for the next piece.
-        waiting = max((begun_length(held, stop) for stop in stops), default=0)
-        yield held[:len(held) - waiting]
-        held = held[len(held) - waiting:]
-    yield held
+            end = min(places)
+        elif not is_last:
+            end -= max((begun_length(self.held, stop) for stop in self.stops), default=0)
+        text, self.held = self.held[:end], self.held[end:]
+        return text
 
 
 def begun_length(text, stop):

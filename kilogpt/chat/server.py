@@ -1,7 +1,6 @@
 """An OpenAI-compatible server of one model: Starlette and uvicorn speak HTTP, the main thread generates.
 
-Requests take turns, in the order in which they come, and a text is generated as a whole before the next one.
-A client that vanishes gives its turn away.
+Up to ROWS texts grow together, and others wait for their turn. A client that vanishes gives its place away.
 """
 import asyncio
 import contextlib
@@ -14,14 +13,15 @@ import threading
 import time
 import traceback
 
-import torch
+from kilogpt.chat.requests import CutAtStops, RequestError, check_model, parse
+from kilogpt.generate.engine import Request
 
-from kilogpt.chat.requests import RequestError, check_model, cut_at, parse
-
+ROWS = 8  # texts that grow at the same time, each with a row of the cache
 MAX_BODY = 2 ** 22  # bytes
 MAX_REQUESTS = 64  # that wait or are answered; more get status 429
 MAX_SECONDS = 600  # until the turn of a request comes, and then for its text
 MAX_BODY_SECONDS = 60
+FAILED = 'the server failed; its log says where'
 PAGE = pathlib.Path(__file__).with_name('page.html')
 LOOPBACK = '127.0.0.1', 'localhost'
 
@@ -46,10 +46,10 @@ class End(str):
     """Why a text ended."""
 
 
-def run(conversation, name, host, port, api_key, max_new_tokens, temperature, top_k, top_p, generator):
-    """Answer requests until Ctrl-C. name: that of the model. api_key: '' = none.
+def run(engine, template, name, host, port, api_key, max_new_tokens, temperature, top_k, top_p, seed):
+    """Answer requests until Ctrl-C. engine: an Engine. template: a ChatTemplate. name: that of the model.
 
-    The other arguments are the keys of sample.py, and generator draws where a request does not have a seed.
+    api_key: '' = none. The other arguments are the keys of sample.py, and seed is that of requests without one.
     ImportError without the libraries, OSError if the port is taken.
     """
     jobs = queue.SimpleQueue()
@@ -65,16 +65,15 @@ def run(conversation, name, host, port, api_key, max_new_tokens, temperature, to
           file=sys.stderr, flush=True)
     if host not in LOOPBACK and not api_key:
         print('whoever reaches that address can use the model: set --api_key', file=sys.stderr)
+    answers = Answers(engine, template, top_k, seed)
     with contextlib.suppress(KeyboardInterrupt):
         while True:
-            job = jobs.get()
-            try:
-                answer(conversation, job, top_k, generator)
-            except RequestError as error:
-                job.send(error)
-            except Exception:
-                traceback.print_exc()
-                job.send(RequestError(500, 'the server failed; its log says where'))
+            new = [] if answers.growing else [jobs.get()]
+            while not jobs.empty():
+                new.append(jobs.get())
+            for job in new:
+                answers.begin(job)
+            answers.step()
     server.should_exit = True
     thread.join()
 
@@ -89,56 +88,109 @@ def bind(host, port):
                       'or --host') from None
 
 
-def answer(conversation, job, top_k, generator):
-    """Generate the text of a job, piece by piece. Runs in the main thread."""
-    request, tokenizer, stop_ids = job.request, conversation.tokenizer, conversation.template.stop_ids
-    if job.is_over:
-        return
-    if time.monotonic() > job.deadline:
-        raise RequestError(503, f'no turn came within {MAX_SECONDS} seconds: try again later')
-    try:
-        if request.messages is not None:
-            if 'tools' in request.more and not conversation.template.reads('tools'):
-                raise ValueError(f'tools is not supported: {conversation.template.where} does not write them')
-            ids = conversation.template.encode(request.messages, add_generation_prompt=True, more=request.more)
-        else:
-            ids, stop_ids = request.prompt, tokenizer.end_ids
-            if isinstance(ids, str):
-                ids = tokenizer.encode_prompt(ids)
-            ids = ids or [tokenizer.eot or 0]  # the model needs at least one token
-    except ValueError as error:
-        raise RequestError(400, str(error)) from None
-    if not all(0 <= token < tokenizer.vocab_size for token in ids):
-        raise RequestError(400, f'the prompt has ids that are not from 0 to {tokenizer.vocab_size - 1}')
-    if len(ids) >= conversation.block_size:
-        raise RequestError(400, f'the prompt has {len(ids)} tokens, but the model sees '
-                                f'{conversation.block_size}: shorten it', 'context_length_exceeded')
-    if request.seed is not None:
-        generator = torch.Generator(generator.device).manual_seed(request.seed)
-    usage = dict(prompt_tokens=len(ids), completion_tokens=0, total_tokens=len(ids))
-    job.send(usage)
-    deadline = time.monotonic() + MAX_SECONDS
+class Answers:
+    """The texts of jobs, which grow together. Used by the main thread."""
 
-    def tokens():
-        for token in conversation.generate(ids, request.max_tokens, request.temperature, top_k, request.top_p,
-                                           generator, stop_ids):
-            usage['completion_tokens'] += 1
-            usage['total_tokens'] += 1
-            yield token
+    def __init__(self, engine, template, top_k, seed):
+        self.engine, self.template, self.top_k, self.seed = engine, template, top_k, seed
+        self.growing = {}  # {Request: (Job, Answer)}
+        self.n_begun = 0
 
-    # After the colon of the default template a space begins each answer; of other templates it is the model's.
-    begun, reason = request.messages is None or bool(conversation.template.source), None
-    for piece in cut_at(request.stop, conversation.decode(tokens())):
-        if piece is None:
-            reason = 'stop'
-            break
-        piece = piece if begun else piece.lstrip()
-        begun = begun or bool(piece)
-        if job.is_over or time.monotonic() > deadline:
-            break
+    def begin(self, job):
+        """Submit the text of a job to the engine, or tell the client why not."""
+        asked, answer = job.request, Answer(job, self.template)
+        self.n_begun += 1
+        try:
+            ids, stop_ids = self._encode(asked)
+        except RequestError as error:
+            return job.send(error)
+        except Exception:
+            traceback.print_exc()
+            return job.send(RequestError(500, FAILED))
+        answer.usage.update(prompt_tokens=len(ids), total_tokens=len(ids))
+        seed = (self.seed, self.n_begun) if asked.seed is None else asked.seed
+        request = Request(ids, min(asked.max_tokens, self.engine.block_size - len(ids)), asked.temperature, self.top_k,
+                          asked.top_p, stop_ids, answer.take, seed)
+        self.growing[request] = job, answer
+        self.engine.submit(request)
+
+    def step(self):
+        """Let the texts grow by a token, and end those that are over or that nobody waits for."""
+        for request, (job, _) in list(self.growing.items()):
+            if not job.is_over and time.monotonic() > job.deadline and request in self.engine.waiting:
+                job.send(RequestError(503, f'no turn came within {MAX_SECONDS} seconds: try again later'))
+                job.is_over = True
+            if job.is_over or time.monotonic() > job.deadline + MAX_SECONDS:
+                self.engine.cancel(request)
+        try:
+            self.engine.step()
+        except Exception:
+            traceback.print_exc()
+            for request, (job, _) in self.growing.items():
+                self.engine.cancel(request)
+                job.send(RequestError(500, FAILED))
+            self.growing.clear()
+        for request, (_, answer) in list(self.growing.items()):
+            if request.reason is not None:
+                answer.end('length' if request.reason == 'cancelled' else request.reason)
+                del self.growing[request]
+
+    def _encode(self, asked):
+        """(ids of the prompt, ids that end the text). RequestError if the model cannot see them."""
+        tokenizer, stop_ids = self.template.tokenizer, self.template.stop_ids
+        try:
+            if asked.messages is not None:
+                if 'tools' in asked.more and not self.template.reads('tools'):
+                    raise ValueError(f'tools is not supported: {self.template.where} does not write them')
+                ids = self.template.encode(asked.messages, add_generation_prompt=True, more=asked.more)
+            else:
+                ids, stop_ids = asked.prompt, tokenizer.end_ids
+                if isinstance(ids, str):
+                    ids = tokenizer.encode_prompt(ids)
+                ids = ids or [tokenizer.eot or 0]  # the model needs at least one token
+        except ValueError as error:
+            raise RequestError(400, str(error)) from None
+        if not all(0 <= token < tokenizer.vocab_size for token in ids):
+            raise RequestError(400, f'the prompt has ids that are not from 0 to {tokenizer.vocab_size - 1}')
+        if len(ids) >= self.engine.block_size:
+            raise RequestError(400, f'the prompt has {len(ids)} tokens, but the model sees '
+                                    f'{self.engine.block_size}: shorten it', 'context_length_exceeded')
+        return list(ids), stop_ids
+
+
+class Answer:
+    """The text of a job on its way from tokens to the client."""
+
+    def __init__(self, job, template):
+        self.job, self.text_of, self.cut = job, template.tokenizer.text_stream(), CutAtStops(job.request.stop)
+        self.usage = dict(prompt_tokens=0, completion_tokens=0, total_tokens=0)
+        # After the colon of the default template a space begins each answer; of other templates it is the model's.
+        self.begun, self.has_begun = job.request.messages is None or bool(template.source), False
+
+    def take(self, tokens):
+        """Send the text that the last of the tokens adds; returns whether the answer ends with it."""
+        self._begin()
+        self.usage['completion_tokens'] += 1
+        self.usage['total_tokens'] += 1
+        self._send(self.cut.add(self.text_of(tokens[-1])))
+        return self.cut.is_over
+
+    def end(self, reason):
+        self._begin()
+        self._send(self.cut.add(self.text_of(), is_last=True))
+        self.job.send(End('stop' if self.cut.is_over else reason))
+
+    def _begin(self):
+        """Send the numbers of tokens, which come first, and change until the end."""
+        if not self.has_begun:
+            self.job.send(self.usage)
+        self.has_begun = True
+
+    def _send(self, piece):
+        piece = piece if self.begun else piece.lstrip()
+        self.begun = self.begun or bool(piece)
         if piece:
-            job.send(piece)
-    job.send(End(reason or conversation.reason))
+            self.job.send(piece)
 
 
 def build_app(jobs, name, api_key, defaults, host):

@@ -6,11 +6,11 @@ import sys
 HELP = '/reset begins again, /save FILE writes the conversation, /quit ends it'
 
 
-def talk(conversation, system, max_new_tokens, *sampling):
+def talk(conversation, system, max_new_tokens, *sampling, seed):
     """Read lines and print answers until /quit or the end of the input. Ctrl-C ends an answer.
 
-    conversation: a Conversation. system: the system message, '' = none. sampling: temperature, top_k, top_p
-    and generator, as in layers.sampling.generate_tokens.
+    conversation: a Conversation. system: the system message, '' = none. sampling: temperature, top_k and top_p, as
+    in a Request. seed: an answer depends on it and on what the model sees.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history, and keys that move the cursor
@@ -47,7 +47,7 @@ def talk(conversation, system, max_new_tokens, *sampling):
                 print(f'the conversation is longer than the {conversation.block_size} tokens that the model '
                       'sees, so the model no longer sees the oldest turns', file=sys.stderr)
             forgotten = len(messages) - len(seen)
-            answer = show(conversation, ids, max_new_tokens, *sampling)
+            answer = show(conversation, ids, max_new_tokens, *sampling, seed)
             if answer.strip():
                 messages.append(dict(role='assistant', content=answer))
             else:
@@ -57,7 +57,7 @@ def talk(conversation, system, max_new_tokens, *sampling):
 def show(conversation, ids, max_new_tokens, *sampling):
     """Print an answer as it grows; returns its text."""
     answer = ''
-    tokens = conversation.generate(ids, max_new_tokens, *sampling, conversation.template.stop_ids)
+    tokens = conversation.generate(ids, max_new_tokens, *sampling)
     with contextlib.suppress(KeyboardInterrupt):
         for piece in conversation.decode(tokens):
             answer += piece

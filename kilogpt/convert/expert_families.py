@@ -1,6 +1,7 @@
 """How families with experts are read from a config.json of `transformers` and written to it. families.py has the table."""
 import math
 
+from kilogpt.convert import hybrids
 from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_windows,
     write_llama, write_qwen)
@@ -36,7 +37,8 @@ def write_softmax_router(config):
                 router_aux_loss_coef=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
 
 
-def qwen3_moe_read(entries):
+def read_qwen_experts(entries):
+    """The arguments of Qwen's experts, and of the blocks that have them."""
     n_layer, step = entries.integer('num_hidden_layers'), max(entries.integer('decoder_sparse_step', 1), 1)
     dense = entries.value('mlp_only_layers', [], (list,), 'a list')
     blocks = [i for i in range(n_layer) if i not in dense and (i + 1) % step == 0]
@@ -51,13 +53,17 @@ def qwen3_moe_read(entries):
     divides = entries.flag('norm_topk_prob', False)
     check_single_expert(entries, divides)
     n_experts = 'num_experts' if 'num_experts' in entries.hf_config else 'num_local_experts'
-    arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_softmax_router(entries)
+    router = read_softmax_router(entries)
+    return router | dict(
+        n_experts=entries.integer(n_experts, 128), expert_hidden=entries.integer('moe_intermediate_size'),
+        moe_first_layer=first, moe_every=every, router_norm=divides or router['n_active_experts'] == 1)
+
+
+def qwen3_moe_read(entries):
+    arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_qwen_experts(entries)
     if entries.flag('use_sliding_window', False):
-        arguments |= read_windows(entries, ['sliding_attention'] * n_layer)
-    return arguments | dict(
-        qk_norm=True, n_experts=entries.integer(n_experts, 128),
-        expert_hidden=entries.integer('moe_intermediate_size'), moe_first_layer=first, moe_every=every,
-        router_norm=divides or arguments['n_active_experts'] == 1)
+        arguments |= read_windows(entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
+    return arguments | dict(qk_norm=True)
 
 
 def qwen3_moe_write(config):
@@ -65,6 +71,26 @@ def qwen3_moe_write(config):
         num_experts=config.n_experts, moe_intermediate_size=config.expert_hidden, decoder_sparse_step=1,
         norm_topk_prob=config.router_norm and config.n_active_experts > 1,
         mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
+
+
+def qwen3_next_read(entries):
+    n_layer, arguments = entries.integer('num_hidden_layers'), hybrids.read_qwen_hybrid(entries)
+    dense = entries.value('mlp_only_layers', [], (list,), 'a list')
+    if not entries.integer('num_experts', 512) or all(layer in dense for layer in range(n_layer)):
+        return arguments
+    entries = Entries(dict(num_experts=512, norm_topk_prob=True, moe_intermediate_size=512, num_experts_per_tok=10,
+                           shared_expert_intermediate_size=512) | entries.hf_config, entries.source)
+    width, shared = (entries.integer(key) for key in ('moe_intermediate_size', 'shared_expert_intermediate_size'))
+    if not width or not shared or shared % width:
+        entries.refuse('shared_expert_intermediate_size', shared,
+                       f'which our model cannot represent: it must be a multiple of moe_intermediate_size={width}')
+    return arguments | read_qwen_experts(entries) | dict(n_shared_experts=shared // width, shared_gate=True)
+
+
+def qwen3_next_write(config):
+    experts = qwen3_moe_write(config) if config.mlp == 'moe' else dict(num_experts=0)
+    return experts | hybrids.write_qwen_hybrid(config) | dict(
+        shared_expert_intermediate_size=config.n_shared_experts * config.expert_hidden)
 
 
 def read_grouped_experts(entries, router, groups=1, active_groups=1, first=1, shared=1, scale=1.0, divides=True):

@@ -6,13 +6,14 @@ are called. Everything that a family needs of the model is a key of `kilogpt/lay
 import math
 from typing import Callable, NamedTuple
 
-from kilogpt.convert import renaming
+from kilogpt.convert import hybrids, renaming
 from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_qwen_windows,
     read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
 from kilogpt.convert.expert_families import (
     deepseek_v2_read, deepseek_v2_write, deepseek_v3_read, deepseek_v3_write, glm4_moe_read, glm4_moe_write,
-    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen3_moe_read, qwen3_moe_write)
+    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen3_moe_read, qwen3_moe_write,
+    qwen3_next_read, qwen3_next_write)
 from kilogpt.convert.meaning import keys_not_kept
 from kilogpt.convert.mxfp4 import is_mxfp4
 from model import GPTConfig
@@ -24,7 +25,15 @@ REFUSED = dict(
     gemma4='it also reads images, and its layers have vectors of the token and share keys and values',
     gemma4_text='its layers have vectors of the token and share keys and values',
     gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
-    llama4='its attention is chunked, and it also reads images', mamba='it has no attention')
+    llama4='its attention is chunked, and it also reads images', mamba='it has no attention',
+    qwen3_5='it also reads images: save its language model, of the family qwen3_5_text, on its own',
+    qwen3_5_moe='it also reads images, and its experts are in the form of qwen3_5_moe_text',
+    kimi_linear='its recurrence has a decay for each feature (Kimi Delta Attention)',
+    **dict.fromkeys(('mamba2', 'falcon_mamba', 'rwkv', 'xlstm'), 'it has no attention'),
+    **dict.fromkeys(('jamba', 'bamba', 'zamba', 'zamba2', 'falcon_h1', 'nemotron_h', 'granitemoehybrid'),
+                    'some of its blocks are those of Mamba, another recurrence than Gated DeltaNet'),
+    **dict.fromkeys(('lfm2', 'lfm2_moe'), 'most of its blocks are convolutions with gates, without attention'),
+    recurrent_gemma='its recurrence is that of Griffin (RG-LRU)', minimax='its recurrence has a fixed decay')
 
 
 class Family(NamedTuple):
@@ -257,7 +266,13 @@ FAMILIES = dict(
     glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
     deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
     deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES),
-    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES))
+    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES),
+    qwen3_5_text=Family('Qwen3_5ForCausalLM', hybrids.read_qwen_hybrid, hybrids.write_qwen_hybrid,
+                        hybrids.QWEN3_5_NAMES, packed=(hybrids.GATED_QUERIES,), norms_add_one=True),
+    qwen3_next=Family('Qwen3NextForCausalLM', qwen3_next_read, qwen3_next_write, hybrids.QWEN3_NEXT_NAMES,
+                      packed=(hybrids.GATED_QUERIES,), norms_add_one=True),
+    olmo_hybrid=Family('OlmoHybridForCausalLM', hybrids.olmo_hybrid_read, hybrids.olmo_hybrid_write,
+                       renaming.OLMO2_NAMES))
 
 
 # --- config.json --------------------------------------------------------------------------------------------
@@ -316,6 +331,7 @@ def to_ours(tensors, hf_config, arguments):
     """{our name: LazyTensor} from {their name: LazyTensor}. hf_config: config.json; arguments: those that it gave."""
     family, config = FAMILIES[hf_config['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
+    tensors, of_states = hybrids.states_to_ours(tensors, config, hf_config['model_type'])
     if hf_config['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
     if hf_config['model_type'] == 'gpt_oss':
@@ -329,6 +345,7 @@ def to_ours(tensors, hf_config, arguments):
     if family.norms_add_one:
         tensors = renaming.shift_norms(tensors, 1)
     tensors = renaming.rename_back(renaming.stack_experts(tensors), family.names)
+    tensors |= of_states
     return renaming.with_router_loads(tensors) if arguments.get('router_balance') == 'loss' else tensors
 
 
@@ -336,6 +353,7 @@ def to_hf_names(tensors, entries, config):
     """{their name: LazyTensor} from {our name: LazyTensor}. entries: those of `entries_of`."""
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
+    tensors, of_states = hybrids.states_to_hf(tensors, config, entries['model_type'])
     if entries['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.with_bias_and_shared_expert(tensors)
     if entries['model_type'] == 'gpt2':
@@ -349,6 +367,7 @@ def to_hf_names(tensors, entries, config):
         tensors = renaming.pack_latent(tensors, config)
     for packed, parts in family.packed:
         tensors = renaming.pack(tensors, packed, parts, rows_of(config, packed).get('head_width', 0))
+    tensors |= of_states
     return renaming.transpose_matrices(tensors) if entries['model_type'] == 'gpt2' else tensors
 
 
@@ -357,5 +376,8 @@ def rows_of(config, packed):
     if 'gate' in packed:
         return dict(rows=[config.n_hidden, config.n_hidden])
     heads = [config.n_head, config.n_kv_head, config.n_kv_head]
-    interleaved = dict(head_width=config.head_width) if packed == '.query_key_value.' else {}
+    if packed == hybrids.GATED_QUERIES[0]:
+        heads = [config.n_head, config.n_head]
+    is_interleaved = packed in ('.query_key_value.', hybrids.GATED_QUERIES[0])
+    interleaved = dict(head_width=config.head_width) if is_interleaved else {}
     return dict(rows=[number * config.head_width for number in heads], **interleaved)

@@ -2,7 +2,7 @@
 import dataclasses
 import math
 
-from kilogpt.layers.options import ExpertOptions
+from kilogpt.layers.options import DeltaOptions, ExpertOptions
 from kilogpt.layers.rope import read_scaling
 from model import GPTConfig
 
@@ -47,6 +47,17 @@ def meaning(config):
         rope_pattern=[config.rope_of(layer) for layer in layers],
         value_pattern=[config.has_value_embedding(layer) for layer in layers],
         rope_scaling=read_scaling(config.rope_scaling) if config.rope_scaling.strip() else None)
+    has_attention = [config.mixer_of(layer) == 'A' for layer in layers]
+    for key in ('window', 'rope_pattern', 'value_pattern'):  # which only attention reads
+        values[key] = [value for value, has in zip(values[key], has_attention) if has]
+    values |= dict(mixer_pattern=has_attention, norm_place=[config.norm_place_of(layer) for layer in layers],
+                   delta_norm_eps=config.delta_norm_eps or config.norm_eps)
+    del values['delta_norm_place']
+    if all(has_attention):
+        for field in dataclasses.fields(DeltaOptions):
+            values.pop(field.name, None)
+    if not config.attention_gate:
+        del values['attention_gate_over']
     if config.rope_scaling.startswith('dynamic'):  # such a model has no longest context
         del values['block_size']
     if config.norm != 'layernorm':

@@ -53,8 +53,8 @@ GPT_OSS_NAMES = (
     *LLAMA_NAMES, ('.sinks.scores', '.sinks'), ('.router.logit_bias', '.router.bias'),
     ('.mlp.routed.', '.mlp.'))
 
-# Tensors that files of older programs have and that no weights are: masks and tables.
-LEFTOVERS = re.compile(r'.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
+# Tensors that are not part of the model: masks and tables of older programs, and Qwen's heads for later tokens.
+LEFTOVERS = re.compile(r'mtp\..*|.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
 
 
 def drop_leftovers(tensors):

@@ -7,12 +7,13 @@ main process alone prints. Texts are encoded, cut and ended as by the harness's 
 import contextlib
 import io
 import logging
-from collections import ChainMap, Counter, defaultdict
+from collections import Counter, defaultdict
 
 from data.tokenizer_base import until_end
-from kilogpt.evaluate.generation import generate, has_whole_model, seeded_draw
 from kilogpt.evaluate.suite import Score
 from kilogpt.evaluate.tasks import Encoder, task_names
+from kilogpt.generate.engine import Request
+from kilogpt.generate.layouts import generate_in_layout
 
 try:
     from lm_eval import simple_evaluate
@@ -113,20 +114,33 @@ class HarnessModel(TemplateLM):
         return self._once('generate', requests, self._continue_all)
 
     def _continue_all(self, requests):
-        prompts, settings = [], []
-        for request in requests:
+        prompts, untils = [], []
+        for number, request in enumerate(requests):
             context, given = request.args
-            settings.append(self._generation_settings(given))
-            prompts.append(self.tok_encode(context) or [self.prefix_token_id or 0])  # at least one token
-        processes, layout = self.scorer.parallel.processes, self.scorer.parallel.layout
-        alone = has_whole_model(layout)
-        batches = self._batches(prompts, settings, layout.dp if alone else 1)
-        texts = {}
-        for numbers in batches[processes.rank::layout.dp] if alone else batches:
-            texts |= self._generate(numbers, prompts, settings[numbers[0]], alone)
-        if alone:
-            texts = ChainMap(*[processes.share(texts, rank) for rank in range(layout.world_size)])
+            settings = self._generation_settings(given)
+            untils.append(settings['until'])
+            # The defaults are those of transformers.
+            temperature = settings.get('temperature', 1.0) if settings['do_sample'] else 0
+            ids = self.tok_encode(context) or [self.prefix_token_id or 0]  # at least one token
+            prompts.append(Request(
+                ids, settings['max_gen_toks'], temperature, settings.get('top_k', 50), settings.get('top_p'),
+                self.tokenizer.end_ids, self._ends_at(settings['until']), (SEED, number)))
+        # Neighbours in the order of their ids begin alike, so that what they share is read once.
+        order = sorted(range(len(prompts)), key=lambda number: prompts[number].ids)
+        drawn = generate_in_layout(self.scorer, [prompts[number] for number in order])
+        texts, tokenizer = {}, self.tokenizer
+        for number, ids in zip(order, drawn):
+            text = tokenizer.decode([i for i in until_end(ids, tokenizer) if i not in tokenizer.special_ids])
+            texts[number] = postprocess_generated_text(text, untils[number], None)
         return [texts[number] for number in range(len(requests))]
+
+    def _ends_at(self, until):
+        """The is_over of a Request whose text ends with one of these strings."""
+        def is_over(ids):
+            # A stop string may be a special token, which the answer leaves out.
+            text = self.tokenizer.decode(ids)
+            return any(stop in text for stop in until)
+        return is_over
 
     def _generation_settings(self, given):
         """What a task says about how text is generated, with the harness's defaults."""
@@ -139,44 +153,6 @@ class HarnessModel(TemplateLM):
                              f'{self.max_length}: set max_gen_toks in its generation_kwargs to less')
         settings['until'] = handle_stop_sequences(settings['until'], self.end)
         return settings
-
-    def _batches(self, prompts, settings, n_shares):
-        """Lists of numbers of prompts to continue together: with the same settings, the longest first."""
-        most_rows = -(-len(prompts) // n_shares)
-        batches = []
-
-        def order(number):
-            return str(settings[number]), -len(prompts[number])
-
-        for number in sorted(range(len(prompts)), key=order):
-            # The first prompt of a batch is its longest.
-            first = batches[-1][0] if batches else number
-            size = min(self.max_length, len(prompts[first]) + settings[first]['max_gen_toks'])
-            rows = min(most_rows, max(1, self.scorer.most_tokens // size))
-            if not batches or settings[first] != settings[number] or len(batches[-1]) == rows:
-                batches.append([])
-            batches[-1].append(number)
-        return batches
-
-    def _generate(self, numbers, prompts, settings, alone):
-        """{number of a prompt: text} of a batch."""
-        # The defaults are those of transformers.
-        temperature = settings.get('temperature', 1.0) if settings['do_sample'] else 0
-        draw = seeded_draw(SEED, temperature, settings.get('top_k', 50), settings.get('top_p'))
-        until, tokenizer = settings['until'], self.tokenizer
-
-        def is_over(ids):
-            # A stop string may be a special token, which the answer leaves out.
-            text = tokenizer.decode(ids)
-            return ids[-1] in tokenizer.end_ids or any(stop in text for stop in until)
-
-        drawn = generate(self.scorer, [prompts[number] for number in numbers], settings['max_gen_toks'],
-                         lambda logits, row, step: draw(logits, numbers[row], step), is_over, alone)
-        texts = {}
-        for number, ids in zip(numbers, drawn):
-            text = tokenizer.decode([i for i in until_end(ids, tokenizer) if i not in tokenizer.special_ids])
-            texts[number] = postprocess_generated_text(text, until, None)
-        return texts
 
 
 def run_harness(scorer, opened, options):

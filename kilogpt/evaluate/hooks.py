@@ -1,9 +1,10 @@
 """Hooks that evaluate a run while it trains: scores on tasks, and samples of text."""
 from data.tokenizer import get_tokenizer
 from data.tokenizer_base import until_end
-from kilogpt.evaluate.generation import generate, seeded_draw
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, describe
+from kilogpt.generate.engine import Request
+from kilogpt.generate.layouts import generate_in_layout
 from kilogpt.loaded.load import separator_in
 from kilogpt.run import Hook
 
@@ -43,13 +44,14 @@ class Samples(Evaluation):
 
     def __init__(self, interval, scorer, tokenizer, prompts, n_tokens, seed):
         super().__init__(interval, scorer)
-        self.tokenizer, self.prompts, self.n_tokens = tokenizer, prompts, n_tokens
-        self.draw = seeded_draw(seed)
+        self.tokenizer, self.prompts, self.n_tokens, self.seed = tokenizer, prompts, n_tokens, seed
         begin = 0 if tokenizer.bos is None else tokenizer.bos  # the model needs at least one token
         self.ids = [tokenizer.encode_prompt(prompt) or [begin] for prompt in prompts]
 
     def evaluate(self, run):
-        drawn = generate(self.scorer, self.ids, self.n_tokens, self.draw)
+        requests = [Request(ids, self.n_tokens, temperature=0.8, top_k=200, seed=(self.seed, number))
+                    for number, ids in enumerate(self.ids)]
+        drawn = generate_in_layout(self.scorer, requests, is_shared=False)
         if drawn is None:
             return
         samples = []

@@ -1,4 +1,4 @@
-"""The keys and values of texts so far, so that each new token is read alone. Imports torch alone.
+"""The keys, values and states of texts so far, so that each new token is read alone. Imports torch alone.
 
 A cache has rows, and each row holds a text of a length of its own. Its tensors never grow or move.
 Shapes in comments: R rows of the cache, B rows of a step, T new positions, S positions that a query may see,
@@ -17,6 +17,7 @@ class LayerCache(NamedTuple):
     # (R, F, n): what the convolutions in attention and before the MLP read of the text; n = 0 without one
     last: torch.Tensor
     last_of_mlp: torch.Tensor
+    states: torch.Tensor  # (R, H, K, V), of a recurrence, with its head counts and widths; elsewhere (R, 0, 0, 0)
 
 
 class Plan(NamedTuple):
@@ -48,6 +49,18 @@ class CacheView(NamedTuple):
             seen = keys[self.rows, :, :n_read], values[self.rows, :, :n_read]
         return seen
 
+    def states(self):
+        """The states (B, H, K, V) of a recurrence."""
+        return self.layer.states[self.rows]
+
+    def keep_states(self, states):
+        """Replace the states by those (B, H, K, V) after the step."""
+        self.layer.states[self.rows] = states.type_as(self.layer.states)
+
+    def is_token(self, T):
+        """(B, T): which of T new positions are tokens and not padding; None = all."""
+        return None if self.counts is None else torch.arange(T, device=self.counts.device) < self.counts[:, None]
+
     def exchange(self, x, is_of_mlp=False):
         """Keep the last n of the new positions x (B, T, F) for a convolution; returns the n before x (B, n, F)."""
         last = self.layer.last_of_mlp if is_of_mlp else self.layer.last
@@ -74,18 +87,23 @@ class Cache:
         windows = [config.window_of(layer) for layer in range(config.n_layer)]
         self.windows = [window if 0 < window < length else 0 for window in windows]
         self.size = length
-        last = rows, (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before('attention_conv')
+        last = (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before('attention_conv')
         last_of_mlp = rows, config.n_embd, config.n_before('mlp_conv')
         # Whether a text may continue after fewer of its tokens than were read.
-        self.can_go_back = not any(self.windows) and not config.attention_conv and not config.mlp_conv
+        self.can_go_back = not any(self.windows) and not any(map(config.n_before, config.CONVOLUTIONS))
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = []
-        heads, widths = config.n_kv_head, (config.head_width, config.head_width)
-        if config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
-            heads, widths = 1, (config.rope_width + config.kv_latent, 0)
-        for window in self.windows:
-            keys, values = ((rows, heads, window or length, width) for width in widths)
-            self.layers.append(LayerCache(*map(like.new_zeros, (keys, values, last, last_of_mlp))))
+        for layer, window in enumerate(self.windows):
+            n_heads, last_of_layer, states = config.n_kv_head, last, (0, 0, 0)
+            widths = config.head_width, config.head_width
+            if config.mixer_of(layer) == 'D':
+                n_heads, (last_of_layer, states) = 0, config.delta_shapes()
+            elif config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
+                n_heads, widths = 1, (config.rope_width + config.kv_latent, 0)
+            keys, values = ((rows, n_heads, window or length, width) for width in widths)
+            states = torch.zeros(rows, *states, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+            self.layers.append(LayerCache(
+                *map(like.new_zeros, (keys, values, (rows, *last_of_layer), last_of_mlp)), states))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.rows = self.counts = self.ends = None
 
@@ -114,6 +132,7 @@ class Cache:
             new.values[target, :, :n] = old.values[source, :, :n]
             new.last[target] = old.last[source]
             new.last_of_mlp[target] = old.last_of_mlp[source]
+            new.states[target] = old.states[source]
         self.lengths[target] = length
 
     def next_step(self, B, T, config, starts=None):

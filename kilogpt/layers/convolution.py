@@ -11,16 +11,23 @@ class Convolution(nn.Module):
 
     Each feature has n factors, which start at 0. A position does not read across the beginning of its document.
     Attention applies a convolution to queries, keys and values (Primer, So et al. 2021, "MDHA"), and a block
-    applies one to the input of the MLP (Canon layers, Allen-Zhu 2025, "Canon-C").
+    applies one to the input of the MLP (Canon layers, Allen-Zhu 2025, "Canon-C"). In Gated DeltaNet x[t] has
+    a factor too, which starts at 1.
     """
 
-    def __init__(self, size, **widths):
-        """size: n + 1, the positions that are read. widths: the number of features of each tensor, by name."""
+    def __init__(self, size, scales_own=False, **widths):
+        """size: n + 1, the positions that are read. widths: the number of features of each tensor, by name.
+
+        scales_own: whether x[t] has a factor.
+        """
         super().__init__()
-        self.n_before = size - 1
+        self.n_before, self.scales_own = size - 1, scales_own
         # As vectors, the factors are laid out and optimized like norms and biases.
         for name, width in widths.items():
             self.register_parameter(name, nn.Parameter(torch.empty(width * self.n_before)))
+        for name, width in widths.items():
+            if scales_own:
+                self.register_parameter(f'{name}_weight', nn.Parameter(torch.empty(width)))
         self.positions_before = zeros_before
 
     def forward(self, *parts, positions, cache=None, is_of_mlp=False):
@@ -35,11 +42,13 @@ class Convolution(nn.Module):
             before = cache.exchange(torch.cat(parts, dim=-1), is_of_mlp).split([part.size(-1) for part in parts], dim=-1)
         # For each distance, whether the position that far before is in the same document.
         is_there = [(positions >= distance)[..., None] for distance in range(1, self.n_before + 1)]
-        parts = tuple(self.add_before(*inputs, is_there) for inputs in zip(parts, before, self.factors()))
+        factors, count = self.factors(), len(parts)
+        own = [part * factor.type_as(part) for part, factor in zip(parts, factors[count:])] or parts
+        parts = tuple(self.add_before(*inputs, is_there) for inputs in zip(own, parts, before, factors))
         return parts if len(parts) > 1 else parts[0]
 
-    def add_before(self, x, before, factors, is_there):
-        """x (B, T, F), before (B, n, F): the positions before x, factors (F * n,) -> (B, T, F).
+    def add_before(self, y, x, before, factors, is_there):
+        """y, x (B, T, F), before (B, n, F): the positions before x, factors (F * n,) -> y and the terms before it.
 
         is_there: a mask (B or 1, T, 1) for each distance from 1 on, of positions that have one that far before.
         """
@@ -48,8 +57,8 @@ class Convolution(nn.Module):
         factors = factors.view(-1, n).type_as(x)
         for distance in range(1, n + 1):
             earlier = extended[:, n - distance:n - distance + T] * factors[:, distance - 1]
-            x = x + earlier.where(is_there[distance - 1], 0)
-        return x
+            y = y + earlier.where(is_there[distance - 1], 0)
+        return y
 
     def factors(self):
         """The factors of each tensor. Under tensor parallelism, those of this rank's features."""

@@ -25,13 +25,21 @@ class MixtureOfExperts(nn.Module):
         self.shared = None
         if config.n_shared_experts:  # side by side, the shared experts are one wide MLP
             self.shared = MLP(config, config.n_shared_experts * config.expert_hidden)
+        self.shared_gate = nn.Linear(config.n_embd, 1, bias=False) if config.shared_gate else None
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, is_counted=None):
         """x (B, T, C) -> (B, T, C). is_counted: as in Router."""
         x = cast_for_linears(x)
-        y, shared = self.routed(x, is_counted, meanwhile=lambda: self.shared(x) if self.shared else 0)
+        y, shared = self.routed(x, is_counted, meanwhile=lambda: self.apply_shared(x))
         return self.dropout(y) + shared
+
+    def apply_shared(self, x):
+        """What the shared experts add to x (B, T, C)."""
+        if self.shared is None:
+            return 0
+        y = self.shared(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
 
 class RoutedExperts(nn.Module):

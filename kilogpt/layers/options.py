@@ -35,6 +35,7 @@ class BlockOptions:
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
     attention_sinks: bool = False  # each head has a learned score that takes attention and gives nothing (gpt-oss)
     attention_gate: bool = False  # a gate for what each head has attended to, from the block's input
+    attention_gate_over: str = 'head'  # a gate for each 'head', from 0 to 2, or 'feature', from 0 to 1 (Qwen3-Next)
     attention_conv: int = 0  # width of a causal convolution of queries, keys and values (Primer: 3); 0 = none
     mlp_conv: int = 0  # width of a causal convolution before the MLP, or the experts; 0 = none
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
@@ -43,12 +44,16 @@ class BlockOptions:
     rope_width: int = 0  # with kv_latent, rotated features of a head, of a key that all share; 0 = half of the head
     value_width: int = 0  # with kv_latent, width of a head's values; 0 = head_width
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
+    mixer_pattern: str = 'A'  # for block after block, repeated: A = attention, D = Gated DeltaNet (hybrids: DDDA)
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
     logit_scale: float = 1.0  # factor of the logits, before softcap
 
+    CONVOLUTIONS = 'attention_conv', 'mlp_conv', 'delta_conv'  # keys whose parts read positions just before each
+
     def check_options(self):
         """Raise ValueError, with the key to change, if no model can have these options."""
-        choices = dict(norm_place=('before', 'after', 'both'), qk_norm_over=('head', 'all'))
+        choices = dict(norm_place=('before', 'after', 'both'), qk_norm_over=('head', 'all'),
+                       attention_gate_over=('head', 'feature'))
         for key, allowed in choices.items():
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
@@ -68,7 +73,8 @@ class BlockOptions:
         if self.bias_of and not set(self.bias_of.split('+')) <= {'qkv', 'proj', 'mlp'}:
             raise ValueError(f"bias_of is {self.bias_of!r}: join some of qkv, proj, mlp by +, or set '' to "
                              'follow bias')
-        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL'), ('value_pattern', 'VN')):
+        for key, letters in (('rope_pattern', 'RN'), ('window_pattern', 'SL'), ('value_pattern', 'VN'),
+                             ('mixer_pattern', 'AD')):
             if not getattr(self, key) or set(getattr(self, key)) - set(letters):
                 raise ValueError(f'{key} is {getattr(self, key)!r}: it must consist of the letters '
                                  f'{letters[0]} and {letters[1]}')
@@ -104,10 +110,27 @@ class BlockOptions:
         if self.value_width > self.head_width:
             raise ValueError(f'value_width is {self.value_width}: it must be at most head_width={self.head_width}')
 
+    def mixer_of(self, layer):
+        """What block number `layer` mixes positions by: 'A' or 'D', as in mixer_pattern."""
+        return self.mixer_pattern[layer % len(self.mixer_pattern)]
+
     @property
     def rotary_width(self):
         """The number of features of a head that are rotated, the first ones."""
         return self.rope_width or int(self.head_width * self.rope_share)
+
+    @property
+    def gate_width(self):
+        """How many gates a head has in attention, as `value_embedding.build_gate` takes it; 0 = one for all features."""
+        return self.head_width if self.attention_gate_over == 'feature' else 0
+
+    def n_layer_of(self, mixer):
+        """How many blocks mix positions by that letter of mixer_pattern."""
+        return sum(self.mixer_of(layer) == mixer for layer in range(self.n_layer))
+
+    def norm_place_of(self, layer):
+        """norm_place, or delta_norm_place in blocks that it is for."""
+        return self.mixer_of(layer) == 'D' and self.delta_norm_place or self.norm_place
 
     def has_bias(self, linear):
         """Whether the linears of a kind ('qkv', 'proj' or 'mlp') have biases."""
@@ -118,8 +141,9 @@ class BlockOptions:
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
 
     def n_before(self, key):
-        """How many positions before each the convolution of that key reads, attention_conv or mlp_conv."""
-        return max(0, getattr(self, key) - 1)
+        """How many positions before each the convolution of that key reads, one of CONVOLUTIONS."""
+        is_there = key != 'delta_conv' or 'D' in self.mixer_pattern
+        return max(0, getattr(self, key) - 1) if is_there else 0
 
     def has_value_embedding(self, layer):
         """Whether block number `layer` adds an embedding of each token to its values."""
@@ -128,12 +152,12 @@ class BlockOptions:
     def mean_seen(self, lengths):
         """How many positions attention sees from one: a mean over the tokens of all documents and over layers.
 
-        From the tokens of a document it sees half of the document, or less with a window.
+        A layer without attention sees none. From the tokens of a document it sees half of the document, or less with a window.
         lengths: [tokens of a document].
         """
         seen = 0
         for layer in range(self.n_layer):
-            for length in lengths:
+            for length in lengths if self.mixer_of(layer) == 'A' else ():
                 window = min(self.window_of(layer) or length, length)
                 seen += window * (length - window / 2)
         return seen / self.n_layer / max(1, sum(lengths))
@@ -146,11 +170,50 @@ class BlockOptions:
 
 
 @dataclass
+class DeltaOptions:
+    """Gated DeltaNet, in the blocks that mixer_pattern names (docs/models.md)."""
+    delta_heads: int = 0  # heads with a state and values; 0 = n_head
+    delta_key_heads: int = 0  # heads of queries and keys; 0 = delta_heads
+    delta_key_width: int = 0  # width of a query and of a key; 0 = head_width
+    delta_value_width: int = 0  # width of a value; 0 = delta_key_width
+    delta_conv: int = 4  # positions that the convolution of queries, keys and values reads, its own included
+    delta_negative: bool = False  # writes up to twice the correction, so that a state may turn values around
+    delta_norm_eps: float = 0.0  # norm_eps of the norm of a head's output; 0 = norm_eps
+    delta_norm_place: str = ''  # norm_place of the blocks with Gated DeltaNet (OLMo Hybrid: before); '' = as others
+
+    def check_delta(self):
+        """Fill in what is 0; raise ValueError, with the key to change, if these heads cannot exist."""
+        for key in ('delta_heads', 'delta_key_heads', 'delta_key_width', 'delta_value_width', 'delta_norm_eps'):
+            if getattr(self, key) < 0:
+                raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        if self.delta_conv < 2:
+            raise ValueError(f'delta_conv is {self.delta_conv}: set it to 2 or more')
+        if self.delta_norm_place not in ('', 'before', 'after', 'both'):
+            raise ValueError(f"delta_norm_place is {self.delta_norm_place!r}: choose one of before, after, both, or ''")
+        if 'D' not in self.mixer_pattern:
+            return
+        self.delta_heads = self.delta_heads or self.n_head
+        self.delta_key_heads = self.delta_key_heads or self.delta_heads
+        self.delta_key_width = self.delta_key_width or self.head_width
+        self.delta_value_width = self.delta_value_width or self.delta_key_width
+        if self.delta_heads % self.delta_key_heads:
+            raise ValueError(f'delta_key_heads={self.delta_key_heads} does not divide delta_heads={self.delta_heads}: '
+                             'set delta_key_heads to a divisor of delta_heads')
+
+    def delta_shapes(self):
+        """What a block keeps of a text: ((F, n) for its convolution, (H, K, V) for its states)."""
+        keys, values = self.delta_key_heads * self.delta_key_width, self.delta_heads * self.delta_value_width
+        states = self.delta_heads, self.delta_key_width, self.delta_value_width
+        return (2 * keys + values, self.n_before('delta_conv')), states
+
+
+@dataclass
 class ExpertOptions:
     """A mixture of experts, with mlp='moe' (docs/moe.md)."""
     n_experts: int = 8  # experts in a block
     n_active_experts: int = 2  # experts that a token goes to
     n_shared_experts: int = 0  # experts that every token goes to as well
+    shared_gate: bool = False  # a gate for what the shared experts add, from 0 to 1 (Qwen3-Next)
     expert_hidden: int = 0  # width of an expert; 0 = that of a dense MLP
     expert_mlp: str = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
     expert_bias: bool = False  # biases in experts' linears, and in the router's logits (gpt-oss)
@@ -176,6 +239,9 @@ class ExpertOptions:
                     'router_z_loss'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
+        if self.shared_gate and not self.n_shared_experts:
+            raise ValueError('shared_gate is True, but n_shared_experts is 0: set shared_gate to False, or '
+                             'n_shared_experts to 1 or more')
         if not self.router_scale > 0:
             raise ValueError(f'router_scale is {self.router_scale}: it must be above 0')
         if self.n_active_experts > self.n_experts:

@@ -23,13 +23,20 @@ class ValueEmbedding(nn.Module):
 GATE_FEATURES = 32  # of x, which a gate reads
 
 
-def build_gate(config, n_heads):
+def build_gate(config, n_heads, width=0):
     """The linear of `head_strengths`."""
+    if width:
+        return nn.Linear(config.n_embd, n_heads * width, bias=config.has_bias('qkv'))
     return nn.Linear(min(config.n_embd, GATE_FEATURES), n_heads, bias=False)
 
 
-def head_strengths(gate, x):
-    """What each head's vectors are multiplied by: (B, T, heads, 1), from 0 to 2, and 1 if the gate is all zeros."""
+def head_strengths(gate, x, width=0):
+    """What each head's vectors are multiplied by: (B, T, heads, 1), from 0 to 2, and 1 if the gate is all zeros.
+
+    With a width, (B, T, heads, width): each feature by a number from 0 to 1, which the whole of x decides.
+    """
+    if width:
+        return torch.sigmoid(gate(x)).unflatten(-1, (-1, width))
     return 2 * torch.sigmoid(gate(x[..., :GATE_FEATURES]))[..., None]
 
 

@@ -8,11 +8,10 @@ import torch
 from data import storage
 from data.documents import separator_of
 from data.tokenizer import get_tokenizer
-from data.tokenizer_base import until_end
 from kilogpt.convert import weights
 from kilogpt.convert.tensors import pad_rows
+from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.attention import starts_of
-from kilogpt.layers.sampling import generate_tokens
 from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
@@ -45,7 +44,6 @@ class LoadedRun:
         size, n_lines = self.model.describe_size(), len(self.metrics)
         return f'LoadedRun({self.path!r}: {size}, {tokenizer}, {n_lines} iterations in metrics)'
 
-    @torch.inference_mode()
     def generate(self, prompt='\n', max_new_tokens=500, num_samples=None, temperature=0.8, top_k=200,
                  top_p=1.0, stop=False, seed=1337):
         """Return the prompt with its continuation, or a list of num_samples such texts.
@@ -55,14 +53,10 @@ class LoadedRun:
         check_sampling(dict(num_samples=num_samples, max_new_tokens=max_new_tokens, temperature=temperature,
                             top_k=top_k, top_p=top_p, seed=seed))
         tokens = self.tokenizer.encode_prompt(prompt) or [self.tokenizer.eot or 0]  # the model needs at least one token
-        device = next(self.model.parameters()).device
-        drawn = generate_tokens(
-            self.model, torch.tensor([tokens], device=device), max_new_tokens, temperature, top_k, top_p,
-            self.tokenizer.end_ids if stop else (), torch.Generator(device).manual_seed(seed),
-            self.model.new_cache(num_samples or 1, len(tokens) + max_new_tokens), self.separator)
-        texts = []
-        for ids in torch.stack(list(drawn), dim=1).tolist():
-            texts.append(prompt + self.tokenizer.decode(until_end(ids, self.tokenizer) if stop else ids))
+        requests = [Request(tokens, max_new_tokens, temperature, top_k, top_p, self.tokenizer.end_ids if stop else (),
+                            seed=(seed, i)) for i in range(num_samples or 1)]
+        Engine(ModelReader(self.model, len(requests)), self.separator).complete(requests)
+        texts = [prompt + self.tokenizer.decode(request.text_ids()) for request in requests]
         return texts[0] if num_samples is None else texts
 
     @torch.inference_mode()

@@ -8,7 +8,8 @@ def exchange_heads(model, mesh):
     """Let attention see whole sequences, with a part of the heads on each rank (DeepSpeed-Ulysses), in place.
 
     An all-to-all turns q, k, v (B, heads, T / cp, D) into (B, heads / cp, T, D), and another all-to-all turns
-    the result back. Key/value heads are repeated if there are fewer of them than ranks.
+    the result back. Key/value heads are repeated if there are fewer of them than ranks. A recurrence is treated
+    likewise, with its gates (B, heads, T / cp); there heads of queries and keys are repeated.
     A convolution gets the end of the part before. A loss that needs whole rows gathers them. In both cases the
     sum of all ranks' gradients goes back.
     mesh: of one dimension, over the ranks that share sequences.
@@ -30,15 +31,15 @@ def exchange_heads(model, mesh):
         return last[:, start:start + n]
 
     def gather_sequence(module, inputs):
-        q, k, v = inputs
-        repeats = mesh.size() // math.gcd(mesh.size(), k.size(1))
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        return tuple(redistribute(x, 2, 1) for x in (q, k, v))
+        gathered = []
+        for x in inputs:
+            repeats = mesh.size() // math.gcd(mesh.size(), x.size(1))  # 1 for all but the fewer heads
+            gathered.append(redistribute(x.repeat_interleave(repeats, dim=1) if repeats > 1 else x, 2, 1))
+        return tuple(gathered)
 
-    for owner, name in find_parts(model, 'attention'):
-        attention = getattr(owner, name)
-        attention.register_forward_pre_hook(gather_sequence)
-        attention.register_forward_hook(lambda module, inputs, output: redistribute(output, 1, 2))
+    for owner, name in find_parts(model, 'attention') + find_parts(model, 'recurrence'):
+        mixer = getattr(owner, name)
+        mixer.register_forward_pre_hook(gather_sequence)
+        mixer.register_forward_hook(lambda module, inputs, output: redistribute(output, 1, 2))
     replace_parts(model, 'positions_before', lambda zeros_before: positions_before)
     replace_parts(model, 'whole_rows', lambda whole_rows: gather_rows)

@@ -254,7 +254,7 @@ def check_layout(model, layout, *, block_size, dtype, activation_checkpoint, cpu
                     fits.append(f'tp={tp} cp={cp}')
         raise ValueError(f'{obstacle} cannot be split over tp={layout.tp} cp={layout.cp}: '
                          f'on these processes this model can have {", ".join(fits)}')
-    for key in ('attention_conv', 'mlp_conv'):
+    for key in model.config.CONVOLUTIONS:
         n_before = model.config.n_before(key)
         if layout.cp > 1 and block_size // layout.cp < n_before:
             raise ValueError(f'{key}={getattr(model.config, key)} reads {n_before} positions before each, '
@@ -302,6 +302,8 @@ def _sizes_to_split(model):
     """[(name, size)] of what tensor parallelism divides; 'n_head' comes first."""
     config, plan = model.config, model.split_plan
     sizes = [('n_head', config.n_head), ('n_kv_head', config.n_kv_head)]
+    if 'D' in config.mixer_pattern:
+        sizes = [*sizes[:1], ('delta_heads', config.delta_heads), *sizes[1:], ('delta_key_heads', config.delta_key_heads)]
     for block in model.get_submodule(plan['blocks']).values():
         for name, module in block.named_modules():
             if name in plan['colwise']:

@@ -118,7 +118,7 @@ class Scoring:
         """
         layout = self.parallel.layout
         divisor = layout.tp * layout.cp
-        n_before = max(map(self.config.n_before, ('attention_conv', 'mlp_conv')))
+        n_before = max(map(self.config.n_before, self.config.CONVOLUTIONS))
         length = max(length, n_before * layout.cp)  # a part holds what the next one reads
         if not self.parallel.pipeline:
             return -(-length // divisor) * divisor

@@ -10,7 +10,10 @@ def describe_memory(model, layout, config, available, device):
     """[line] to print: how much memory a run will need, and a warning if that is more than is available.
 
     available: bytes on the device of this process. The other arguments are those of `predict_memory`.
+    Nothing for a model with Gated DeltaNet, whose activations memory_model.py does not count.
     """
+    if model.config.n_layer_of('D'):
+        return []
     global_batch = config['batch_size'] * config['gradient_accumulation_steps'] // config['islands']
     of_an_island = config | dict(gradient_accumulation_steps=-(-global_batch // config['batch_size']))
     predicted, warning = predict_memory(model, layout, of_an_island, device.type, available)

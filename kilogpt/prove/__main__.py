@@ -11,8 +11,8 @@ and the saved weights; and at last two iterations that resume from the previous 
 names the first iteration and the parameters that differ, the likely cause, the file to look at, and what git says has
 changed since the last commit. The exit code is then 1.
 
-Config files and keys are those of train.py. These keys are shrunk: n_layer to 3, n_head to 4 (grouped heads
-stay grouped), n_embd to 8 for each head, block_size to 32, window to 5, n_experts to 4 of width 16, the
+Config files and keys are those of train.py. These keys are shrunk: n_layer to 3, n_head and delta_heads to 4
+(grouped heads stay grouped), n_embd to 8 for each head, block_size to 32, window to 5, n_experts to 4 of width 16, the
 vocabulary to 61 random tokens, and the batch to 4 micro-batches of 2 sequences; to more if a layout needs
 more. Patterns of more blocks than the model has lose repeats (SSSL is SSL). With documents=mask or pack,
 documents have 9 tokens on average. Dropout is off, no projection starts at zero, and the warm-up takes one
@@ -67,12 +67,13 @@ EXPERTS = ['ep2']
 DRAWN_QUICK, DRAWN_FULL = 2, 8  # random layouts besides, of at most MOST_DRAWN processes
 MOST_DRAWN = 4
 WINDOW = 5  # less than a document has, less than a rank's part of a sequence, and far less than a sequence
-PATTERNS = 'window_pattern', 'rope_pattern'
+PATTERNS = 'window_pattern', 'rope_pattern', 'mixer_pattern'
 LATENT_WIDTHS = dict(kv_latent=24, q_latent=20, rope_width=4, value_width=6)  # for heads that are 8 wide
 # {key of train.py that a layout sets: its value on one process}
 LAYOUT_KEYS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', ep=1,
                    activation_checkpoint='none', cpu_offload=False)
 SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'window', *PATTERNS, *LATENT_WIDTHS,
+          'delta_heads', 'delta_key_heads', 'delta_key_width', 'delta_value_width',
           'n_experts', 'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer',
           'moe_every', 'batch_size', 'gradient_accumulation_steps')
 
@@ -156,6 +157,12 @@ def shrink(config, layouts, keep):
     small['window'] = min(config['window'], WINDOW)
     for key in PATTERNS:
         small[key] = shorten(config[key], small['n_layer'])
+    small['delta_key_heads'] = 0
+    if config['delta_key_heads'] not in (0, config['delta_heads'] or config['n_head']):  # grouped heads
+        small['delta_key_heads'] = max(2, most['tp'])
+    small['delta_heads'] = config['delta_heads'] and max(4, most['split'], 2 * small['delta_key_heads'])
+    for key in ('delta_key_width', 'delta_value_width'):
+        small[key] = min(config[key], 16)
     if config['mlp'] == 'moe':
         small['n_experts'] = min(config['n_experts'], max(4, most['ep']))
         small['n_active_experts'] = min(config['n_active_experts'], 2)

@@ -22,6 +22,7 @@ class Key(NamedTuple):
 
 ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_rank=(4,))
 LATENT, NOT_LATENT = dict(kv_latent=(24,)), dict(kv_latent=(0,))
+DELTA = dict(mixer_pattern=('DA', 'D', 'DDA'))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
 MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
 FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu', 'swiglu_clamped')
@@ -91,15 +92,26 @@ MODEL = dict(
     rope_width=Key((0, 2), LATENT),
     value_width=Key((0, 6), LATENT),
     attention_gate=Key(NO_OR_YES, NOT_LATENT),
+    attention_gate_over=Key(('head', 'feature'), dict(attention_gate=(True,))),
     attention_conv=Key((0, 3), NOT_LATENT),
     mlp_conv=Key((0, 2)),
     value_pattern=Key(('N', 'V', 'VN'), NOT_LATENT),
+    mixer_pattern=Key(('A', 'DA', 'D', 'DDA')),
+    delta_heads=Key((0, 8), DELTA),
+    delta_key_heads=Key((0, 4, 2), DELTA),
+    delta_key_width=Key((0, 6), DELTA),
+    delta_value_width=Key((0, 10), DELTA),
+    delta_conv=Key((4, 2), DELTA),
+    delta_negative=Key(NO_OR_YES, DELTA),
+    delta_norm_eps=Key((0.0, 1e-2), DELTA),
+    delta_norm_place=Key(('', 'before', 'both'), DELTA),
     embedding_scale=Key((1.0, 5.0)),
     residual_scale=Key((1.0, 0.5)),
     logit_scale=Key((1.0, 3.0)),
     n_experts=Key((4, 6), EXPERTS),
     n_active_experts=Key((2, 1, 4), EXPERTS),
     n_shared_experts=Key((0, 1, 2), EXPERTS),
+    shared_gate=Key(NO_OR_YES, EXPERTS | dict(n_shared_experts=(1, 2))),
     expert_hidden=Key((16, 24), EXPERTS),
     expert_mlp=Key(FORMS, EXPERTS),
     expert_bias=Key(NO_OR_YES, EXPERTS),

@@ -15,12 +15,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import torch
 from helpers import ROOT, run_forked
 from test_conversation import build, count_read, trained  # noqa: F401  `trained` is a fixture
 
 from kilogpt.chat import server as server_module
-from kilogpt.chat.requests import RequestError, cut_at, parse
+from kilogpt.chat.requests import CutAtStops, RequestError, parse
+from kilogpt.generate.engine import Engine, ModelReader
 
 DEFAULTS = dict(max_tokens=20, temperature=0.5, top_p=0.9)
 HI = [dict(role='user', content='HI')]
@@ -77,40 +77,66 @@ def test_bad_entry_is_named_with_its_value(entries, status, words):
 
 
 @pytest.mark.quick
-def test_text_is_cut_at_the_first_stop_wherever_its_pieces_are_cut():
+def test_text_is_CutAtStops_the_first_stop_wherever_its_pieces_are_cut():
     for pieces in (['one END two'], ['one E', 'ND two'], list('one END two'), ['one ', 'END', ' two']):
-        assert ''.join(filter(None, cut_at(['END', 'two'], pieces))) == 'one '
-        *texts, last = cut_at(['END', 'two'], pieces)
-        assert last is None
-    assert list(cut_at(['END'], ['E', 'N', 'x'])) == ['', '', 'ENx', '']
-    assert list(cut_at([], ['a', 'b'])) == ['a', 'b', '']
+        cut = CutAtStops(['END', 'two'])
+        assert ''.join(map(cut.add, pieces)) == 'one ' and cut.is_over and cut.add('', is_last=True) == ''
+    cut = CutAtStops(['END'])
+    assert [cut.add(piece) for piece in 'ENxE'] == ['', '', 'ENx', ''] and cut.add('', is_last=True) == 'E'
+    assert [CutAtStops([]).add(piece) for piece in 'ab'] == ['a', 'b'] and not cut.is_over
+
+
+def answers_of(talk, n_rows=1):
+    return server_module.Answers(Engine(ModelReader(talk.engine.reader.model, n_rows)), talk.template, None, 0)
+
+
+def job_of(asked, receive, seconds=600):
+    return SimpleNamespace(request=asked, is_over=False, deadline=time.monotonic() + seconds, send=receive)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize('is_late', [False, True])
 def test_text_ends_when_its_client_vanishes_or_takes_too_long(is_late, monkeypatch):
-    talk, counts, events = build(dict(pos='rope')), [], []
-    count_read(talk, counts)
-    job = SimpleNamespace(request=request(max_tokens=60), is_over=False, deadline=time.monotonic() + 9)
+    """The next client gets the place; one that waits too long gets a sentence."""
+    talk, events, of_next, of_last = build(dict(pos='rope')), [], [], []
+    answers = answers_of(talk)
+    jobs = job_of(request(max_tokens=60), events.append, 9), job_of(request(max_tokens=3), of_next.append), \
+        job_of(request(max_tokens=60), of_last.append)
+    for job in jobs:
+        answers.begin(job)
+    answers.step()
+    assert len(events) == 3 and of_next == []  # the numbers of tokens, and two pieces
+    if is_late:
+        jobs[0].deadline -= server_module.MAX_SECONDS + 9
+    else:
+        jobs[0].is_over = True
+    jobs[2].deadline = 0
+    for _ in range(4):
+        answers.step()
+    assert isinstance(events[-1], server_module.End) and len(events) == 4
+    assert len(of_next) == 5 and of_next[-1] == 'length' and not answers.growing
+    assert 'no turn came within' in str(of_last[0]) and of_last[0].status == 503
 
-    def receive(event):
-        events.append(event)
-        if is_late:
-            monkeypatch.setattr(server_module, 'MAX_SECONDS', -1)
-        elif isinstance(event, str):
-            job.is_over = True
 
-    job.send = receive
-    server_module.answer(talk, job, None, torch.Generator())
-    assert len(counts) <= 3 and isinstance(events[-1], server_module.End)
-    n_read = len(counts)
-    job.is_over = True
-    server_module.answer(talk, job, None, torch.Generator())
-    assert len(counts) == n_read
-    job.is_over, job.deadline = False, 0
-    with pytest.raises(RequestError, match='no turn came within') as error:
-        server_module.answer(talk, job, None, torch.Generator())
-    assert error.value.status == 503
+@pytest.mark.quick
+def test_texts_grow_together_and_each_is_what_it_is_alone():
+    talk, together = build(dict(pos='rope')), {}
+    answers = answers_of(talk, 4)
+    asked = [request(messages=[dict(role='user', content='HI' * n)], max_tokens=n + 3, temperature=1, seed=n,
+                     stop=['7']) for n in range(8)]
+    for n in range(8):
+        together[n] = []
+        answers.begin(job_of(asked[n], together[n].append))
+        answers.step()
+    while answers.growing:
+        answers.step()
+    for n in range(8):
+        alone = answers_of(talk)
+        events = []
+        alone.begin(job_of(asked[n], events.append))
+        while alone.growing:
+            alone.step()
+        assert events[1:] == together[n][1:] and events[0] == together[n][0] and len(events) > 2
 
 
 @pytest.mark.quick
@@ -131,8 +157,10 @@ def test_turns_of_a_client_read_only_what_is_new_and_give_what_the_whole_gives()
         texts = []
         for talk in (cached, build(options)):
             events = []
-            job = SimpleNamespace(request=asked, is_over=False, deadline=time.monotonic() + 600, send=events.append)
-            server_module.answer(talk, job, None, torch.Generator())
+            answers = server_module.Answers(talk.engine, talk.template, None, 0)
+            answers.begin(job_of(asked, events.append))
+            while answers.growing:
+                answers.step()
             texts.append(''.join(events[1:-1]))
         assert texts[0] == texts[1] and len(texts[0]) == 4
         assert counts == [n_read, 1, 1, 1]

@@ -7,13 +7,14 @@ import threading
 
 import pytest
 import torch
-from helpers import run_forked, start_script
+from helpers import continue_texts, run_forked, start_script
 
 from data.chat_template import ChatTemplate
 from data.tokenizer import CharTokenizer
-from kilogpt.chat import conversation as module, terminal
+from kilogpt.chat import terminal
 from kilogpt.chat.conversation import Conversation
-from kilogpt.layers.sampling import generate
+from kilogpt.generate import engine as module
+from kilogpt.generate.engine import Engine, ModelReader
 from model import GPT, GPTConfig
 
 LENGTH = 96
@@ -25,22 +26,24 @@ MODELS = {
     'convolution': dict(pos='rope', attention_conv=3),
     'convolution before the MLP': dict(mlp_conv=4),
 }
-GREEDY = 0, None, None, None  # temperature, top_k, top_p, generator
+GREEDY = 0, None, None, 0  # temperature, top_k, top_p, seed
 
 
-def build(options, separator=None, **more):
+def build(options, separator=None):
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=LENGTH, vocab_size=100, n_layer=2, n_head=4, n_embd=32, tie_weights=False,
                           **options), seed=3).eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 or 'convolution' in name:
             torch.nn.init.normal_(parameter, std=0.5)  # so that the likeliest token depends on the text
-    return Conversation(model, ChatTemplate(CharTokenizer(string.printable)), separator, **more)
+    conversation = Conversation(Engine(ModelReader(model, 1), separator), ChatTemplate(CharTokenizer(string.printable)))
+    conversation.template.stop_ids = ()
+    return conversation
 
 
 def count_read(conversation, counts):
     """Append to counts the number of tokens of each forward pass."""
-    conversation.model.transformer.wte.register_forward_hook(lambda _, inputs, __: counts.append(inputs[0].numel()))
+    conversation.engine.reader.model.transformer.wte.register_forward_hook(lambda _, inputs, __: counts.append(inputs[0].numel()))
 
 
 @pytest.mark.parametrize('separator', [None, 5])
@@ -57,55 +60,56 @@ def test_cached_turns_give_the_tokens_that_uncached_ones_give(name, separator, m
             text = [1, 2]
         else:
             text = text + turn
-        tokens = list(cached.generate(text, 6, *GREEDY, stop_ids=()))
-        assert tokens == list(build(MODELS[name], separator).generate(text, 6, *GREEDY, stop_ids=()))
+        tokens = list(cached.generate(text, 6, *GREEDY))
+        assert tokens == list(build(MODELS[name], separator).generate(text, 6, *GREEDY))
         idx = torch.tensor([text])
-        expected = generate(cached.model, idx, 6, temperature=0, separator=separator)
+        expected = continue_texts(cached.engine.reader.model, idx, 6, temperature=0, separator=separator)
         assert text + tokens == expected[0].tolist()
         text = text + tokens
         drawn += tokens
-    assert len(set(drawn)) > 8 and cached.cache.size == 64
+    assert len(set(drawn)) > 8 and cached.engine.reader.size == 64
 
 
 @pytest.mark.quick
 def test_only_new_tokens_are_read():
     talk, counts = build(MODELS['rope']), []
     count_read(talk, counts)
-    text = [1, 2, 3] + list(talk.generate([1, 2, 3], 4, *GREEDY, stop_ids=()))
+    text = [1, 2, 3] + list(talk.generate([1, 2, 3], 4, *GREEDY))
     assert counts == [3, 1, 1, 1]
-    list(talk.generate([*text, 8, 9], 2, *GREEDY, stop_ids=()))
+    list(talk.generate([*text, 8, 9], 2, *GREEDY))
     assert counts[4:] == [3, 1]  # the last token that was drawn, and the two new ones
-    list(talk.generate([1, 2], 1, *GREEDY, stop_ids=()))
+    list(talk.generate([1, 2], 1, *GREEDY))
     assert counts[6:] == [1]
 
 
 def test_answer_ends_before_a_stop_token_and_at_the_end_of_the_context():
     talk = build(MODELS['rope'])
-    tokens = list(talk.generate([1], 10, *GREEDY, stop_ids=()))
+    tokens = list(talk.generate([1], 10, *GREEDY))
     assert talk.reason == 'length' and len(tokens) == 10
     stop = tokens[4]
-    assert list(talk.generate([1], 10, *GREEDY, stop_ids={stop})) == tokens[:tokens.index(stop)]
+    talk.template.stop_ids = {stop}
+    assert list(talk.generate([1], 10, *GREEDY)) == tokens[:tokens.index(stop)]
     assert talk.reason == 'stop'
-    assert len(list(talk.generate([1] * (LENGTH - 3), 10, *GREEDY, stop_ids=()))) == 3 and talk.reason == 'length'
-    assert list(talk.generate([1] * LENGTH, 10, *GREEDY, stop_ids=())) == []
+    talk.template.stop_ids = ()
+    assert len(list(talk.generate([1] * (LENGTH - 3), 10, *GREEDY))) == 3 and talk.reason == 'length'
 
 
 @pytest.mark.parametrize('name', ['rope', 'windows', 'convolution', 'convolution before the MLP'])
 def test_reading_that_was_interrupted_leaves_a_usable_cache(name, monkeypatch):
     talk = build(MODELS[name])
     text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10] * 3
-    text += list(talk.generate(text, 3, *GREEDY, stop_ids=()))[:2]  # all that it has read
-    expected = list(build(MODELS[name]).generate([*text, 7], 6, *GREEDY, stop_ids=()))
-    block = talk.model.transformer.h['1']
+    text += list(talk.generate(text, 3, *GREEDY))[:2]  # all that it has read
+    expected = list(build(MODELS[name]).generate([*text, 7], 6, *GREEDY))
+    block = talk.engine.reader.model.transformer.h['1']
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
     hook = block.register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
-        list(talk.generate([*text, *range(20, 40)], 6, *GREEDY, stop_ids=()))
+        list(talk.generate([*text, *range(20, 40)], 6, *GREEDY))
     hook.remove()
-    assert list(talk.generate([*text, 7], 6, *GREEDY, stop_ids=())) == expected
+    assert list(talk.generate([*text, 7], 6, *GREEDY)) == expected
 
 
 def test_oldest_turns_are_left_out_but_the_system_message_stays():

@@ -13,9 +13,8 @@ from tokenizers import pre_tokenizers
 
 from data.chat_template import ChatTemplate
 from data.json_tokenizer import JsonTokenizer
-from helpers import ROOT, run_forked
+from helpers import ROOT, continue_texts, run_forked
 from kilogpt.convert.gguf_files import read_gguf, write_gguf
-from kilogpt.layers.sampling import generate
 from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
 from model import GPT
 
@@ -39,7 +38,7 @@ def smollm2(tmp_path_factory):
 def greedy(model, prompt, count):
     """prompt (1, T) with the `count` likeliest tokens, of our model or of one of transformers."""
     if isinstance(model, GPT):
-        return generate(model, prompt, count, temperature=0)
+        return continue_texts(model, prompt, count, temperature=0)
     return model.generate(prompt, do_sample=False, max_new_tokens=count, eos_token_id=None, pad_token_id=0)
 
 

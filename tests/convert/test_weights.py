@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from helpers import run_forked
+from helpers import continue_texts, run_forked
 
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt.convert import exporting
@@ -24,7 +24,6 @@ from kilogpt.convert.__main__ import inspect
 from kilogpt.convert.tensors import pad_rows
 from kilogpt.convert.exporting import export_weights
 from kilogpt.convert.weights import import_weights, read_weights
-from kilogpt.layers.sampling import generate
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
@@ -104,7 +103,7 @@ def assert_same_predictions(ours, theirs):
     assert logits.std() > 0.3
     torch.testing.assert_close(logits, theirs(PROMPT).logits, atol=1e-4, rtol=0)
     text = theirs.generate(PROMPT, max_new_tokens=50, do_sample=False, pad_token_id=0)
-    assert text.size(1) == 59 and generate(ours, PROMPT, 50, temperature=0).equal(text)
+    assert text.size(1) == 59 and continue_texts(ours, PROMPT, 50, temperature=0).equal(text)
 
 
 def whole(tensors):

@@ -1,0 +1,105 @@
+"""Text from a model in any layout, without gathering the model: evaluation, samples during training, rollouts.
+
+All processes call `generate_in_layout` with the same requests, and all get the same texts:
+
+    scorer = Scorer(parallel, config, dtype)
+    requests = [Request(ids, 64, temperature=1.0, seed=(seed, number)) for number, ids in enumerate(prompts)]
+    texts = generate_in_layout(scorer, requests)
+"""
+from collections import ChainMap
+
+import torch
+
+from kilogpt.evaluate import batches
+from kilogpt.evaluate.scorer import arrange
+from kilogpt.generate.engine import Engine
+from kilogpt.parallel.scoring import Scoring
+
+
+class LayoutReader:
+    """Reads tokens by a model in a layout, as engine.ModelReader does. Each process of the layout has one.
+
+    There is a cache where each process has all layers and heads, if perhaps not all weights at a time. Elsewhere
+    each token takes a new reading of its text.
+    """
+
+    def __init__(self, scoring, scorer, rows, length, is_alone):
+        """is_alone: whether this process reads texts of its own. The other arguments are Scorer, Scoring and numbers."""
+        self.scoring, self.config, self.rows, self.is_alone = scoring, scorer.config, rows, is_alone
+        self.has_cache, self.is_exact = scoring.is_whole, scorer.dtype == 'float32'
+        self.most_tokens, self.size = scorer.most_tokens, length
+        self.cache = scoring.new_cache(rows, length) if self.has_cache else None
+        self.can_go_back = self.cache.can_go_back if self.has_cache else True
+        self.processes = scoring.parallel.processes
+        _, dp_rank, _, tp_rank = scoring.parallel.layout.coordinates(self.processes.rank)
+        self.draws = is_alone or dp_rank == tp_rank == 0  # several processes may know the same logits
+
+    def make_room(self, length, rows):
+        """The cache has its full length from the beginning."""
+
+    def read(self, numbers, ids, starts, lengths):
+        """As ModelReader.read."""
+        counts, height, length = [len(of_row) for of_row in ids], len(ids), max(map(len, ids))
+        if not self.has_cache:
+            height, length = self.scoring.height(height), self.scoring.length(length)
+        # The target may be any token.
+        x, y = arrange([batches.Request([*of_row, 0], len(of_row)) for of_row in ids], height, length)
+        if starts is not None:
+            starts = torch.tensor([of_row + [0] * (length - len(of_row)) for of_row in starts]
+                                  + [[0] * length] * (height - len(starts)))
+        cache = None
+        if self.has_cache:
+            device = self.cache.lengths.device
+            befores = [lengths[number] for number in numbers]
+            part, ends = torch.tensor(numbers, device=device), (max(befores), max(map(sum, zip(befores, counts))))
+            if len(numbers) == self.rows:
+                part = slice(0, self.rows)
+            self.cache.lengths[part] = torch.tensor(befores, device=device)
+            cache = self.cache.part(part, torch.tensor(counts, device=device) if min(counts) < length else None, ends)
+        scores = self.scoring.run(x, y, starts, cache)
+        if scores is None or not self.draws:
+            return [], None
+        is_text = scores.row < len(ids)  # other rows fill up a batch
+        return scores.row[is_text].tolist(), scores.logits[is_text].cpu()
+
+    def copy(self, source, target, length):
+        """As ModelReader.copy."""
+        if self.has_cache:
+            self.cache.copy_row(source, target, length)
+
+    def agree(self, tokens):
+        """As ModelReader.agree."""
+        return tokens if self.is_alone else [int(token) for token in self.processes.sums(tokens)]
+
+
+def generate_in_layout(scorer, requests, is_shared=True):
+    """Continue the Requests, the same on all processes; returns a list of new ids for each, on all of them.
+
+    A text depends on its request alone, up to rounding: not on the layout, or on the other requests. A prompt keeps
+    as many of its last tokens as leave room for max_new_tokens in block_size.
+    is_shared: where each process has the whole model, each continues its part of the requests. Otherwise all
+    continue all of them together, a pass at a time, and scorer.poll may end that; the result is then None.
+    """
+    parallel, block_size = scorer.parallel, scorer.config.block_size
+    for request in requests:
+        request.max_new_tokens = min(request.max_new_tokens, block_size - 1)
+        request.ids = request.ids[-(block_size - request.max_new_tokens):]
+    layout, processes = parallel.layout, parallel.processes
+    is_shared = is_shared and layout.dp == layout.world_size and not layout.uses_fsdp
+    mine = requests[processes.rank::layout.world_size] if is_shared else requests
+    with Scoring(parallel, scorer.config, scorer.dtype, wants_logits=True) as scoring:
+        length = max((len(request.ids) + request.max_new_tokens for request in mine), default=1)
+        rows = min(len(mine), max(1, scorer.most_tokens // length))
+        engine = Engine(LayoutReader(scoring, scorer, rows, length, is_shared), scorer.separator) if mine else None
+        for request in mine:
+            engine.submit(request)
+        while mine and engine.is_busy:
+            if not is_shared and scorer.poll():
+                return None
+            engine.step()
+    texts = {number: request.tokens for number, request in enumerate(requests)}
+    if is_shared:
+        texts = dict(ChainMap(*(processes.share(
+            {number: tokens for number, tokens in texts.items() if number % layout.world_size == rank}, rank)
+            for rank in range(layout.world_size))))
+    return [texts[number] for number in range(len(requests))]
