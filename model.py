@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kilogpt.layers.attention import CappedAttention, NormOverHeads, build_mask, first_seen
+from kilogpt.layers.attention import NormOverHeads, build_dot_product, build_mask, first_seen
 from kilogpt.layers.options import AdapterOptions, BlockOptions, DeltaOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears, draw_normal
 from kilogpt.layers.rope import rope_tables, rotate
@@ -36,7 +36,7 @@ class GPTConfig(BlockOptions, DeltaOptions, ExpertOptions, AdapterOptions):
     bias: bool = True  # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'  # positions: 'learned' or 'rope'
     norm: str = 'layernorm'  # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'geglu', 'moe' (of experts)
+    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'swiglu_clamped', 'geglu', 'moe' (experts)
     qk_norm: bool = False  # normalise queries and keys per head
     tie_weights: bool = True  # the output head shares the token embedding
     softcap: float = 0.0  # tanh cap on the logits; 0 = none
@@ -133,9 +133,7 @@ class Attention(nn.Module):
             self.q_norm_all = NormOverHeads(width, config.norm_eps)
             self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
         self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
-        self.dot_product = DotProductAttention(config.dropout)
-        if config.attention_softcap:
-            self.dot_product = CappedAttention(config.dropout, config.attention_softcap)
+        self.dot_product, self.sinks = build_dot_product(config, DotProductAttention)
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None, tokens=None, positions=None):
@@ -165,7 +163,7 @@ class Attention(nn.Module):
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, H, T, D) and (B, G, T, D)
         if cache is not None:
             k, v = cache.extend(k, v)  # (B, G, S, D)
-        y = self.dot_product(q, k, v, mask=mask)  # (B, H, T, D)
+        y = self.dot_product(q, k, v, mask=mask, **self.sinks())  # (B, H, T, D)
         y = y.transpose(1, 2)  # (B, T, H, D)
         if self.gate is not None:
             y = y * head_strengths(self.gate, x, self.gate_width)
@@ -174,12 +172,14 @@ class Attention(nn.Module):
 
 PLAIN = dict(gelu=F.gelu, gelu_tanh=lambda h: F.gelu(h, approximate='tanh'),
              relu2=lambda h: F.relu(h).square())  # Primer (So et al. 2021)
-GATED = dict(swiglu=F.silu, geglu=PLAIN['gelu_tanh'])  # of c_gate's output, times that of c_fc (Shazeer 2020)
+# Of c_gate's output and that of c_fc (Shazeer 2020; the last one: gpt-oss)
+GATED = dict(swiglu=lambda gate, h: F.silu(gate) * h, geglu=lambda gate, h: PLAIN['gelu_tanh'](gate) * h,
+             swiglu_clamped=lambda gate, h: F.silu(1.702 * gate.clamp(max=7)) / 1.702 * (h.clamp(-7, 7) + 1))
 
 
 def activate(form, h, gate):
     """The activation of an MLP of that form. h: the output of c_fc; gate: the output of c_gate, or None."""
-    return PLAIN[form](h) if gate is None else GATED[form](gate) * h
+    return PLAIN[form](h) if gate is None else GATED[form](gate, h)
 
 
 class MLP(nn.Module):
@@ -205,6 +205,9 @@ def build_mixer(config, layer):
     if config.mixer_of(layer) == 'D':
         from kilogpt.layers.delta import GatedDeltaNet
         return GatedDeltaNet(config, layer)
+    if config.kv_latent:
+        from kilogpt.layers.latent import LatentAttention
+        return LatentAttention(config, DotProductAttention)
     return Attention(config, layer)
 
 
@@ -257,7 +260,8 @@ class GPT(nn.Module):
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
-        features=('attn.convolution', 'attn.decay'),   # vectors with a part for each output feature
+        features=('attn.convolution', 'attn.decay', 'attn.sinks'),  # vectors with a part for each output feature
+        shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),  # all heads read
         whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
         # Norms of values that stay split by heads or positions.
@@ -271,7 +275,9 @@ class GPT(nn.Module):
         recurrence=('attn.delta_rule',),               # likewise
         positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
                           'convolution.positions_before'),
-        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors'),  # a rank's part
+        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors',
+                 'attn.sinks.factors'),                # a rank's part
+        to_heads=('attn.to_heads',),                   # what the heads of all ranks read
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),
         loss=('loss',),
@@ -280,8 +286,8 @@ class GPT(nn.Module):
         cross_entropy=('loss.cross_entropy',),
         dispatch=('mlp.routed.dispatch',),             # sends tokens to the ranks of their experts
         products=('mlp.routed.experts.products',),
-        matrices=('mlp.routed.experts.matrices',),     # those of all experts, or a rank's part of them
-        router_matrix=('mlp.routed.router.matrix',),
+        matrices=('mlp.routed.experts.matrices', 'mlp.routed.experts.biases'),  # of all experts, or a rank's part
+        router_matrix=('mlp.routed.router.matrix', 'mlp.routed.router.logit_biases'),
     )
 
     def __init__(self, config, seed=1337):
@@ -333,7 +339,7 @@ class GPT(nn.Module):
         if 'lora_' in name:
             from kilogpt.layers.lora import initial_std
             std = initial_std(name, shape)
-        if 'attn.value_embedding' in name or 'attn.gate' in name:  # starts as a model without these
+        if 'attn.value_embedding' in name or 'attn.gate' in name or name.endswith('_bias'):  # as without these
             std = 0.0
         if 'c_proj' in name and 'lora_' not in name:  # scaled by residual layers (Radford et al. 2019, 2.3)
             std = 0.0 if self.config.zero_init else std / math.sqrt(2 * self.config.n_layer)

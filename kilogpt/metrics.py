@@ -191,10 +191,10 @@ def flops_per_token(model, lengths):
     """Floating-point operations per token, forward and backward, in documents of `lengths` tokens. model: a whole GPT.
 
     Each matrix element takes a multiply and an add forward and twice that backward, or once if frozen: 6 or 4.
-    Attention adds two products a layer with H D elements for each position that a token sees, 6 each. PaLM (Chowdhery
-    et al. 2022) and nanoGPT count those that follow too. lengths: of GPTConfig.mean_seen.
+    Attention adds two products a layer with H D elements for each position that a token sees, 6 each (the second may
+    have another width with kv_latent). PaLM (Chowdhery et al. 2022) and nanoGPT count those that follow too.
     A recurrence adds three products of a vector with each head's state, of K V elements, as step by step; the chunked
-    form computes more.
+    form computes more. lengths: of GPTConfig.mean_seen.
     """
     config = model.config
     layers = [module for module in model.modules() if not isinstance(module, torch.nn.Embedding)]
@@ -202,9 +202,10 @@ def flops_per_token(model, lengths):
     of_matrices = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
     of_matrices -= (model.num_params() - model.num_active_params()) * (4 if config.lora_rank else 6)
     seen = config.n_layer * config.mean_seen(lengths)
+    widths = config.head_width + (config.value_width or config.head_width)
     n_states = config.delta_heads * config.n_layer_of('D')
     of_states = 18 * n_states * config.delta_key_width * config.delta_value_width
-    return of_matrices + int(12 * seen * config.n_head * config.head_width) + of_states
+    return of_matrices + int(6 * seen * config.n_head * widths) + of_states
 
 
 class Meter:

@@ -34,7 +34,12 @@ def kind_of_parameter(name, parameter, split_plan):
         return 'embedding'
     if module in split_plan['head']:
         return 'head'
-    return 'matrix' if parameter.dim() >= 2 else 'vector'
+    return 'vector' if is_vector(name, parameter) else 'matrix'
+
+
+def is_vector(name, parameter):
+    """Whether a parameter is a vector, or, as the biases of experts are, one for each expert."""
+    return parameter.dim() < 2 or name.endswith('_bias')
 
 
 def build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of=lambda name, parameter: 1.0):
@@ -44,7 +49,7 @@ def build_adamw(named_parameters, learning_rate, weight_decay, betas, factor_of=
     """
     alike = {}  # {(whether they are vectors, their factor): [(name, parameter)]}
     for name, parameter in named_parameters:
-        alike.setdefault((parameter.dim() < 2, factor_of(name, parameter)), []).append((name, parameter))
+        alike.setdefault((is_vector(name, parameter), factor_of(name, parameter)), []).append((name, parameter))
     groups = [dict(params=params, **settings_of_group(learning_rate, factor, 0.0 if are_vectors else weight_decay))
               for (are_vectors, factor), params in sorted(alike.items(), key=lambda item: item[0])]
     if not groups:  # a pipeline stage with adapters may train nothing

@@ -51,6 +51,11 @@ PARTS = dict(
     capped_window=dict(attention_softcap=0.5, window=4, window_pattern='SL'),
     gate=dict(attention_gate=True, n_kv_head=2), convolution=dict(attention_conv=4, n_kv_head=2),
     mlp_convolution=dict(mlp_conv=4, parallel_block=True),
+    sinks=dict(attention_sinks=True, n_kv_head=2), clamped=dict(mlp='swiglu_clamped'),
+    capped_sinks=dict(attention_sinks=True, attention_softcap=0.5, window=4, window_pattern='SL'),
+    latent=dict(ROPE, kv_latent=12, value_width=6),
+    latent_queries=dict(ROPE, kv_latent=12, rope_width=2, q_latent=10, attention_sinks=True, window=3,
+                        window_pattern='SL', attention_scale=0.7, bias=False),
     values=dict(value_pattern='VN', n_kv_head=2), values_everywhere=dict(ROPE, value_pattern='V'),
     scales=dict(embedding_scale=3.0, residual_scale=0.3, logit_scale=0.2, softcap=2.0),
     all_parts=dict(ROPE, norm='rmsnorm', mlp='geglu', norm_place='both', qk_norm=True, n_kv_head=2,
@@ -178,8 +183,8 @@ def reference(w, c, idx):
     def linear(x, name):
         return x @ w[f'{name}.weight'].T + w.get(f'{name}.bias', 0)
 
-    def rms(x, name):  # Zhang and Sennrich 2019, (4)
-        normalized = x / (x.pow(2).mean(-1, keepdim=True) + c.norm_eps).sqrt()
+    def rms(x, name, eps=c.norm_eps):  # Zhang and Sennrich 2019, (4)
+        normalized = x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
         return normalized * w[f'{name}.weight'] + w.get(f'{name}.bias', 0)
 
     def norm(x, name):  # LayerNorm is RMSNorm of the centred x
@@ -190,7 +195,7 @@ def reference(w, c, idx):
             return x
         local = c.rope_theta_window and is_windowed(layer)
         theta, scaling = (c.rope_theta_window, '') if local else (c.rope_theta, c.rope_scaling)
-        frequencies, factor = rope_angles(theta, scaling, int(D * c.rope_share), T)
+        frequencies, factor = rope_angles(theta, scaling, c.rope_width or int(D * c.rope_share), T)
         P = len(frequencies)
         angle = torch.arange(T).double()[:, None] * frequencies
         z = torch.complex(x[:, :P], x[:, P:2 * P]) * torch.exp(1j * angle) * factor
@@ -206,9 +211,22 @@ def reference(w, c, idx):
     def is_windowed(layer):
         return c.window > 0 and c.window_pattern[layer % len(c.window_pattern)] == 'S'
 
+    def latent_projections(x, name):  # DeepSeek-V2, (9) to (18); the rotated features come first
+        R, N = c.rope_width, D - c.rope_width
+        q = rms(linear(x, f'{name}.c_q_latent'), f'{name}.q_latent_norm', 1e-6) if c.q_latent else x
+        both = linear(x, f'{name}.c_kv_latent')
+        latent = rms(both[:, R:], f'{name}.kv_latent_norm', 1e-6)
+        k = linear(latent, f'{name}.c_k')
+        k = torch.cat([torch.cat((both[:, :R], k[:, h * N:(h + 1) * N]), -1) for h in range(c.n_head)], -1)
+        return dict(q=linear(q, f'{name}.c_q'), k=k, v=linear(latent, f'{name}.c_v'))
+
     def attention(x, name, layer):
         heads = []
-        projected = {p: linear(x, f'{name}.c_{p}') for p in 'qkv'}
+        if c.kv_latent:
+            projected = latent_projections(x, name)
+        else:
+            projected = {p: linear(x, f'{name}.c_{p}') for p in 'qkv'}
+        V = projected['v'].size(1) // c.n_kv_head
         if c.attention_conv:
             projected = {p: neighbours(y, w[f'{name}.convolution.{p}']) for p, y in projected.items()}
         if c.qk_norm and c.qk_norm_over == 'all':
@@ -221,7 +239,7 @@ def reference(w, c, idx):
         for h in range(c.n_head):
             # Consecutive query heads share a key/value head (Ainslie et al. 2023).
             g = h // (c.n_head // c.n_kv_head)
-            q, k, v = (projected[p][:, i * D:(i + 1) * D] for p, i in (('q', h), ('k', g), ('v', g)))
+            q, k, v = (projected[p][:, i * W:(i + 1) * W] for p, i, W in (('q', h, D), ('k', g, D), ('v', g, V)))
             if c.qk_norm and c.qk_norm_over == 'head':
                 q, k = rms(q, f'{name}.q_norm'), rms(k, f'{name}.k_norm')
             scores = turn(q, layer) @ turn(k, layer).T * (c.attention_scale or 1 / math.sqrt(D))
@@ -230,7 +248,8 @@ def reference(w, c, idx):
             weights = scores.exp().tril()
             if is_windowed(layer):
                 weights = weights.triu(1 - c.window)
-            heads.append(weights / weights.sum(-1, keepdim=True) @ v)
+            sink = w[f'{name}.sinks.scores'][h].exp() if c.attention_sinks else 0
+            heads.append(weights / (weights.sum(-1, keepdim=True) + sink) @ v)
         if c.attention_gate:
             gate = 2 * torch.sigmoid(linear(x[:, :32], f'{name}.gate'))
             heads = [heads[h] * gate[:, h:h + 1] for h in range(c.n_head)]
@@ -246,7 +265,10 @@ def reference(w, c, idx):
             h = torch.where(h > 0, h * h, 0)
         else:  # Shazeer 2020, (6)
             gate = linear(x, f'{name}.c_gate')
-            if c.mlp == 'geglu':
+            if c.mlp == 'swiglu_clamped':  # gpt-oss, 2025, footnote of 2.2, and its code
+                gate, h = gate.clamp(max=7), h.clamp(-7, 7) + 1
+                gate = gate * torch.sigmoid(1.702 * gate)
+            elif c.mlp == 'geglu':
                 gate = 0.5 * gate * (1 + torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3)))
             else:
                 gate = gate * torch.sigmoid(gate)
@@ -452,7 +474,9 @@ def test_flops_per_token_equals_what_the_operations_count(options):
         window = min(config.window_of(layer) or T, T)
         # Papers take the mean of T / 2 keys for a causal square, which is that of continuous positions.
         seen += sum(min(t, window) for t in range(1, T + 1)) - window / 2
-    attention = 12 * (config.n_layer * T - seen / T) * config.n_head * config.head_width
+    # Values that are narrower than keys are computed with zeros beside them, which the formula does not count.
+    width, needed = config.head_width, config.head_width + (config.value_width or config.head_width)
+    attention = config.n_head * (12 * config.n_layer * T * width - 6 * seen / T * needed)
     assert counter.get_total_flops() == pytest.approx(2 * T * (flops_per_token(model, [T]) + attention), rel=1e-5)
 
 

@@ -120,6 +120,30 @@ def write_rope(config):
         rope_parameters=dict(rope_type=name, rope_theta=config.rope_theta, **scaling, **share))
 
 
+def with_two_ropes(entries, theta, local_theta):
+    """Entries in which rope_parameters has the angles of both kinds of layers, as version 5 of transformers writes it.
+
+    theta, local_theta: those of layers without and with a window, if their own entries do not say it. A scaling
+    under rope_scaling is of layers without a window.
+    """
+    ropes = entries.value('rope_parameters', {}, (dict,), 'an object')
+    if ropes.keys() - {'full_attention', 'sliding_attention'}:
+        entries.refuse('rope_parameters', ropes, 'but it must have those of full_attention and sliding_attention')
+    scaling = entries.value('rope_scaling', {}, (dict,), 'an object')
+    if 'type' in scaling:  # of version 4, which transformers 5.24 takes for no scaling in these families
+        scaling = dict(rope_type=scaling['type']) | scaling
+    full = dict(rope_theta=theta) | (ropes.get('full_attention') or {}) | scaling
+    local = dict(rope_theta=local_theta) | (ropes.get('sliding_attention') or {})
+    ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
+    return Entries(entries.hf_config | ropes, entries.source)
+
+
+def with_local_rope(written, config):
+    """The entries that write_rope gave, with the angles of layers with a window beside those of the others."""
+    local = dict(rope_type='default', rope_theta=config.rope_theta_window or config.rope_theta)
+    return written | dict(rope_parameters=dict(full_attention=written['rope_parameters'], sliding_attention=local))
+
+
 def read_windows(entries, types):
     """The arguments of windows. types: 'sliding_attention' or 'full_attention' for each layer."""
     window = entries.integer('sliding_window', 0)
@@ -157,3 +181,25 @@ def write_llama(config):
 def read_attention_bias(entries):
     has_bias = entries.flag('attention_bias', False)
     return dict(qkv=has_bias, proj=has_bias)
+
+
+def mistral_read(entries, **defaults):
+    return read_llama(entries, **defaults) | read_windows(
+        entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
+
+
+def mistral_write(config):
+    return write_llama(config) | dict(sliding_window=config.window or None)
+
+
+def read_qwen_windows(entries):
+    if not entries.flag('use_sliding_window', False):
+        return {}
+    n_layer, first = entries.integer('num_hidden_layers'), entries.integer('max_window_layers', 28)
+    types = ['sliding_attention' if layer >= first else 'full_attention' for layer in range(n_layer)]
+    return read_windows(entries, entries.list('layer_types', types, ('sliding_attention', 'full_attention')))
+
+
+def write_qwen(config):
+    return write_llama(config) | dict(use_sliding_window=config.window > 0, layer_types=layer_types(config),
+                                      sliding_window=config.window or None, max_window_layers=config.n_layer)

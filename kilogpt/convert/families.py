@@ -8,18 +8,22 @@ from typing import Callable, NamedTuple
 
 from kilogpt.convert import hybrids, renaming
 from kilogpt.convert.config_entries import (
-    Entries, biases, layer_types, read_attention_bias, read_llama, read_rope, read_windows, shortest,
-    write_llama, write_rope)
+    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_qwen_windows,
+    read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
+from kilogpt.convert.expert_families import (
+    deepseek_v2_read, deepseek_v2_write, deepseek_v3_read, deepseek_v3_write, glm4_moe_read, glm4_moe_write,
+    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen3_moe_read, qwen3_moe_write,
+    qwen3_next_read, qwen3_next_write)
 from kilogpt.convert.meaning import keys_not_kept
+from kilogpt.convert.mxfp4 import is_mxfp4
 from model import GPTConfig
 
 # Families that people ask for and that need more than parts.
 REFUSED = dict(
-    deepseek_v2='its attention compresses keys and values (multi-head latent attention)',
-    deepseek_v3='its attention compresses keys and values (multi-head latent attention)',
-    gpt_oss='its attention has learned sinks, and its experts have biases',
     phi='its blocks share one norm between attention and MLP',
     qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
+    gemma4='it also reads images, and its layers have vectors of the token and share keys and values',
+    gemma4_text='its layers have vectors of the token and share keys and values',
     gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
     llama4='its attention is chunked, and it also reads images', mamba='it has no attention',
     qwen3_5='it also reads images: save its language model, of the family qwen3_5_text, on its own',
@@ -74,28 +78,6 @@ def llama_write(config):
     return write_llama(config) | dict(mlp_bias=config.has_bias('mlp'))
 
 
-def mistral_read(entries, **defaults):
-    return read_llama(entries, **defaults) | read_windows(
-        entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
-
-
-def mistral_write(config):
-    return write_llama(config) | dict(sliding_window=config.window or None)
-
-
-def read_qwen_windows(entries):
-    if not entries.flag('use_sliding_window', False):
-        return {}
-    n_layer, first = entries.integer('num_hidden_layers'), entries.integer('max_window_layers', 28)
-    types = ['sliding_attention' if layer >= first else 'full_attention' for layer in range(n_layer)]
-    return read_windows(entries, entries.list('layer_types', types, ('sliding_attention', 'full_attention')))
-
-
-def write_qwen(config):
-    return write_llama(config) | dict(use_sliding_window=config.window > 0, layer_types=layer_types(config),
-                                      sliding_window=config.window or None, max_window_layers=config.n_layer)
-
-
 def qwen2_read(entries):
     return read_llama(entries) | biases(qkv=True) | read_qwen_windows(entries)
 
@@ -126,6 +108,25 @@ def smollm3_write(config):
 def olmo2_read(entries):
     return (read_llama(entries, eps=1e-5) | biases(**read_attention_bias(entries))
             | dict(norm_place='after', qk_norm=True, qk_norm_over='all'))
+
+
+def olmo3_read(entries):
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    theta = entries.number('rope_theta', 500000.0)
+    local = entries.value('rope_parameters', {}, (dict,), 'an object').get('sliding_attention') or {}
+    if theta != 500000 and 'rope_theta' not in local:
+        entries.refuse('rope_theta', theta, 'which transformers 5.24 takes for the layers without a window alone: '
+                                            'write rope_parameters with that of sliding_attention too')
+    entries = with_two_ropes(entries, theta, theta)
+    windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
+    return olmo2_read(entries) | (windows or dict(rope_theta_window=0.0))
+
+
+def olmo3_write(config):
+    return with_local_rope(write_llama(config), config) | dict(
+        sliding_window=config.window or config.block_size, layer_types=layer_types(config))
 
 
 def phi3_read(entries):
@@ -228,142 +229,15 @@ def gemma2_write(config):
 
 def gemma3_read(entries):
     entries.only('attn_logit_softcapping', None)  # which transformers passes over in this family
-    ropes = entries.value('rope_parameters', {}, (dict,), 'an object')
-    if ropes.keys() - {'full_attention', 'sliding_attention'}:
-        entries.refuse('rope_parameters', ropes, 'but it must have those of full_attention and sliding_attention')
-    full = dict(rope_theta=entries.number('rope_theta', 1000000.0)) | (ropes.get('full_attention') or {})
-    scaling = entries.value('rope_scaling', {}, (dict,), 'an object')
-    if 'type' in scaling:  # of version 4, which transformers 5.24 takes for no scaling in this family
-        scaling = dict(rope_type=scaling['type']) | scaling
-    full |= scaling
-    local = dict(rope_theta=entries.number('rope_local_base_freq', 10000.0)) | (ropes.get('sliding_attention') or {})
-    ropes = dict(rope_scaling=None, rope_parameters=dict(full_attention=full, sliding_attention=local))
-    entries = Entries(entries.hf_config | ropes, entries.source)
+    entries = with_two_ropes(entries, entries.number('rope_theta', 1000000.0),
+                             entries.number('rope_local_base_freq', 10000.0))
     every = entries.integer('sliding_window_pattern', 6)
     return gemma_read(entries) | read_gemma_extras(entries, max(every, 1), 0.0, 0.0) | dict(qk_norm=True)
 
 
 def gemma3_write(config):
-    entries = gemma2_write(config)
     local = config.rope_theta_window or config.rope_theta
-    ropes = dict(full_attention=entries['rope_parameters'],
-                 sliding_attention=dict(rope_type='default', rope_theta=local))
-    return entries | dict(rope_local_base_freq=local, rope_parameters=ropes)
-
-
-# --- mixtures of experts ------------------------------------------------------------------------------------
-
-def read_softmax_router(entries):
-    rate = entries.number('router_aux_loss_coef', 0.001)
-    balance = dict(router_balance='loss', router_balance_rate=rate) if rate else dict(router_balance='none')
-    return dict(mlp='moe', expert_mlp='swiglu', router='softmax',
-                n_active_experts=entries.integer('num_experts_per_tok')) | balance
-
-
-def check_single_expert(entries, divides):
-    """A token's only expert has weight 1 in transformers, but its affinity in our router."""
-    if divides and entries.integer('num_experts_per_tok') == 1:
-        entries.refuse('num_experts_per_tok', 1, 'whose weight would be 1, which our model cannot represent')
-
-
-def mixtral_read(entries):
-    check_single_expert(entries, True)
-    return mistral_read(entries, eps=1e-5, theta=1000000.0) | read_softmax_router(entries) | dict(
-        n_experts=entries.integer('num_local_experts', 8), expert_hidden=entries.integer('intermediate_size'))
-
-
-def mixtral_write(config):
-    return mistral_write(config) | write_softmax_router(config) | dict(
-        num_local_experts=config.n_experts, intermediate_size=config.expert_hidden)
-
-
-def write_softmax_router(config):
-    return dict(num_experts_per_tok=config.n_active_experts,
-                router_aux_loss_coef=config.router_balance_rate if config.router_balance == 'loss' else 0.0)
-
-
-def read_qwen_experts(entries):
-    """The arguments of Qwen's experts, and of the blocks that have them."""
-    n_layer, step = entries.integer('num_hidden_layers'), max(entries.integer('decoder_sparse_step', 1), 1)
-    dense = entries.value('mlp_only_layers', [], (list,), 'a list')
-    blocks = [i for i in range(n_layer) if i not in dense and (i + 1) % step == 0]
-    if not blocks:
-        entries.refuse('mlp_only_layers', dense, 'so that no block has experts: set its family to qwen3')
-    first, every = blocks[0], 1
-    if len(blocks) < n_layer - first:
-        every = blocks[1] - first if len(blocks) > 1 else n_layer
-    if blocks != list(range(first, n_layer, every)):
-        entries.refuse('mlp_only_layers', dense,
-                       f'so that blocks {blocks} have experts, but in our model every n-th block has them')
-    divides = entries.flag('norm_topk_prob', False)
-    check_single_expert(entries, divides)
-    n_experts = 'num_experts' if 'num_experts' in entries.hf_config else 'num_local_experts'
-    router = read_softmax_router(entries)
-    return router | dict(
-        n_experts=entries.integer(n_experts, 128), expert_hidden=entries.integer('moe_intermediate_size'),
-        moe_first_layer=first, moe_every=every, router_norm=divides or router['n_active_experts'] == 1)
-
-
-def qwen3_moe_read(entries):
-    arguments = read_llama(entries) | biases(**read_attention_bias(entries)) | read_qwen_experts(entries)
-    if entries.flag('use_sliding_window', False):
-        arguments |= read_windows(entries, ['sliding_attention'] * entries.integer('num_hidden_layers'))
-    return arguments | dict(qk_norm=True)
-
-
-def qwen3_moe_write(config):
-    return write_qwen(config) | write_softmax_router(config) | dict(
-        num_experts=config.n_experts, moe_intermediate_size=config.expert_hidden, decoder_sparse_step=1,
-        norm_topk_prob=config.router_norm and config.n_active_experts > 1,
-        mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
-
-
-def qwen3_next_read(entries):
-    n_layer, arguments = entries.integer('num_hidden_layers'), hybrids.read_qwen_hybrid(entries)
-    dense = entries.value('mlp_only_layers', [], (list,), 'a list')
-    if not entries.integer('num_experts', 512) or all(layer in dense for layer in range(n_layer)):
-        return arguments
-    entries = Entries(dict(num_experts=512, norm_topk_prob=True, moe_intermediate_size=512, num_experts_per_tok=10,
-                           shared_expert_intermediate_size=512) | entries.hf_config, entries.source)
-    width, shared = (entries.integer(key) for key in ('moe_intermediate_size', 'shared_expert_intermediate_size'))
-    if not width or not shared or shared % width:
-        entries.refuse('shared_expert_intermediate_size', shared,
-                       f'which our model cannot represent: it must be a multiple of moe_intermediate_size={width}')
-    return arguments | read_qwen_experts(entries) | dict(n_shared_experts=shared // width, shared_gate=True)
-
-
-def qwen3_next_write(config):
-    experts = qwen3_moe_write(config) if config.mlp == 'moe' else dict(num_experts=0)
-    return experts | hybrids.write_qwen_hybrid(config) | dict(
-        shared_expert_intermediate_size=config.n_shared_experts * config.expert_hidden)
-
-
-def glm4_moe_read(entries):
-    entries.only('n_group', 1)
-    entries.only('topk_group', 1)
-    divides = entries.flag('norm_topk_prob', True)
-    check_single_expert(entries, divides)
-    n_active = entries.integer('num_experts_per_tok')
-    has_bias = entries.flag('attention_bias', False)
-    return read_llama(entries, eps=1e-5, share=0.5) | biases(qkv=has_bias) | dict(
-        qk_norm=entries.flag('use_qk_norm', False), mlp='moe', expert_mlp='swiglu', router='sigmoid',
-        n_active_experts=n_active, n_experts=entries.integer('n_routed_experts'),
-        n_shared_experts=entries.integer('n_shared_experts', 1),
-        expert_hidden=entries.integer('moe_intermediate_size'),
-        moe_first_layer=entries.integer('first_k_dense_replace', 1), router_norm=divides or n_active == 1,
-        router_scale=entries.number('routed_scaling_factor', 1.0))
-
-
-def glm4_moe_write(config):
-    # transformers would otherwise take a share of 0.5.
-    rope = dict(partial_rotary_factor=config.rope_share)
-    entries = write_llama(config)
-    return entries | rope | dict(
-        rope_parameters=entries['rope_parameters'] | rope, num_experts_per_tok=config.n_active_experts,
-        n_routed_experts=config.n_experts, n_group=1, topk_group=1, num_nextn_predict_layers=0,
-        n_shared_experts=max(1, config.n_shared_experts), first_k_dense_replace=config.moe_first_layer,
-        moe_intermediate_size=config.expert_hidden, routed_scaling_factor=config.router_scale,
-        norm_topk_prob=config.router_norm and config.n_active_experts > 1, use_qk_norm=config.qk_norm)
+    return with_local_rope(gemma2_write(config), config) | dict(rope_local_base_freq=local)
 
 
 QKV = ('.q_proj.', '.k_proj.', '.v_proj.')
@@ -377,6 +251,7 @@ FAMILIES = dict(
     qwen3=Family('Qwen3ForCausalLM', qwen3_read, write_qwen),
     smollm3=Family('SmolLM3ForCausalLM', smollm3_read, smollm3_write),
     olmo2=Family('Olmo2ForCausalLM', olmo2_read, write_llama, renaming.OLMO2_NAMES),
+    olmo3=Family('Olmo3ForCausalLM', olmo3_read, olmo3_write, renaming.OLMO2_NAMES),
     phi3=Family('Phi3ForCausalLM', phi3_read, phi3_write,
                 packed=(('.qkv_proj.', QKV), ('.gate_up_proj.', ('.gate_proj.', '.up_proj.')))),
     granite=Family('GraniteForCausalLM', granite_read, granite_write),
@@ -389,6 +264,9 @@ FAMILIES = dict(
     mixtral=Family('MixtralForCausalLM', mixtral_read, mixtral_write, renaming.MIXTRAL_NAMES),
     qwen3_moe=Family('Qwen3MoeForCausalLM', qwen3_moe_read, qwen3_moe_write, renaming.QWEN3_MOE_NAMES),
     glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
+    deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
+    deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES),
+    gpt_oss=Family('GptOssForCausalLM', gpt_oss_read, gpt_oss_write, renaming.GPT_OSS_NAMES),
     qwen3_5_text=Family('Qwen3_5ForCausalLM', hybrids.read_qwen_hybrid, hybrids.write_qwen_hybrid,
                         hybrids.QWEN3_5_NAMES, packed=(hybrids.GATED_QUERIES,), norms_add_one=True),
     qwen3_next=Family('Qwen3NextForCausalLM', qwen3_next_read, qwen3_next_write, hybrids.QWEN3_NEXT_NAMES,
@@ -407,7 +285,8 @@ def arguments_of(hf_config, source):
         raise ValueError(f'{source} is of the family {family!r} (model_type in its config.json), which our '
                          f'model cannot represent{reason}: it can be {", ".join(FAMILIES)}')
     entries = Entries(hf_config, source)
-    entries.only('quantization_config', None)
+    if not is_mxfp4(hf_config):
+        entries.only('quantization_config', None)
     return FAMILIES[family].read(entries)
 
 
@@ -453,8 +332,12 @@ def to_ours(tensors, hf_config, arguments):
     family, config = FAMILIES[hf_config['model_type']], GPTConfig(**arguments)
     tensors = renaming.with_prefix(renaming.drop_leftovers(tensors), family.prefix)
     tensors, of_states = hybrids.states_to_ours(tensors, config, hf_config['model_type'])
-    if hf_config['model_type'] == 'glm4_moe':
+    if hf_config['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.drop_later_layers(tensors, config.n_layer)
+    if hf_config['model_type'] == 'gpt_oss':
+        tensors = renaming.unpack_oss(tensors)
+    if config.kv_latent:
+        tensors = renaming.unpack_latent(tensors, config)
     if hf_config['model_type'] == 'gpt2':
         tensors = renaming.transpose_matrices(tensors)
     for packed, parts in family.packed:
@@ -471,13 +354,17 @@ def to_hf_names(tensors, entries, config):
     family = FAMILIES[entries['model_type']]
     tensors = {name: stored for name, stored in tensors.items() if not name.endswith('.router.load')}
     tensors, of_states = hybrids.states_to_hf(tensors, config, entries['model_type'])
-    if entries['model_type'] == 'glm4_moe':
+    if entries['model_type'] in ('glm4_moe', 'deepseek_v3'):
         tensors = renaming.with_bias_and_shared_expert(tensors)
     if entries['model_type'] == 'gpt2':
         tensors = renaming.with_zero_biases(tensors)
     tensors = renaming.unstack_experts(renaming.rename(tensors, family.names))
     if family.norms_add_one:
         tensors = renaming.shift_norms(tensors, -1)
+    if entries['model_type'] == 'gpt_oss':
+        tensors = renaming.pack_oss(tensors)
+    if config.kv_latent:
+        tensors = renaming.pack_latent(tensors, config)
     for packed, parts in family.packed:
         tensors = renaming.pack(tensors, packed, parts, rows_of(config, packed).get('head_width', 0))
     tensors |= of_states

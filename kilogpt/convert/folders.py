@@ -8,6 +8,7 @@ import zipfile
 
 import torch
 
+from kilogpt.convert.mxfp4 import is_mxfp4
 from kilogpt.convert.safetensors_files import ADVICE, open_safetensors
 from kilogpt.convert.tensors import LazyTensor, checked, in_memory
 
@@ -63,6 +64,8 @@ def refuse_adapter(folder):
 
 def refuse_quantized(folder, hf_config):
     """ValueError if the weights are quantized. hf_config: the content of config.json."""
+    if is_mxfp4(hf_config):
+        return
     entry = next((name for name in QUANTIZATION_ENTRIES if hf_config.get(name)), None)
     found, source = hf_config.get(entry), f'config.json has an entry {entry}'
     for name in QUANTIZATION_FILES:

@@ -77,6 +77,8 @@ def meaning(config):
                    router_balance=config.router == 'softmax' and config.router_balance == 'bias',
                    router_norm=config.router_norm and config.n_active_experts > 1)
     del values['moe_first_layer']
+    if config.router_active_groups == config.router_groups:
+        values |= dict(router_groups=1, router_active_groups=1)
     if config.router == 'sigmoid':  # GLM has at least one shared expert, which is written as zeros
         values['n_shared_experts'] = max(1, config.n_shared_experts)
     if all(values['moe_every']):

@@ -37,6 +37,11 @@ def place_in(family, linear, config):
     The rows are None if the linear is not part of a packed one there.
     """
     theirs = next(iter(renaming.rename({f'{linear}.weight': None}, family.names))).removesuffix('weight')
+    if config.kv_latent:
+        for ours, (packed, rows) in renaming.latent_rows(config).items():
+            if ours in theirs:
+                size = config.n_head * (config.head_width - config.rope_width + config.value_width)
+                return theirs.replace(ours, packed).rstrip('.'), rows, size if packed == '.kv_b_proj.' else len(rows)
     for packed, parts in family.packed:
         for number, part in enumerate(parts):
             if part in theirs:

@@ -6,7 +6,9 @@ import re
 
 import torch
 
-from kilogpt.convert.tensors import joined, mapped, selected, stacked, transposed, unstacked, zeros
+from kilogpt.convert.mxfp4 import decoded
+from kilogpt.convert.tensors import (
+    LazyTensor, joined, mapped, selected, stacked, transposed, unstacked, with_rows, zeros)
 
 # (part of a name in our model, the same part in Llama), in the order of replacement
 LLAMA_NAMES = (
@@ -44,6 +46,12 @@ GLM4_MOE_NAMES = (
     *QWEN3_MOE_NAMES, ('.mlp.routed.router.bias', '.mlp.gate.e_score_correction_bias'),
     ('.mlp.shared.', '.mlp.shared_experts.'),
     ('.mlp.shared_experts.c_proj.', '.mlp.shared_experts.down_proj.'))
+DEEPSEEK_NAMES = (
+    *GLM4_MOE_NAMES, ('.c_q_latent.', '.q_a_proj.'), ('.q_latent_norm.', '.q_a_layernorm.'),
+    ('.c_kv_latent.', '.kv_a_proj_with_mqa.'), ('.kv_latent_norm.', '.kv_a_layernorm.'))
+GPT_OSS_NAMES = (
+    *LLAMA_NAMES, ('.sinks.scores', '.sinks'), ('.router.logit_bias', '.router.bias'),
+    ('.mlp.routed.', '.mlp.'))
 
 # Tensors that are not part of the model: masks and tables of older programs, and Qwen's heads for later tokens.
 LEFTOVERS = re.compile(r'mtp\..*|.*(\.attn\.(bias|masked_bias)|\.attention\.(bias|masked_bias)|rotary_emb\.\w+)')
@@ -134,6 +142,51 @@ def pack(tensors, packed, parts, head_width=0):
     return found
 
 
+def latent_rows(config):
+    """{our name of a linear of latent attention: (DeepSeek's name, the rows there of each of our rows)}.
+
+    DeepSeek's has the rotated features of a head at its end, in pairs side by side. Ours has them at its beginning,
+    the first of all pairs before the second ones.
+    """
+    R, L, V, H = config.rope_width, config.kv_latent, config.value_width, config.n_head
+    N = config.head_width - R
+    rotated = torch.arange(R).view(-1, 2).t().flatten()
+
+    def of_heads(width, features):
+        return (torch.arange(H)[:, None] * width + features).flatten()
+
+    q = of_heads(N + R, torch.cat((N + rotated, torch.arange(N))))
+    return {'.q_proj.': ('.q_b_proj.' if config.q_latent else '.q_proj.', q),
+            '.kv_a_proj_with_mqa.': ('.kv_a_proj_with_mqa.', torch.cat((L + rotated, torch.arange(L)))),
+            '.k_proj.': ('.kv_b_proj.', of_heads(N + V, torch.arange(N))),
+            '.v_proj.': ('.kv_b_proj.', of_heads(N + V, N + torch.arange(V)))}
+
+
+def unpack_latent(tensors, config):
+    """Order the rows of latent attention as ours does, and take its packed matrices apart."""
+    found, table = {}, latent_rows(config)
+    for name, stored in tensors.items():
+        parts = {name.replace(packed, ours): rows for ours, (packed, rows) in table.items()
+                 if packed in name and stored.shape[0] > int(rows.max())}
+        found |= {part: selected(stored, rows) for part, rows in parts.items()} or {name: stored}
+    return found
+
+
+def pack_latent(tensors, config):
+    """The inverse of `unpack_latent`."""
+    table = latent_rows(config)
+    found = {name: stored for name, stored in tensors.items() if not any(part in name for part in table)}
+    parts = {}  # {DeepSeek's name: ([tensor], [rows])}
+    for name, stored in tensors.items():
+        for ours, (packed, rows) in table.items():
+            if ours in name:
+                pieces, places = parts.setdefault(name.replace(ours, packed), ([], []))
+                pieces.append(stored)
+                places.append(rows)
+    return found | {name: selected(joined(pieces), torch.cat(places).argsort())
+                    for name, (pieces, places) in parts.items()}
+
+
 def shift_norms(tensors, amount):
     """Add a number to the weights of all norms: Gemma's norms multiply by 1 + weight."""
     found = dict(tensors)
@@ -173,6 +226,62 @@ def unstack_experts(tensors):
         parts = unstacked(stored) if '*' in name else [stored]
         found |= {name.replace('*', str(number)): part for number, part in enumerate(parts)}
     return found
+
+
+def unpack_oss(tensors):
+    """gpt-oss's experts as ours: out of MXFP4 if they are in it, rows for outputs, and gates apart from the rest.
+
+    In MXFP4 a matrix has rows for its outputs, in 16 bits for its inputs.
+    """
+    found = {}
+    for name, stored in tensors.items():
+        before, _, kind = name.rpartition('.experts.')
+        base, is_vector = before + '.experts.', kind.endswith('_bias')
+        if not before or kind.endswith('_scales'):
+            found |= {} if before else {name: stored}
+            continue
+        if kind.endswith('_blocks'):
+            kind, scales = kind.removesuffix('_blocks'), name.replace('_blocks', '_scales')
+            if scales not in tensors:
+                raise ValueError(f'{name} has no {scales}: copy or download the weights again')
+            stored = decoded(stored, tensors[scales])
+        elif not is_vector:
+            stored = with_rows(stored, stored.shape[:1] + stored.shape[:0:-1], lambda part: part.mT)
+        bias = '_bias' * is_vector
+        if kind.startswith('down_proj'):
+            found[f'{base}c_proj{bias}'] = stored
+            continue
+        for first, part in enumerate(('c_gate', 'c_fc')):  # side by side
+            shape = stored.shape[0], stored.shape[1] // 2, *stored.shape[2:]
+            found[f'{base}{part}{bias}'] = with_rows(stored, shape, lambda part, first=first: part[:, first::2])
+    return found
+
+
+def pack_oss(tensors):
+    """The inverse of `unpack_oss`, without MXFP4."""
+    found = {}
+    for name, stored in tensors.items():
+        before, _, kind = name.rpartition('.experts.')
+        base, bias = before + '.experts.', '_bias' * kind.endswith('_bias')
+        if not before:
+            found[name] = stored
+        elif kind.startswith('c_proj'):
+            found[f'{base}down_proj{bias}'] = stored if bias else with_rows(
+                stored, stored.shape[:1] + stored.shape[:0:-1], lambda part: part.mT)
+        elif kind.startswith('c_gate'):
+            found[f'{base}gate_up_proj{bias}'] = side_by_side(stored, tensors[name.replace('c_gate', 'c_fc')])
+    return found
+
+
+def side_by_side(gate, up):
+    """(E, inputs, 2 outputs) of two of (E, outputs, inputs), or (E, 2 outputs) of two of (E, outputs)."""
+    E, outputs, *inputs = gate.shape
+    shape = (E, *inputs, 2 * outputs)
+
+    def read(rows):
+        return torch.stack((gate[rows], up[rows]), dim=2).flatten(1, 2).transpose(1, -1).reshape(-1, *shape[1:])
+
+    return LazyTensor(shape, gate.dtype, read)
 
 
 def with_router_loads(tensors):

@@ -154,6 +154,11 @@ def mapped(stored, function):
     return LazyTensor(stored.shape, stored.dtype, lambda rows: function(stored[rows]))
 
 
+def with_rows(stored, shape, function):
+    """function(rows), which changes the other dimensions alone, so that the tensor has that shape."""
+    return LazyTensor(tuple(shape), stored.dtype, lambda rows: function(stored[rows]))
+
+
 def zeros(shape, dtype=torch.float32):
     """A tensor of zeros that no file holds."""
 

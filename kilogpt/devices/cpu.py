@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from kilogpt.devices import cpu_attention
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_all, replace_parts
-from kilogpt.layers.attention import CappedAttention, build_mask
+from kilogpt.layers.attention import ScoredAttention, build_mask
 from kilogpt.layers.precision import at_least_float32
 
 # Elements of logits at a time. With 100 million at once, an iteration of SmolLM2-135M on 2,048 tokens takes 12%
@@ -52,7 +52,7 @@ def is_plain(attention, config):
 
     The sequence has the model's length and heads. An attention that was edited in model.py may differ.
     """
-    if isinstance(attention, CappedAttention):
+    if isinstance(attention, ScoredAttention):
         return False
     settings = {key: value for key, value in vars(attention).items() if isinstance(value, (int, float, str))}
     key = type(attention), str(settings), config.n_head, config.n_kv_head, config.block_size

@@ -156,7 +156,7 @@ class FlexAttention(nn.Module):
 
 
 def attend_to_blocks(q, k, v, blocks, softcap):
-    """Attention for AttentionBlocks, to be compiled. softcap: as in CappedAttention, 0 = none."""
+    """Attention for AttentionBlocks, to be compiled. softcap: as in ScoredAttention, 0 = none."""
     T = q.size(2)
     first = blocks.first.expand(q.size(0), T)
 

@@ -1,4 +1,4 @@
-"""What a query sees, attention with capped scores, and the norm of queries and keys over all heads.
+"""What a query sees, attention with other scores than products, and the norm of queries and keys over all heads.
 
 Imports precision.py alone. Shapes in comments: B batch, T queries, S keys, H heads, G key/value heads, D head width.
 """
@@ -40,23 +40,68 @@ def starts_of(tokens, separator):
     return torch.where(tokens == separator, positions, 0).cummax(dim=1).values
 
 
-class CappedAttention(nn.Module):
-    """Causal attention whose scores have a tanh cap (Gemma 2, 2024, 2)."""
+class ScoredAttention(nn.Module):
+    """Causal attention whose scores have a tanh cap (Gemma 2, 2024, 2), or which has sinks, or both."""
 
     def __init__(self, dropout, softcap):
         super().__init__()
         self.dropout, self.softcap = dropout, softcap
         self.first_head = 0  # as in DotProductAttention
 
-    def forward(self, q, k, v, mask=None):
-        """The same as DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D)."""
+    def forward(self, q, k, v, mask=None, sinks=None):
+        """The same as DotProductAttention: q (B, H, T, D), k and v (B, G, S, D) -> (B, H, T, D).
+
+        sinks: as Sinks gives them.
+        """
         k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))
         if mask is None:
             mask = torch.ones(q.size(2), k.size(2), dtype=torch.bool, device=q.device).tril()
         scores = at_least_float32(q @ k.mT) * q.size(-1) ** -0.5  # (B, H, T, S)
-        scores = self.softcap * torch.tanh(scores / self.softcap)
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(dim=-1).type_as(v)
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            sinks = of_heads(sinks, self.first_head, q.size(1)).type_as(scores)
+            scores = torch.cat((scores, sinks[:, None, None].expand_as(scores[..., :1])), dim=-1)
+        weights = scores.softmax(dim=-1)[..., :k.size(2)].type_as(v)
         return F.dropout(weights, self.dropout if self.training else 0.0) @ v
+
+
+class Sinks(nn.Module):
+    """A learned score for each head, which takes part in its softmax and gives nothing (gpt-oss, 2025, 2.1).
+
+    A head that has nothing to attend to then gives almost nothing.
+    """
+
+    def __init__(self, n_head):
+        super().__init__()
+        self.scores = nn.Parameter(torch.empty(n_head))
+
+    def forward(self):
+        """The argument of attention, by its name: sinks (H,), under tensor parallelism those of a rank's heads."""
+        return dict(sinks=self.factors()[0])
+
+    def factors(self):
+        return [self.scores]
+
+
+def of_heads(sinks, first_head, H):
+    """Those (H,) of sinks that belong to H heads from first_head on. Context parallelism divides a rank's heads."""
+    start = first_head % len(sinks)
+    return sinks[start:start + H]
+
+
+def no_sinks():
+    """The arguments of attention without sinks."""
+    return {}
+
+
+def build_dot_product(config, DotProductAttention):
+    """(the attention of queries, keys and values, Sinks or no_sinks). DotProductAttention: model.py's."""
+    if not config.attention_softcap and not config.attention_sinks:
+        return DotProductAttention(config.dropout), no_sinks
+    sinks = Sinks(config.n_head) if config.attention_sinks else no_sinks
+    return ScoredAttention(config.dropout, config.attention_softcap), sinks
 
 
 class NormOverHeads(nn.Module):

@@ -95,12 +95,15 @@ class Cache:
         self.layers = []
         for layer, window in enumerate(self.windows):
             n_heads, last_of_layer, states = config.n_kv_head, last, (0, 0, 0)
+            widths = config.head_width, config.head_width
             if config.mixer_of(layer) == 'D':
                 n_heads, (last_of_layer, states) = 0, config.delta_shapes()
-            shape = rows, n_heads, window or length, config.head_width
+            elif config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
+                n_heads, widths = 1, (config.rope_width + config.kv_latent, 0)
+            keys, values = ((rows, n_heads, window or length, width) for width in widths)
             states = torch.zeros(rows, *states, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
             self.layers.append(LayerCache(
-                *map(like.new_zeros, (shape, shape, (rows, *last_of_layer), last_of_mlp)), states))
+                *map(like.new_zeros, (keys, values, (rows, *last_of_layer), last_of_mlp)), states))
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.rows = self.counts = self.ends = None
 

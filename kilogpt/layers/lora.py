@@ -32,6 +32,10 @@ class FrozenLinear(nn.Linear):
         self.weight_scale = scale
         self.input_gradient = input_gradient
 
+    def matrix(self):
+        """The weight (outputs, inputs) in the default dtype."""
+        return widened(self.weight, self.weight_scale, torch.get_default_dtype())
+
     def forward(self, x):
         """x (..., inputs) -> (..., outputs)."""
         x = cast_for_linears(x)
@@ -81,6 +85,10 @@ class LoraLinear(FrozenLinear):
         self.lora_B = nn.Parameter(torch.empty(linear.out_features, config.lora_rank))
         self.p, self.scale = config.lora_dropout, scale_of(config)
         self.dropout = F.dropout  # not a module: tensor parallelism takes modules in a linear for linears
+
+    def matrix(self):
+        """The weight with the adapter's product (outputs, inputs)."""
+        return super().matrix() + self.scale * self.lora_B @ self.lora_A
 
     def forward(self, x):
         """x (..., inputs) -> (..., outputs)."""

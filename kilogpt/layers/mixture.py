@@ -15,7 +15,7 @@ from kilogpt.layers.precision import at_least_float32, cast_for_linears
 class MixtureOfExperts(nn.Module):
     """Each token goes to K of E experts (Shazeer et al. 2017), and to shared experts (Dai et al. 2024).
 
-    An expert takes all tokens that are sent to it, so that no token is dropped. Experts do not have biases.
+    An expert takes all tokens that are sent to it, so that no token is dropped.
     MLP: the class of the shared experts. activate: the activation of the others. Both are model.py's.
     """
 
@@ -99,8 +99,10 @@ class Router(nn.Module):
         self.n_experts, self.n_active = config.n_experts, config.n_active_experts
         self.kind, self.balance, self.rate = config.router, config.router_balance, config.router_balance_rate
         self.z_loss, self.scale = config.router_z_loss, config.router_scale
+        self.n_groups, self.n_active_groups = config.router_groups, config.router_active_groups
         self.divides = config.router_norm and self.n_active > 1
         self.weight = nn.Parameter(torch.empty(config.n_experts, config.n_embd))
+        self.logit_bias = nn.Parameter(torch.empty(config.n_experts)) if config.expert_bias else None
         # Neither the bias nor the load is trained, but both are part of the model's state.
         if self.balance == 'bias':
             self.bias = nn.Parameter(torch.empty(config.n_experts), requires_grad=False)
@@ -116,10 +118,14 @@ class Router(nn.Module):
         """
         with torch.autocast(x.device.type, enabled=False):
             logits = F.linear(at_least_float32(x), at_least_float32(self.matrix()))  # (N, E)
+            if self.logit_bias is not None:
+                logits = logits + at_least_float32(self.logit_biases())
             affinities = logits.softmax(dim=-1) if self.kind == 'softmax' else logits.sigmoid()
             ranking = affinities.detach()
             if self.balance == 'bias':
                 ranking = ranking + self.bias
+            if self.n_active_groups < self.n_groups:
+                ranking = self.within_groups(ranking)
             chosen = self.choose(ranking)
             weights = affinities.gather(-1, chosen)
             if self.divides:
@@ -140,9 +146,26 @@ class Router(nn.Module):
         indices = ranking.sort(dim=-1, descending=True, stable=True).indices
         return indices[:, :self.n_active].contiguous()  # a view would keep the indices of all experts
 
+    def within_groups(self, ranking):
+        """ranking (N, E), but -inf for experts that are not in the best groups of neighbouring experts.
+
+        A group is as good as its best expert (DeepSeek-V2, 2024, 2.2.2), or, with 'sigmoid', as its two best
+        together (DeepSeek-V3, 2024, 2.1.2).
+        """
+        groups = ranking.unflatten(-1, (self.n_groups, -1))  # (N, groups, experts of a group)
+        n_best = min(2 if self.kind == 'sigmoid' else 1, groups.size(-1))
+        best = groups.topk(n_best, dim=-1).values.sum(dim=-1)  # (N, groups)
+        order = best.sort(dim=-1, descending=True, stable=True).indices
+        is_best = torch.zeros_like(best, dtype=torch.bool).scatter(-1, order[:, :self.n_active_groups], True)
+        return groups.masked_fill(~is_best[..., None], -torch.inf).flatten(1)
+
     def matrix(self):
         """The weight (E, C)."""
         return self.weight
+
+    def logit_biases(self):
+        """The bias of the logits (E,)."""
+        return self.logit_bias
 
     @torch.no_grad()
     def _count(self, chosen, is_counted):
@@ -175,7 +198,7 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs without biases, all of one form. Matrix number e of each parameter belongs to expert e."""
+    """E MLPs of one form. Matrix number e of each parameter, and vector number e of a bias, belong to expert e."""
 
     def __init__(self, config, activate):
         super().__init__()
@@ -186,14 +209,27 @@ class Experts(nn.Module):
         if self.is_gated:
             self.c_gate = nn.Parameter(torch.empty(E, width, C))
         self.c_proj = nn.Parameter(torch.empty(E, C, width))
+        self.names = ['c_fc', 'c_proj'] + ['c_gate'] * self.is_gated
+        self.has_bias = config.expert_bias
+        if self.has_bias:
+            for name in self.names:
+                rows = getattr(self, name).size(1)
+                self.register_parameter(f'{name}_bias', nn.Parameter(torch.empty(E, rows)))
         self.products = loop_over_experts
 
     def forward(self, x, ends):
         """x (M, C), sorted by expert; ends (E,): the row at which the rows of each expert end -> (M, C)."""
         product = self.products(ends)
-        c_fc, c_proj, *c_gate = map(cast_for_linears, self.matrices())
-        gate = product(x, c_gate[0]) if c_gate else None
-        return product(self.activate(self.form, product(x, c_fc), gate), c_proj)
+        matrices, biases = ([cast_for_linears(part) for part in parts()] for parts in (self.matrices, self.biases))
+        # The expert of each row. Indexing by it adds the gradients of biases in a fixed order.
+        expert = torch.searchsorted(ends, torch.arange(len(x), device=x.device), right=True) if biases else None
+
+        def linear(x, number):
+            y = product(x, matrices[number])
+            return y + biases[number][expert] if biases else y
+
+        gate = linear(x, 2) if self.is_gated else None
+        return linear(self.activate(self.form, linear(x, 0), gate), 1)
 
     def num_idle(self):
         """Parameters of the experts that a token does not go to."""
@@ -202,7 +238,11 @@ class Experts(nn.Module):
 
     def matrices(self):
         """c_fc, c_proj and, if the form is gated, c_gate."""
-        return [self.c_fc, self.c_proj] + ([self.c_gate] if self.is_gated else [])
+        return [getattr(self, name) for name in self.names]
+
+    def biases(self):
+        """Those of `matrices` (E, outputs), or none."""
+        return [getattr(self, f'{name}_bias') for name in self.names] if self.has_bias else []
 
 
 def loop_over_experts(ends):

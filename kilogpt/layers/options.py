@@ -33,11 +33,16 @@ class BlockOptions:
     rope_theta_window: float = 0.0  # rope_theta of windowed blocks, without rope_scaling; 0 = as others
     attention_scale: float = 0.0  # factor of queries · keys; 0 = 1 / sqrt(head_width)
     attention_softcap: float = 0.0  # tanh cap on queries · keys (Gemma 2); 0 = none
+    attention_sinks: bool = False  # each head has a learned score that takes attention and gives nothing (gpt-oss)
     attention_gate: bool = False  # a gate for what each head has attended to, from the block's input
     attention_gate_over: str = 'head'  # a gate for each 'head', from 0 to 2, or 'feature', from 0 to 1 (Qwen3-Next)
     attention_conv: int = 0  # width of a causal convolution of queries, keys and values (Primer: 3); 0 = none
     mlp_conv: int = 0  # width of a causal convolution before the MLP, or the experts; 0 = none
     value_pattern: str = 'N'  # for block after block, repeated: V = values get a vector of the token, N = not
+    kv_latent: int = 0  # keys and values come from a vector of this width for each position (MLA); 0 = they do not
+    q_latent: int = 0  # with kv_latent, so do queries, from another vector; 0 = they do not
+    rope_width: int = 0  # with kv_latent, rotated features of a head, of a key that all share; 0 = half of the head
+    value_width: int = 0  # with kv_latent, width of a head's values; 0 = head_width
     embedding_scale: float = 1.0  # factor of the token embeddings, which does not apply to a tied head
     mixer_pattern: str = 'A'  # for block after block, repeated: A = attention, D = Gated DeltaNet (hybrids: DDDA)
     residual_scale: float = 1.0  # factor of what attention and MLP add to the residual stream
@@ -53,7 +58,8 @@ class BlockOptions:
             if getattr(self, key) not in allowed:
                 raise ValueError(f'{key} is {getattr(self, key)!r}: choose one of {", ".join(allowed)}')
         for key in ('head_width', 'n_hidden', 'norm_eps', 'window', 'rope_theta_window', 'attention_scale',
-                    'attention_softcap', 'attention_conv', 'mlp_conv', 'softcap'):
+                    'attention_softcap', 'attention_conv', 'mlp_conv', 'softcap', 'kv_latent', 'q_latent', 'rope_width',
+                    'value_width'):
             if getattr(self, key) < 0:
                 raise ValueError(f'{key} is {getattr(self, key)}: it cannot be negative')
         for key in ('attention_conv', 'mlp_conv'):
@@ -72,6 +78,7 @@ class BlockOptions:
             if not getattr(self, key) or set(getattr(self, key)) - set(letters):
                 raise ValueError(f'{key} is {getattr(self, key)!r}: it must consist of the letters '
                                  f'{letters[0]} and {letters[1]}')
+        self.check_latent()
         if self.pos != 'rope':
             for key in ('rope_scaling', 'rope_theta_window'):
                 if getattr(self, key):
@@ -82,6 +89,27 @@ class BlockOptions:
                              f'{self.head_width} features of a head: it must be a positive even number')
         check_scaling(self.rope_scaling)
 
+    def check_latent(self):
+        """Raise ValueError unless kv_latent goes with the other keys; sets the widths that are 0."""
+        if not self.kv_latent:
+            for key in ('q_latent', 'rope_width', 'value_width'):
+                if getattr(self, key):
+                    raise ValueError(f'{key} is {getattr(self, key)}, but kv_latent is 0: set it too')
+            return
+        self.rope_width = self.rope_width or self.head_width // 4 * 2
+        self.value_width = self.value_width or self.head_width
+        needed = dict(pos='rope', n_kv_head=self.n_head, rope_share=1.0, qk_norm=False, attention_gate=False,
+                      attention_conv=0, value_pattern='N')
+        for key, value in needed.items():
+            if getattr(self, key) != value:
+                raise ValueError(f'{key} is {getattr(self, key)!r}, which does not go with kv_latent='
+                                 f'{self.kv_latent}: set {key} to {value!r}, or kv_latent to 0')
+        if self.rope_width % 2 or not 0 < self.rope_width < self.head_width:
+            raise ValueError(f'rope_width is {self.rope_width}: it must be even, and less than head_width='
+                             f'{self.head_width}')
+        if self.value_width > self.head_width:
+            raise ValueError(f'value_width is {self.value_width}: it must be at most head_width={self.head_width}')
+
     def mixer_of(self, layer):
         """What block number `layer` mixes positions by: 'A' or 'D', as in mixer_pattern."""
         return self.mixer_pattern[layer % len(self.mixer_pattern)]
@@ -89,7 +117,7 @@ class BlockOptions:
     @property
     def rotary_width(self):
         """The number of features of a head that are rotated, the first ones."""
-        return int(self.head_width * self.rope_share)
+        return self.rope_width or int(self.head_width * self.rope_share)
 
     @property
     def gate_width(self):
@@ -188,9 +216,12 @@ class ExpertOptions:
     shared_gate: bool = False  # a gate for what the shared experts add, from 0 to 1 (Qwen3-Next)
     expert_hidden: int = 0  # width of an expert; 0 = that of a dense MLP
     expert_mlp: str = 'swiglu'  # form of each expert, and of the MLP in blocks without: as mlp
+    expert_bias: bool = False  # biases in experts' linears, and in the router's logits (gpt-oss)
     moe_first_layer: int = 0  # first block with experts
     moe_every: int = 1  # from there on, each of this many blocks has experts
     router: str = 'softmax'  # affinity of a token and an expert: 'softmax' (Mixtral) or 'sigmoid' (DeepSeek-V3)
+    router_groups: int = 1  # groups of neighbouring experts, of which a token's experts are in the best ones
+    router_active_groups: int = 1  # how many groups these are
     router_balance: str = 'bias'  # what keeps experts equally busy: 'bias' (in the choice), 'loss' (Switch) or 'none'
     router_balance_rate: float = 1e-3  # step of the bias in an iteration, or weight of the loss
     router_z_loss: float = 0.0  # weight of the z-loss, which keeps the router's logits small (about 1e-3)
@@ -201,7 +232,7 @@ class ExpertOptions:
 
     def check_experts(self):
         """Raise ValueError, with the key to change, if these experts cannot exist."""
-        for key in ('n_experts', 'n_active_experts', 'moe_every'):
+        for key in ('n_experts', 'n_active_experts', 'moe_every', 'router_groups', 'router_active_groups'):
             if getattr(self, key) < 1:
                 raise ValueError(f'{key} is {getattr(self, key)}: it must be at least 1')
         for key in ('n_shared_experts', 'expert_hidden', 'moe_first_layer', 'router_balance_rate',
@@ -216,6 +247,13 @@ class ExpertOptions:
         if self.n_active_experts > self.n_experts:
             raise ValueError(f'n_active_experts={self.n_active_experts} is more than n_experts='
                              f'{self.n_experts}: set n_active_experts to {self.n_experts} or less')
+        if self.n_experts % self.router_groups or self.router_active_groups > self.router_groups:
+            raise ValueError(f'router_groups={self.router_groups} must divide n_experts={self.n_experts}, and be at '
+                             f'least router_active_groups={self.router_active_groups}: set router_groups to 1')
+        within_groups = self.n_experts // self.router_groups * self.router_active_groups
+        if self.n_active_experts > within_groups:
+            raise ValueError(f'n_active_experts={self.n_active_experts} is more than the {within_groups} experts of '
+                             f'router_active_groups={self.router_active_groups}: set router_active_groups higher')
         if self.moe_first_layer >= self.n_layer:
             raise ValueError(f'moe_first_layer={self.moe_first_layer} is beyond the last block of '
                              f'n_layer={self.n_layer}: set moe_first_layer to {self.n_layer - 1} or less')

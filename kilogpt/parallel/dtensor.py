@@ -37,6 +37,8 @@ def split_tensors(model, mesh):
         across=[PrepareModuleInput(input_layouts=Shard(-1), desired_input_layouts=Shard(-1)),
                 PrepareModuleOutput(output_layouts=Shard(-1), desired_output_layouts=Shard(-1))],
         features=[],
+        shared=[PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(),
+                                    use_local_output=False)],
         whole=[PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate(),
                                   use_local_output=True),
                PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Replicate(),
@@ -58,8 +60,8 @@ def split_tensors(model, mesh):
                 if whole is not None:
                     whole = distribute_tensor(whole.detach(), mesh, [Replicate()], src_data_rank=None)
                     modules[name].lora_A = torch.nn.Parameter(whole)
-                if kind in ('across', 'features', 'whole'):
-                    placement = Replicate() if kind == 'whole' else Shard(0)
+                if kind in ('across', 'features', 'shared', 'whole'):
+                    placement = Replicate() if kind in ('shared', 'whole') else Shard(0)
                     for key, vector in list(modules[name].named_parameters()):
                         vector = distribute_tensor(vector.detach(), mesh, [placement], src_data_rank=None)
                         setattr(modules[name], key, torch.nn.Parameter(vector))
@@ -75,7 +77,14 @@ def split_tensors(model, mesh):
         lambda module, inputs, output: output.to_local().clone() if hasattr(output, 'to_local') else output)
     if model.preferences is not None:
         model.preferences.register_forward_pre_hook(lambda module, inputs: (local_part(inputs[0]), *inputs[1:]))
+    replace_parts(model, 'to_heads', lambda pass_on: take_by_heads)
     replace_parts(model, 'factors', lambda factors: lambda: [vector.to_local() for vector in factors()])
+
+
+def take_by_heads(x):
+    """x as a plain tensor, of which each rank's heads have a part of the gradient. All ranks then have the whole one."""
+    from torch.distributed.tensor import Partial
+    return x.redistribute(placements=x.placements).to_local(grad_placements=[Partial()])
 
 
 @contextlib.contextmanager

@@ -34,10 +34,12 @@ def split_experts(model, mesh, ep, tp):
 
 def split_matrices(experts, mesh, ep, tp):
     """Make the matrices of experts DTensors on a mesh with the dimensions 'ep' and 'tp', in place."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-    width_dims = dict(c_fc=1, c_gate=1, c_proj=2)  # the dimension of each parameter that is an expert's width
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    # The dimension of each parameter that is an expert's width. All ranks have the biases of outputs.
+    width_dims = dict(c_fc=1, c_gate=1, c_proj=2, c_fc_bias=1, c_gate_bias=1)
     for name, parameter in list(experts.named_parameters()):
-        placements = [Shard(0)] * (ep > 1) + [Shard(width_dims[name])] * (tp > 1)
+        of_width = Shard(width_dims[name]) if name in width_dims else Replicate()
+        placements = [Shard(0)] * (ep > 1) + [of_width] * (tp > 1)
         sharded = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
         experts.register_parameter(name, torch.nn.Parameter(sharded, parameter.requires_grad))
 
@@ -51,8 +53,11 @@ def split_router(routed, mesh):
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
     router = routed.router
-    weight = distribute_tensor(router.weight.detach(), mesh, [Replicate()], src_data_rank=None)
-    router.weight = torch.nn.Parameter(weight, router.weight.requires_grad)
+    for name in ('weight', 'logit_bias'):
+        whole = getattr(router, name)
+        if whole is not None:
+            replicas = distribute_tensor(whole.detach(), mesh, [Replicate()], src_data_rank=None)
+            setattr(router, name, torch.nn.Parameter(replicas, whole.requires_grad))
 
     def take_tokens(module, inputs):
         x, is_counted = inputs
@@ -68,20 +73,25 @@ def split_router(routed, mesh):
 
 
 def router_matrix_of_rank(matrix):
-    """The form of a router's `matrix` whose gradient is this rank's part of a sum."""
+    """The form of a router's `matrix` or `logit_biases` whose gradient is this rank's part of a sum."""
     from torch.distributed.tensor import Partial
     return lambda: matrix().to_local(grad_placements=[Partial()])
 
 
 def local_matrix(matrix, ep):
-    """This rank's part of experts' matrices, a DTensor.
+    """This rank's part of experts' matrices, or of their biases, a DTensor.
 
     The gradient is a sum over the tokens of ep ranks. FSDP2 averages gradients over the ranks with the same
     experts, which are ep times fewer than the ranks that the average must include.
     """
-    local = matrix.to_local()
+    from torch.distributed.tensor import Partial
+    local = matrix.to_local(grad_placements=[Partial() if placement.is_replicate() else placement
+                                             for placement in matrix.placements])
     if local.requires_grad and ep > 1:
         local.register_hook(lambda gradient: gradient / ep)
+    for size, placement in zip(matrix.device_mesh.shape, matrix.placements):
+        if placement.is_replicate():  # the ranks' outputs are summed, and so are their shares of a bias
+            local = local / size
     return local
 
 
@@ -102,7 +112,7 @@ def shard_experts(routed, layout, mesh, reshard, options):
 
     def placement(parameter):
         """Whole experts on each rank, or the same part of all experts if only the parts divide evenly."""
-        experts, rows, _ = parameter.to_local().shape if hasattr(parameter, 'to_local') else parameter.shape
+        experts, rows, *_ = parameter.to_local().shape if hasattr(parameter, 'to_local') else parameter.shape
         return Shard(1) if experts % n_shards and rows % n_shards == 0 else Shard(0)
 
     fully_shard(routed.experts, reshard_after_forward=reshard, shard_placement_fn=placement, **options)

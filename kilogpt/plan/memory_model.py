@@ -324,7 +324,7 @@ def block_activations(config, layout, work, has_experts):
         # The mean number of scores of a query: keys up to the end of its chunk of 256 queries.
         keys = (work.block_size + min(work.block_size, 256)) / 2
         attention = width * (4 * heads + config.n_head / layout.cp * keys)
-    if config.attention_softcap:  # keeps the capped scores and their softmax
+    if config.attention_softcap or config.attention_sinks:  # keeps the capped scores and their softmax
         scores = config.n_head * work.block_size
         attention += scores * (2 * FLOAT32 + (width if width < FLOAT32 else 0))
     if layout.cp > 1:

@@ -88,7 +88,8 @@ class Shape:
                 self.parts['tables'] = [(*entry, 1)]
                 continue
             if module == f'{plan["experts"]}.experts':
-                self.parts['experts'].append((*entry, 2 if kind == 'c_proj' else 1))
+                width_dimension = dict(c_proj=2, c_proj_bias=None).get(kind, 1)
+                self.parts['experts'].append((*entry, width_dimension))
                 continue
             tp_dimension = None
             if kind == 'lora_A':  # dtensor.py does not split it

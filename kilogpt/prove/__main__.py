@@ -68,10 +68,11 @@ DRAWN_QUICK, DRAWN_FULL = 2, 8  # random layouts besides, of at most MOST_DRAWN 
 MOST_DRAWN = 4
 WINDOW = 5  # less than a document has, less than a rank's part of a sequence, and far less than a sequence
 PATTERNS = 'window_pattern', 'rope_pattern', 'mixer_pattern'
+LATENT_WIDTHS = dict(kv_latent=24, q_latent=20, rope_width=4, value_width=6)  # for heads that are 8 wide
 # {key of train.py that a layout sets: its value on one process}
 LAYOUT_KEYS = dict(zero_stage=0, dp_replicate=1, tp=1, cp=1, pp=1, pp_schedule='1f1b', ep=1,
                    activation_checkpoint='none', cpu_offload=False)
-SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'window', *PATTERNS,
+SHRUNK = ('n_layer', 'n_head', 'n_kv_head', 'n_embd', 'head_width', 'block_size', 'window', *PATTERNS, *LATENT_WIDTHS,
           'delta_heads', 'delta_key_heads', 'delta_key_width', 'delta_value_width',
           'n_experts', 'n_active_experts', 'n_shared_experts', 'expert_hidden', 'moe_first_layer',
           'moe_every', 'batch_size', 'gradient_accumulation_steps')
@@ -150,6 +151,8 @@ def shrink(config, layouts, keep):
     small['n_embd'] = min(config['n_embd'], 8 * small['n_head'])
     if config['head_width']:
         small['head_width'] = min(config['head_width'], 16)
+    for key, width in LATENT_WIDTHS.items():
+        small[key] = min(config[key], width)
     small['block_size'] = min(config['block_size'], 32)
     small['window'] = min(config['window'], WINDOW)
     for key in PATTERNS:

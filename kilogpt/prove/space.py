@@ -21,10 +21,11 @@ class Key(NamedTuple):
 
 
 ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_rank=(4,))
+LATENT, NOT_LATENT = dict(kv_latent=(24,)), dict(kv_latent=(0,))
 DELTA = dict(mixer_pattern=('DA', 'D', 'DDA'))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
 MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
-FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu')
+FORMS = ('swiglu', 'gelu', 'gelu_tanh', 'relu2', 'geglu', 'swiglu_clamped')
 YES_OR_NO, NO_OR_YES = (True, False), (False, True)
 
 # Keys of a draw that are not keys of train.py
@@ -65,16 +66,16 @@ MODEL = dict(
     norm=Key(('layernorm', 'rmsnorm')),
     norm_eps=Key((1e-5, 1e-2)),
     norm_place=Key(('before', 'after', 'both')),
-    mlp=Key(('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'moe')),
+    mlp=Key(('gelu', 'gelu_tanh', 'relu2', 'swiglu', 'geglu', 'swiglu_clamped', 'moe')),
     n_hidden=Key((0, 40)),
     parallel_block=Key(NO_OR_YES),
-    qk_norm=Key(NO_OR_YES),
+    qk_norm=Key(NO_OR_YES, NOT_LATENT),
     qk_norm_over=Key(('head', 'all'), dict(qk_norm=(True,))),
     tie_weights=Key(YES_OR_NO),
     softcap=Key((0.0, 3.0)),
     zero_init=Key(NO_OR_YES),
     rope_theta=Key((10000.0, 50.0), ROPE),
-    rope_share=Key((1.0, 0.5), ROPE),
+    rope_share=Key((1.0, 0.5), ROPE | NOT_LATENT),
     rope_scaling=Key((
         '', 'linear factor=2', 'dynamic factor=2 original_max_position_embeddings=8',
         'yarn factor=4 original_max_position_embeddings=8',
@@ -85,10 +86,16 @@ MODEL = dict(
     rope_theta_window=Key((0.0, 30.0), ROPE | dict(window=(5,))),
     attention_scale=Key((0.0, 0.5)),
     attention_softcap=Key((0.0, 2.0)),
-    attention_gate=Key(NO_OR_YES),
+    attention_sinks=Key(NO_OR_YES),
+    kv_latent=Key((0, 24), ROPE | dict(n_kv_head=(0,))),
+    q_latent=Key((0, 20), LATENT),
+    rope_width=Key((0, 2), LATENT),
+    value_width=Key((0, 6), LATENT),
+    attention_gate=Key(NO_OR_YES, NOT_LATENT),
     attention_gate_over=Key(('head', 'feature'), dict(attention_gate=(True,))),
-    attention_conv=Key((0, 3)),
+    attention_conv=Key((0, 3), NOT_LATENT),
     mlp_conv=Key((0, 2)),
+    value_pattern=Key(('N', 'V', 'VN'), NOT_LATENT),
     mixer_pattern=Key(('A', 'DA', 'D', 'DDA')),
     delta_heads=Key((0, 8), DELTA),
     delta_key_heads=Key((0, 4, 2), DELTA),
@@ -98,7 +105,6 @@ MODEL = dict(
     delta_negative=Key(NO_OR_YES, DELTA),
     delta_norm_eps=Key((0.0, 1e-2), DELTA),
     delta_norm_place=Key(('', 'before', 'both'), DELTA),
-    value_pattern=Key(('N', 'V', 'VN')),
     embedding_scale=Key((1.0, 5.0)),
     residual_scale=Key((1.0, 0.5)),
     logit_scale=Key((1.0, 3.0)),
@@ -108,9 +114,12 @@ MODEL = dict(
     shared_gate=Key(NO_OR_YES, EXPERTS | dict(n_shared_experts=(1, 2))),
     expert_hidden=Key((16, 24), EXPERTS),
     expert_mlp=Key(FORMS, EXPERTS),
+    expert_bias=Key(NO_OR_YES, EXPERTS),
     moe_first_layer=Key((0, 1), EXPERTS),
     moe_every=Key((1, 2), EXPERTS),
     router=Key(('softmax', 'sigmoid'), EXPERTS),
+    router_groups=Key((1, 2), EXPERTS | dict(n_active_experts=(2, 1))),
+    router_active_groups=Key((1, 2), EXPERTS | dict(router_groups=(2,))),
     router_balance=Key(('bias', 'loss', 'none'), EXPERTS),
     router_balance_rate=Key((1e-3, 0.1), EXPERTS | dict(router_balance=('bias', 'loss'))),
     router_z_loss=Key((0.0, 0.01), EXPERTS),

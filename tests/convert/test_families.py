@@ -30,6 +30,9 @@ LLAMA3 = dict(rope_type='llama3', rope_theta=300.0, factor=8.0, original_max_pos
               low_freq_factor=1.0, high_freq_factor=4.0)
 LINEAR = dict(rope_type='linear', rope_theta=300.0, factor=4.0)
 MOE = dict(moe_intermediate_size=24, num_experts_per_tok=3, head_dim=12)
+LATENT = dict(kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10, num_key_value_heads=4,
+              moe_intermediate_size=24, num_experts_per_tok=2, n_routed_experts=6)
+OSS = dict(num_local_experts=6, num_experts_per_tok=3, sliding_window=5, head_dim=12)
 SLIDING = ['sliding_attention', 'full_attention', 'sliding_attention', 'full_attention']
 DELTA = dict(head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=16, rope_theta=None,
              linear_value_head_dim=12, rope_parameters=dict(rope_type='default', rope_theta=300.0, partial_rotary_factor=0.5))
@@ -67,6 +70,15 @@ CASES = {
                                         sliding_window=6, attention_bias=True)),
     'olmo2': ('Olmo2', {}),
     'olmo2 bias': ('Olmo2', dict(attention_bias=True, num_key_value_heads=4)),
+    'olmo3': ('Olmo3', dict(sliding_window=5, rope_parameters=dict(
+        full_attention=dict(rope_type='default', rope_theta=500000.0),
+        sliding_attention=dict(rope_type='default', rope_theta=500000.0)))),
+    'olmo3 yarn': ('Olmo3', dict(sliding_window=5, layer_types=SLIDING, attention_bias=True, rope_parameters=dict(
+        full_attention=YARN | dict(rope_theta=500000.0),
+        sliding_attention=dict(rope_type='default', rope_theta=500000.0)))),
+    'olmo3 without windows': ('Olmo3', dict(layer_types=['full_attention'] * 4, num_key_value_heads=4, rope_parameters=dict(
+        full_attention=YARN | dict(rope_theta=500000.0),
+        sliding_attention=dict(rope_type='default', rope_theta=500000.0)))),
     'phi3': ('Phi3', dict(sliding_window=7)),
     'phi3 partial': ('Phi3', dict(sliding_window=None, rope_parameters=dict(
         rope_type='default', rope_theta=300.0, partial_rotary_factor=0.75))),
@@ -96,6 +108,26 @@ CASES = {
         n_routed_experts=6, n_shared_experts=1, first_k_dense_replace=2, attention_bias=True,
         routed_scaling_factor=2.5, norm_topk_prob=False, rope_parameters=dict(
             rope_type='default', rope_theta=300.0, partial_rotary_factor=0.5))),
+    'glm4_moe groups': ('Glm4Moe', MOE | dict(n_routed_experts=6, n_group=3, topk_group=2, num_experts_per_tok=3,
+                                              first_k_dense_replace=1, partial_rotary_factor=1.0)),
+    'gpt_oss': ('GptOss', dict(OSS, rope_parameters=YARN | dict(truncate=False))),
+    'gpt_oss without windows': ('GptOss', dict(OSS, layer_types=['full_attention'] * 4, attention_bias=False,
+                                               router_aux_loss_coef=0.0, rope_parameters=LINEAR)),
+    'gpt_oss tied': ('GptOss', dict(OSS, num_experts_per_tok=2, layer_types=SLIDING[::-1], tie_word_embeddings=True,
+                                    rope_parameters=YARN)),
+    'deepseek_v3': ('DeepseekV3', LATENT | dict(q_lora_rank=20, n_group=3, topk_group=2, first_k_dense_replace=1,
+                                                rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.5))),
+    'deepseek_v3 queries as they are': ('DeepseekV3', LATENT | dict(
+        q_lora_rank=None, n_group=1, topk_group=1, first_k_dense_replace=2, n_shared_experts=2,
+        norm_topk_prob=False, routed_scaling_factor=1.5)),
+    'deepseek_v3 biases': ('DeepseekV3', LATENT | dict(q_lora_rank=16, attention_bias=True, n_group=2, topk_group=1,
+                                                       first_k_dense_replace=0, v_head_dim=12)),
+    'deepseek_v2': ('DeepseekV2', LATENT | dict(q_lora_rank=20, topk_method='group_limited_greedy', n_group=3,
+                                                topk_group=2, first_k_dense_replace=1, routed_scaling_factor=3.0)),
+    'deepseek_v2 greedy': ('DeepseekV2', LATENT | dict(q_lora_rank=None, first_k_dense_replace=0, n_shared_experts=1,
+                                                       rope_parameters=YARN | dict(mscale=0.7, mscale_all_dim=0.7))),
+    'deepseek_v2 biases': ('DeepseekV2', LATENT | dict(q_lora_rank=16, attention_bias=True, mlp_bias=True,
+                                                       first_k_dense_replace=2, num_hidden_layers=3)),
     'qwen3_5_text': ('Qwen3_5Text', DELTA | dict(layer_types=HYBRID)),
     'qwen3_5_text regular': ('Qwen3_5Text', DELTA | dict(full_attention_interval=2, linear_conv_kernel_dim=3)),
     'qwen3_5_text equal heads': ('Qwen3_5Text', DELTA | dict(linear_num_value_heads=2, tie_word_embeddings=True,
