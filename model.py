@@ -260,8 +260,7 @@ class GPT(nn.Module):
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
-        # Vectors with a part for each output feature, or head.
-        features=('attn.convolution', 'attn.decay', 'attn.sinks'),
+        features=('attn.convolution', 'attn.decay', 'attn.sinks'),  # vectors with a part for each output feature
         shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),  # all heads read
         whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
@@ -276,8 +275,8 @@ class GPT(nn.Module):
         recurrence=('attn.delta_rule',),               # likewise
         positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
                           'convolution.positions_before'),
-        # A rank's part, of its features or heads.
-        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors', 'attn.sinks.factors'),
+        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors',
+                 'attn.sinks.factors'),                # a rank's part
         to_heads=('attn.to_heads',),                   # what the heads of all ranks read
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),

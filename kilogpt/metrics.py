@@ -193,9 +193,8 @@ def flops_per_token(model, lengths):
     Each matrix element takes a multiply and an add forward and twice that backward, or once if frozen: 6 or 4.
     Attention adds two products a layer with H D elements for each position that a token sees, 6 each (the second may
     have another width with kv_latent). PaLM (Chowdhery et al. 2022) and nanoGPT count those that follow too.
-    lengths: of GPTConfig.mean_seen.
     A recurrence adds three products of a vector with each head's state, of K V elements, as step by step; the chunked
-    form computes more.
+    form computes more. lengths: of GPTConfig.mean_seen.
     """
     config = model.config
     layers = [module for module in model.modules() if not isinstance(module, torch.nn.Embedding)]

@@ -12,8 +12,8 @@ from kilogpt.convert.config_entries import (
     read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
 from kilogpt.convert.expert_families import (
     deepseek_v2_read, deepseek_v2_write, deepseek_v3_read, deepseek_v3_write, glm4_moe_read, glm4_moe_write,
-    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen3_moe_read, qwen3_moe_write, qwen3_next_read,
-    qwen3_next_write)
+    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen3_moe_read, qwen3_moe_write,
+    qwen3_next_read, qwen3_next_write)
 from kilogpt.convert.meaning import keys_not_kept
 from kilogpt.convert.mxfp4 import is_mxfp4
 from model import GPTConfig

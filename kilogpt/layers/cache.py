@@ -93,13 +93,13 @@ class Cache:
         self.can_go_back = not any(self.windows) and not any(map(config.n_before, config.CONVOLUTIONS))
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
         self.layers = []
-        heads, widths = config.n_kv_head, (config.head_width, config.head_width)
-        if config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
-            heads, widths = 1, (config.rope_width + config.kv_latent, 0)
         for layer, window in enumerate(self.windows):
-            n_heads, last_of_layer, states = heads, last, (0, 0, 0)
+            n_heads, last_of_layer, states = config.n_kv_head, last, (0, 0, 0)
+            widths = config.head_width, config.head_width
             if config.mixer_of(layer) == 'D':
                 n_heads, (last_of_layer, states) = 0, config.delta_shapes()
+            elif config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
+                n_heads, widths = 1, (config.rope_width + config.kv_latent, 0)
             keys, values = ((rows, n_heads, window or length, width) for width in widths)
             states = torch.zeros(rows, *states, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
             self.layers.append(LayerCache(

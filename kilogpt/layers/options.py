@@ -89,9 +89,6 @@ class BlockOptions:
                              f'{self.head_width} features of a head: it must be a positive even number')
         check_scaling(self.rope_scaling)
 
-    def mixer_of(self, layer):
-        """What block number `layer` mixes positions by: 'A' or 'D', as in mixer_pattern."""
-        return self.mixer_pattern[layer % len(self.mixer_pattern)]
     def check_latent(self):
         """Raise ValueError unless kv_latent goes with the other keys; sets the widths that are 0."""
         if not self.kv_latent:
@@ -112,6 +109,10 @@ class BlockOptions:
                              f'{self.head_width}')
         if self.value_width > self.head_width:
             raise ValueError(f'value_width is {self.value_width}: it must be at most head_width={self.head_width}')
+
+    def mixer_of(self, layer):
+        """What block number `layer` mixes positions by: 'A' or 'D', as in mixer_pattern."""
+        return self.mixer_pattern[layer % len(self.mixer_pattern)]
 
     @property
     def rotary_width(self):

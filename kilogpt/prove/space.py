@@ -21,8 +21,8 @@ class Key(NamedTuple):
 
 
 ROPE, EXPERTS, ADAPTERS = dict(pos=('rope',)), dict(mlp=('moe',)), dict(lora_rank=(4,))
-DELTA = dict(mixer_pattern=('DA', 'D', 'DDA'))
 LATENT, NOT_LATENT = dict(kv_latent=(24,)), dict(kv_latent=(0,))
+DELTA = dict(mixer_pattern=('DA', 'D', 'DDA'))
 PIPELINE, EXCHANGE = dict(pp=(2, 4)), dict(outer_interval=(1, 2))
 TAUGHT = dict(data=('taught', 'packed taught'))
 MIXTURE = dict(data=('mixture', 'packed mixture', 'masked mixture'))
@@ -96,6 +96,7 @@ MODEL = dict(
     attention_gate_over=Key(('head', 'feature'), dict(attention_gate=(True,))),
     attention_conv=Key((0, 3), NOT_LATENT),
     mlp_conv=Key((0, 2)),
+    value_pattern=Key(('N', 'V', 'VN'), NOT_LATENT),
     mixer_pattern=Key(('A', 'DA', 'D', 'DDA')),
     delta_heads=Key((0, 8), DELTA),
     delta_key_heads=Key((0, 4, 2), DELTA),
@@ -105,7 +106,6 @@ MODEL = dict(
     delta_negative=Key(NO_OR_YES, DELTA),
     delta_norm_eps=Key((0.0, 1e-2), DELTA),
     delta_norm_place=Key(('', 'before', 'both'), DELTA),
-    value_pattern=Key(('N', 'V', 'VN'), NOT_LATENT),
     embedding_scale=Key((1.0, 5.0)),
     residual_scale=Key((1.0, 0.5)),
     logit_scale=Key((1.0, 3.0)),
