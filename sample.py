@@ -18,7 +18,8 @@ from kilogpt.chat import server, terminal
 from kilogpt.chat.conversation import Conversation
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.devices.compiler import compile_failure
-from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
+from kilogpt.devices.cpu import Int8Linear
+from kilogpt.devices.cpu_step import prepare_for_text
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.generate.engine import Engine, ModelReader, Request
@@ -55,7 +56,7 @@ seed = 1337  # the same seed gives the same text
 # system
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
 dtype = 'auto'  # 'float32', 'bfloat16' (on CPUs: only linear layers) or 'float16'; 'auto' follows the device
-quantize = 'none'  # 'int8': read weights in 8 bits for each token, on a CPU, for up to four samples
+quantize = 'none'  # 'int8': read weights in 8 bits, on a CPU
 compile: bool | None = None  # compile the step from token to token; None = on a GPU, for 4,000 tokens or more
 # ------------------------------------------------------------------------------------------------------------
 config = configure(globals())
@@ -122,14 +123,13 @@ if compile and (failure := compile_failure(device)):
     print(f'torch.compile does not work here ({failure}): continuing without it', file=sys.stderr)
     compile = False
 model.eval()
-if quantize == 'int8':
-    replace_all(model, torch.nn.Linear, Int8Linear)
-# Weights are cast once: autocast would cast them for each token.
-if device.type == 'cpu' and can_pack(dtype) and not compile:
-    # The rest of the model stays in float32: on a CPU, attention to a long text is faster in float32.
-    replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, n_rows))
+if device.type == 'cpu' and not compile:
+    if note := prepare_for_text(model, dtype, quantize, n_rows):
+        print(f'text could be faster: {note}', file=sys.stderr)
 else:
-    model.to(device, dtype)
+    if quantize == 'int8':
+        replace_all(model, torch.nn.Linear, Int8Linear)
+    model.to(device, dtype)  # weights are cast once: autocast would cast them for each token
 cache = None  # one that grows with the texts
 if compile:
     cache = model.new_cache(n_rows)
