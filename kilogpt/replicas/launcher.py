@@ -22,6 +22,7 @@ server = LighthouseServer(bind=sys.argv[1], min_replicas=1, join_timeout_ms=int(
                           heartbeat_timeout_ms=1000, quorum_tick_ms=20)
 sys.stdin.read()
 '''
+FAILS_TOGETHER = 2  # seconds within which all replicas end if the run itself has failed
 GRACE = 10  # seconds that the other replicas have for their end after the first has ended
 
 
@@ -51,6 +52,7 @@ class Group:
     def __init__(self, number, options, environment):
         self.number, self.options, self.environment = number, options, environment
         self.restarts = 0
+        self.failed_at = None
         self.start()
 
     def start(self):
@@ -81,6 +83,7 @@ class Group:
         if self.restarts == self.options.max_restarts:
             return False
         self.restarts += 1
+        self.failed_at = None
         self.start()
         return True
 
@@ -121,6 +124,11 @@ def main():
             if code is None:
                 continue
             is_end = code in (0, 143) or received or codes
+            if not is_end and code == 1:  # perhaps the run has failed, which ends all replicas
+                group.failed_at = group.failed_at or time.monotonic()
+                is_end = all(each.failed_at for each in groups)
+                if not is_end and time.monotonic() - group.failed_at < FAILS_TOGETHER:
+                    continue
             if not is_end:
                 print(f'replica {group.number} has ended with exit code {code}', file=sys.stderr, flush=True)
                 is_end = not group.restart()

@@ -5,6 +5,7 @@ manager for each replica, whose processes vote on each update. Only its `coordin
 groups and its HTTP transport are used.
 """
 import os
+import pickle
 import socket
 import time
 import urllib.request
@@ -44,6 +45,7 @@ class SafeTransport(HTTPTransport):
     def __init__(self, timeout):
         super().__init__(timeout, num_chunks=0)
         self._server.RequestHandlerClass.log_message = lambda *_: None
+        self._checkpoint_lock.timeout = 3 * timeout.total_seconds()  # longer than a peer that hangs is waited for
 
     @classmethod
     def _load_from_address(cls, address, timeout):
@@ -97,17 +99,24 @@ class Membership:
                 shrink_only=False, timeout=timedelta(seconds=QUORUM_SECONDS), commit_failures=self.failures,
                 init_sync=False)
             is_new = (quorum.quorum_id, quorum.replica_ids) != self._quorum
+            if quorum.recover_dst_replica_ranks:
+                self._transport.send_checkpoint(
+                    quorum.recover_dst_replica_ranks, quorum.max_step, state(), self.timeout)
+            received = None
             try:
-                self._join(quorum, is_new, state)
+                self._join(quorum, is_new)
                 if quorum.heal:
-                    load(self._receive(quorum))
-                    self.step, has_loaded = quorum.max_step, True
-            except (RuntimeError, OSError, EOFError, ValueError):  # a member has been lost since
+                    received = self._receive(quorum)
+            except (RuntimeError, OSError, EOFError, ValueError, pickle.UnpicklingError):  # a member was lost since
                 self._is_broken = True
-            if not is_new or self._all_here(not self._is_broken):
-                return has_loaded
+            if is_new and not self._all_here(not self._is_broken):
+                continue
+            if received is not None:
+                load(received)
+                self.step, has_loaded = quorum.max_step, True
+            return has_loaded
 
-    def _join(self, quorum, is_new, state):
+    def _join(self, quorum, is_new):
         self.index, self.count = quorum.replica_rank, quorum.replica_world_size
         self.names = list(quorum.replica_ids)
         if is_new:
@@ -117,8 +126,6 @@ class Membership:
             self.group.configure(
                 f'{quorum.store_address}/{quorum.quorum_id}/{unique}/{self.processes.rank}', self.names[self.index],
                 self.index, self.count, quorum.quorum_id, self.processes.rank, self.processes.world_size)
-        if quorum.recover_dst_replica_ranks:
-            self._transport.send_checkpoint(quorum.recover_dst_replica_ranks, quorum.max_step, state(), self.timeout)
 
     def _receive(self, quorum):
         peer = ManagerClient(quorum.recover_src_manager_address, connect_timeout=self.timeout)
@@ -127,10 +134,14 @@ class Membership:
 
     def _all_here(self, is_ready):
         """Whether all processes of this replica are ready; otherwise its members notice that it has left them."""
-        if self._client.should_commit(self.processes.rank, self.step, is_ready, timeout=self.timeout):
+        if self._agree(is_ready):
             return True
         self._leave_group()
         return False
+
+    def _agree(self, is_ready):
+        """Whether all processes of this replica are ready. One of them may only now notice that it waits in vain."""
+        return self._client.should_commit(self.processes.rank, self.step, is_ready, timeout=3 * self.timeout)
 
     def _leave_group(self):
         self._transport.disallow_checkpoint()
@@ -166,7 +177,7 @@ class Membership:
         if self.processes.device.type == 'cuda':
             torch.cuda.synchronize(self.processes.device)
         is_ready = not self._is_broken and self.group.errored() is None
-        is_agreed = self._client.should_commit(self.processes.rank, self.step, is_ready, timeout=self.timeout)
+        is_agreed = self._agree(is_ready)
         if is_agreed:
             self._transport.disallow_checkpoint()
             self.step += 1

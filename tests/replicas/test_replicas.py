@@ -71,7 +71,7 @@ class ReplicaRun:
     def updates(self):
         return [line for line in self.lines() if 'loss' in line]
 
-    def wait_for(self, condition, seconds=120):
+    def wait_for(self, condition, seconds=200):
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()
@@ -86,7 +86,7 @@ class ReplicaRun:
     def end(self, code=0):
         """Let the run end by itself; returns it as `read_run` does, with `updates`."""
         self.hurry()
-        assert self.process.wait(timeout=240) == code, self.log.read_text()
+        assert self.process.wait(timeout=500) == code, self.log.read_text()
         return SimpleNamespace(**vars(read_run(self.out_dir)), updates=self.updates(), text=self.log.read_text())
 
 
@@ -143,9 +143,9 @@ def test_killed_at_random(dataset, tmp_path, alone, layout):
     """Processes of 3 replicas of 2 are killed at random moments, sometimes of two replicas at once."""
     seed = random.SystemRandom().randrange(1000)
     print(f'seed {seed}')
-    rng, keys = random.Random(seed), ['--max_iters=40', '--lr_decay_iters=40', '--eval_interval=8']
+    rng, keys = random.Random(seed), ['--max_iters=120', '--lr_decay_iters=120', '--eval_interval=8']
     with ReplicaRun(tmp_path, dataset, *keys, *layout, replicas=3, nproc=2) as run:
-        for count in (1, 1, 2):
+        for count in (1, 2):
             run.wait_for_members(3)
             time.sleep(rng.uniform(0, 0.6))
             replicas = rng.sample(range(3), count)
@@ -159,8 +159,8 @@ def test_killed_at_random(dataset, tmp_path, alone, layout):
 
 @needs_torchft
 @pytest.mark.slow
-def test_all_but_one_and_the_lighthouse_are_killed_and_a_signal_stops_all(dataset, tmp_path, alone):
-    keys = ['--max_iters=60', '--lr_decay_iters=60', '--eval_interval=20', '--save_interval=5']
+def test_all_but_one_are_killed_then_the_lighthouse_one_hangs_and_a_signal_stops_all(dataset, tmp_path, alone):
+    keys = ['--max_iters=300', '--lr_decay_iters=300', '--eval_interval=20', '--replica_timeout=5']
     with ReplicaRun(tmp_path, dataset, *keys, replicas=3) as run:
         run.wait_for_members(3)
         run.kill((0, 0), (2, 0))
@@ -171,6 +171,12 @@ def test_all_but_one_and_the_lighthouse_are_killed_and_a_signal_stops_all(datase
         run.wait_for(lambda: 'lighthouse has ended' in run.log.read_text())
         count = len(run.updates())
         run.wait_for(lambda: len(run.updates()) > count + 3)
+        hung = run.workers()[1, 0]
+        os.kill(hung, signal.SIGSTOP)
+        run.wait_for_members(2)
+        os.kill(hung, signal.SIGCONT)
+        run.wait_for_members(3)
+        assert run.workers()[1, 0] == hung
         run.process.send_signal(signal.SIGTERM)
         run.end(143)
         stopped = run.updates()[-1]['iter']
@@ -178,5 +184,5 @@ def test_all_but_one_and_the_lighthouse_are_killed_and_a_signal_stops_all(datase
     run = ReplicaRun(tmp_path, dataset, *keys, '--init_from=auto', replicas=3)
     with run:
         ended = run.end()
-    assert stopped < 60
+    assert stopped < 300
     assert_same_run(ended, alone(*keys))
