@@ -198,7 +198,7 @@ def test_run_that_was_killed_in_a_reward_continues_to_the_bit(train, start, tmp_
     arguments = [*arguments_of(start), *keys, '--save_interval=1', '--async_checkpoint=False']
     whole = train(*arguments)
     killer = tmp_path / 'reward.py'  # ends the run once, in a reward of a random iteration
-    n_texts = np.random.default_rng(0).integers(60, 200)
+    n_texts = np.random.default_rng(0).integers(40, 120)
     killer.write_text((start[1] / 'reward.py').read_text() + f'''
 import os, pathlib
 count, plain, flag = 0, reward, pathlib.Path({str(tmp_path / "done")!r})
