@@ -356,8 +356,7 @@ class GPT(nn.Module):
         restart there, so that a row gives what its documents give alone. None: a row is one document.
         pairs, reference: as in PreferenceLoss or RewardLoss, whose loss is then the result.
         With a cache (new_cache), each row of idx continues the text in its row of the cache, or in one of a
-        Cache.part, and the logits (B, 1, vocab_size) are those of the last position alone. Targets go with a
-        cache too.
+        Cache.part; the logits (B, 1, vocab_size) are those of the last position. Targets go with a cache too.
         A pipeline stage without the embedding takes x (B, T, C) for idx, and the ids as `tokens` (B, T); one
         without the head returns x.
         Under context parallelism idx and targets are this rank's part, and the others are of whole sequences.

@@ -1,9 +1,20 @@
 """Distillation: the loss against a slow reference in float64, teachers beside the data and in memory, and runs."""
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
+from data.datasets import NUMBERS, TEACHER_FILE, find_sources, fingerprint
+from data.splits import open_loader
+from helpers import curve, run_forked
+import kilogpt
 from kilogpt.layers.distillation import DIVERGENCES, Distillation, teacher_numbers
 from kilogpt.layers.losses import use_loss
+from kilogpt.learn.loaders import StoredTeacher, TaughtLoader
+from kilogpt.prove import data
 from model import GPT, GPTConfig, Loss
 
 V = 11
@@ -78,3 +89,129 @@ def test_model_takes_targets_with_a_teacher_in_parts_too(monkeypatch):
     torch.testing.assert_close(losses[0][1], losses[1][1], rtol=1e-4, atol=1e-6)
     assert gpt(x, y[..., 0].long()).item() == pytest.approx(torch.nn.functional.cross_entropy(
         gpt(x).flatten(0, 1), y[..., 0].long().flatten(), ignore_index=-1, reduction='sum').item(), rel=1e-5)
+
+
+# --- teachers and runs ------------------------------------------------------------------------------------
+
+TOP_K = 5
+
+
+def teach(teacher, folder, *arguments, **options):
+    return run_forked('kilogpt.evaluate', teacher, f'--teach={folder}', f'--top_k={TOP_K}', '--device=cpu',
+                      '--dtype=float32', *arguments, **options)
+
+
+@pytest.fixture(scope='module')
+def taught(train, dataset, tmp_path_factory):
+    """(the folder of a trained run, that of a dataset with its numbers)."""
+    base = train('--eval_iters=0').out_dir
+    folder = shutil.copytree(dataset, tmp_path_factory.mktemp('taught') / 'data')
+    teach(base, folder)
+    return base, folder
+
+
+def read_numbers(folder):
+    """(ids, log-probabilities with those of all others last) of each token."""
+    values = np.fromfile(folder / NUMBERS, '<i4').reshape(-1, 2 * TOP_K + 1)
+    return values[:, :TOP_K], values[:, TOP_K:].view('<f4')
+
+
+def test_numbers_are_what_the_teacher_gives_a_window(taught):
+    base, folder = taught
+    tokens = torch.from_numpy(np.fromfile(folder / 'train.bin', '<u2').astype(np.int64))
+    ids, log_p = read_numbers(folder)
+    assert len(ids) == len(tokens)
+    np.testing.assert_allclose(np.exp(log_p).sum(axis=1), 1, rtol=1e-5)
+    logits = kilogpt.load(str(base), device='cpu').model(torch.stack([tokens[:32], tokens[96:128]]))
+    for row, places in ((0, slice(0, 32)), (1, slice(112, 128))):  # of the second window, the second half
+        expected = logits[row, -(places.stop - places.start):].log_softmax(dim=-1).detach()
+        found = expected.gather(1, torch.from_numpy(ids[places].astype(np.int64)))
+        torch.testing.assert_close(found, torch.from_numpy(log_p[places, :TOP_K].copy()), rtol=0, atol=1e-5)
+        torch.testing.assert_close(found, expected.topk(TOP_K).values, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize('nproc, arguments', [
+    (2, '--cp=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+        (3, '--zero_stage=3'), (2, '--pp=2'), (4, '--tp=2')))])
+def test_numbers_are_the_same_in_every_layout(taught, dataset, tmp_path, nproc, arguments):
+    base, folder = taught
+    copy = shutil.copytree(dataset, tmp_path / 'data')
+    teach(base, copy, *arguments.split(), nproc=nproc)
+    assert (copy / TEACHER_FILE).read_text() == (folder / TEACHER_FILE).read_text()
+    (ids, log_p), (expected_ids, expected) = read_numbers(copy), read_numbers(folder)
+    np.testing.assert_allclose(log_p, expected, rtol=0, atol=1e-4)
+    assert (ids != expected_ids).mean() < 1e-3  # tokens that are equally likely, but for rounding
+
+
+def test_command_that_was_interrupted_continues_unless_its_arguments_are_others(taught, dataset, tmp_path):
+    base, folder = taught
+    copy, numbers = shutil.copytree(dataset, tmp_path / 'data'), (folder / NUMBERS).read_bytes()
+    facts = json.dumps(json.loads((folder / TEACHER_FILE).read_text()))
+    for content, expected in ((facts, b'\1' * 4), (facts.replace('1.0', '2.0'), numbers[:4])):
+        # A first number that no teacher gives shows whether the windows before are kept.
+        (copy / 'train.teacher.partial').write_bytes(b'\1' * 4 + numbers[4:4 * (2 * TOP_K + 1) * 16 * 1000 + 7])
+        (copy / 'train.teacher.partial.json').write_text(content)
+        teach(base, copy)
+        found = (copy / NUMBERS).read_bytes()
+        assert found[:4] == expected and len(found) == len(numbers)
+        assert not list(copy.glob('*.partial*'))
+
+
+@pytest.mark.parametrize('documents', ['stream', 'pack'])
+def test_batches_have_the_numbers_of_their_tokens(documents, tmp_path):
+    """The teacher here says of each token its place in the stream."""
+    folder = data.write_text(str(tmp_path / 'text'))
+    source = find_sources(folder)[folder]
+    loader = open_loader(source, 'train', data.VOCABULARY, dict(documents=documents, block_size=16, seed=1))
+    numbers = np.zeros((loader.n_tokens, 2 * TOP_K + 1), '<i4')
+    numbers[:, 0] = np.arange(loader.n_tokens)
+    numbers.tofile(f'{folder}/{NUMBERS}')
+    facts = dict(source='', digest='', top_k=TOP_K, temperature=1.0, shards=fingerprint({'': source}))
+    with open(f'{folder}/{TEACHER_FILE}', 'w') as file:
+        json.dump(facts, file)
+    config = dict(dataset=folder, distill_top_k=TOP_K, distill_temperature=1.0)
+    run = SimpleNamespace(config=config, data=SimpleNamespace(train=loader, sources={'': source}),
+                          processes=SimpleNamespace(say=print))
+    sequences = np.array([3, -1, loader.per_epoch + 5, 70])
+    x, y, *_ = TaughtLoader(loader, StoredTeacher(run).numbers).train_batch(sequences)
+    tokens = np.fromfile(f'{folder}/train.bin', '<u2')
+    for row in (0, 2, 3):
+        np.testing.assert_array_equal(tokens[y[row, :, 1]], x[row])
+        np.testing.assert_array_equal(tokens[(y[row, :, 1] + 1) % len(tokens)], y[row, :, 0])
+    assert (y[1, :, 0] == -1).all()
+
+
+@pytest.mark.parametrize('teacher', ['beside the data', 'in memory'])
+def test_student_learns_and_resumes_to_the_bit(train, taught, teacher):
+    base, folder = taught
+    arguments = [f'--dataset={folder}', '--loss=distill', f'--distill_top_k={TOP_K}', '--n_layer=1', '--distill_share=1.0']
+    if teacher == 'in memory':
+        arguments += [f'--teacher={base}', '--distill_divergence=js', '--distill_temperature=2.0']
+    whole = train(*arguments)
+    assert whole.evals[12]['val_loss'] < whole.evals[0]['val_loss'] - 0.3 and 'the teacher is' in whole.stdout
+    part = train(*arguments, '--max_iters=6')
+    rest = train(*arguments, '--init_from=resume', out_dir=part.out_dir)
+    assert curve(rest) == curve(whole)
+
+
+def test_teacher_that_does_not_fit_is_refused_in_a_sentence(train, taught, dataset, tmp_path):
+    base, folder = taught
+    other = shutil.copytree(dataset, tmp_path / 'other')
+    meta = json.loads((other / 'meta.json').read_text())
+    (other / 'meta.json').write_text(json.dumps(meta | dict(chars=meta['chars'][::-1])))
+    cases = [
+        ([f'--dataset={dataset}'], f'has no {TEACHER_FILE}: run python -m kilogpt.evaluate TEACHER --teach={dataset}'),
+        ([f'--dataset={folder}', '--distill_top_k=6'], 'has top_k=5 and temperature=1.0, but distill_top_k is 6'),
+        ([f'--dataset={other}', f'--teacher={base}'], 'a teacher needs the tokenizer of its student'),
+        ([f'--dataset={folder}', f'--teacher={base}', '--block_size=64'], 'set block_size to that of the teacher or less'),
+        ([f'--dataset={folder}', '--distill_share=2'], 'distill_share is 2.0: it must be from 0 to 1')]
+    for arguments, sentence in cases:
+        run = train('--loss=distill', f'--distill_top_k={TOP_K}', *arguments, check=False)
+        assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr, run.stderr
+    refused = teach(base, other, check=False)
+    assert refused.returncode == 1 and 'a teacher needs the tokenizer of its student' in refused.stderr
+    changed = shutil.copytree(folder, tmp_path / 'changed')
+    tokens = np.fromfile(changed / 'train.bin', '<u2')
+    tokens[::2].tofile(changed / 'train.bin')
+    run = train('--loss=distill', f'--distill_top_k={TOP_K}', f'--dataset={changed}', check=False)
+    assert 'have changed since its teacher read them' in run.stderr

@@ -1,5 +1,6 @@
 """Learning from rewards: the loss against a slow reference and TRL's, texts as data, rewards of others' code, and runs."""
 import json
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -125,6 +126,44 @@ def test_equal_rewards_give_no_gradient_and_no_nan(rewards, is_scaled, in_float6
     assert loss.item() == 0 and all(not gradient.any() for gradient in gradients(gpt, loss))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize('updates', [1, 2])
+def test_loss_and_gradient_are_those_of_trl(updates, in_float64):
+    """GRPOTrainer's own function, with its loss divided by the tokens ('bnpo'), on the same weights and texts."""
+    trainers = pytest.importorskip('trl.trainer.grpo_trainer', reason='trl is not installed')
+    texts, rng = some_texts(), np.random.default_rng(2)
+    for text in texts:
+        text.prompt, text.old = texts[0].prompt, rng.normal(-2.5, 0.3, len(text.ids)).tolist()
+    longest = max(len(text.ids) for text in texts)
+
+    def padded(values):
+        return torch.tensor([row + [0] * (longest - len(row)) for row in values])
+
+    plain = GPT(GPTConfig(block_size=T, vocab_size=V, n_layer=1, n_head=2, n_embd=16)).double()
+
+    def log_p_of(model, ids, mask, count, **options):
+        log_p = model(ids)[:, -count - 1:-1].log_softmax(dim=-1)
+        return log_p.gather(-1, ids[:, -count:, None])[..., 0], -(log_p.exp() * log_p).sum(-1), None
+
+    trainer = mock.MagicMock(
+        aux_loss_enabled=False, top_entropy_quantile=1.0, off_policy_mask_threshold=None, beta=0.0, loss_type='bnpo',
+        importance_sampling_level='token', epsilon_low=0.2, epsilon_high=0.2, use_vllm=False, _entropy_bonus_enabled=False,
+        current_gradient_accumulation_steps=1, _get_per_token_logps_and_entropies=log_p_of)
+    trainer.args.delta, trainer.accelerator.gather = None, lambda x: x
+    inputs = dict(
+        prompt_ids=torch.tensor([text.prompt for text in texts]), completion_ids=padded([text.ids for text in texts]),
+        prompt_mask=torch.ones(len(texts), len(texts[0].prompt)), completion_mask=padded([[1] * len(text.ids) for text in texts]),
+        advantages=torch.tensor([text.advantage for text in texts]),
+        **dict(old_per_token_logps=padded([text.old for text in texts])) if updates > 1 else {})
+    expected = trainers.GRPOTrainer._compute_loss(trainer, plain, inputs)
+    gpt = build(rl_updates=updates)
+    batch, n_targets = batch_of(texts)
+    loss = gpt(*batch) / n_targets
+    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)  # advantages are float32
+    for found, theirs in zip(gradients(gpt, loss), gradients(plain, expected)):
+        torch.testing.assert_close(found, theirs, rtol=1e-5, atol=1e-7)
+
+
 # --- rewards of others' code ------------------------------------------------------------------------------
 
 REWARD = '''
@@ -198,7 +237,7 @@ def test_run_that_was_killed_in_a_reward_continues_to_the_bit(train, start, tmp_
     arguments = [*arguments_of(start), *keys, '--save_interval=1', '--async_checkpoint=False']
     whole = train(*arguments)
     killer = tmp_path / 'reward.py'  # ends the run once, in a reward of a random iteration
-    n_texts = np.random.default_rng(0).integers(60, 200)
+    n_texts = np.random.default_rng(0).integers(40, 120)
     killer.write_text((start[1] / 'reward.py').read_text() + f'''
 import os, pathlib
 count, plain, flag = 0, reward, pathlib.Path({str(tmp_path / "done")!r})

@@ -185,7 +185,7 @@ NOT_DRAWN = dict(
                     'decides the numbers beside the data, which draws write at random; tests/test_distillation.py'),
     **dict.fromkeys(('rl_prompts', 'rl_val_prompts', 'rl_reward', 'rl_reward_seconds', 'rl_reward_errors', 'rl_samples',
                      'rl_tokens', 'rl_scale', 'rl_kl', 'rl_updates', 'rl_clip', 'rl_pass', 'rl_eval_prompts',
-                     'rl_eval_samples'), 'rounding may decide a draw of text; tests/parallel/test_learning_layouts.py'),
+                     'rl_eval_samples'), 'rounding may decide a draw of text; tests/parallel/test_data_layouts.py'),
     # What does not take part in an update
     **dict.fromkeys(('eval_only', 'eval_tasks', 'eval_tasks_interval', 'eval_tasks_limit', 'sample_interval',
                      'sample_prompts', 'sample_tokens'), 'scores or writes text; tests/evaluate'),

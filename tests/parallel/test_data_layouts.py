@@ -176,3 +176,21 @@ def test_layout_trains_pairs_as_one_process_does(compare_with_one_process, train
         for iteration, line in found.items():
             for name in [name for name in line if 'reward_' in name]:
                 assert line[name] == pytest.approx(expected[iteration][name], abs=1e-4), (iteration, name)
+
+
+# --- texts and their rewards ------------------------------------------------------------------------------
+
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [
+    (3, '--zero_stage=1'), (2, '--tp=2'), (2, '--cp=2 --rl_updates=2 --rl_kl=0.5'), (4, '--pp=2 --zero_stage=2')])
+def test_layout_learns_from_rewards_as_one_process_does(compare_with_one_process, trained, tmp_path, nproc, layout):
+    """The texts are the same too: otherwise the lines about them would differ, and the losses."""
+    keys = [argument for argument in layout.split() if argument.startswith('--rl')]
+    (tmp_path / 'prompts.jsonl').write_text('{"prompt": "AB"}\n{"prompt": "7"}\n{"prompt": "XYZ"}\n')
+    (tmp_path / 'reward.py').write_text('def reward(row, text): return sum(ord(c) % 2 for c in text)')
+    run, one = compare_with_one_process(
+        nproc, ' '.join(argument for argument in layout.split() if argument not in keys), f'--init_from={trained}',
+        '--loss=rl', f'--rl_prompts={tmp_path}/prompts.jsonl', f'--rl_reward={tmp_path}/reward.py', '--rl_tokens=5', *keys)
+    texts = [[line for line in map(json.loads, (each.out_dir / 'metrics.jsonl').read_text().splitlines())
+              if 'without_reward' in line] for each in (run, one)]
+    assert texts[0] == texts[1] and len(texts[1]) == (2 if keys else 3)
