@@ -1,4 +1,4 @@
-# Go on from config/sums.py by rewards alone: 1 for a right sum, 0 for a wrong one. docs/rewards.md has the figures.
+# Go on from config/sums.py by rewards alone: 1 for a right sum, up to a half for digits in place (docs/rewards.md).
 init_from = 'out-sums'
 out_dir = 'out-sums-rewards'
 dataset = 'sums'

@@ -20,6 +20,7 @@ FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)
 SHAPE = '--device=cpu --compile=False --n_layer=2 --n_head=4 --n_embd=32 --block_size=64 --batch_size=2 '
 ITERATIONS = '--max_iters=2 --lr_decay_iters=0 --eval_interval=2 --eval_iters=1 --log_interval=1 '
 SMALL = f'{SHAPE} {ITERATIONS} --gradient_accumulation_steps=1 --wandb_log=False'
+SMALL_REWARDS = '--device=cpu --max_iters=2 --batch_size=16 --eval_iters=1 --rl_eval_prompts=4'
 MANY = f'{SMALL} --gradient_accumulation_steps=8'
 FEW_TOKENS = '--device=cpu --num_samples=2 --max_new_tokens=8'
 ONE_LAYOUT = '--layouts="dp1 zero3"'  # of kilogpt.prove
@@ -81,6 +82,19 @@ SESSIONS = dict(
     ],
 )
 SLOW_SESSIONS = dict(
+    learning=[
+        step('python data/sums/prepare.py', '--lines=400'),
+        step('python train.py config/sums.py', SMALL),
+        step('python train.py config/sums_rewards.py', SMALL_REWARDS),
+        step('python train.py config/sums.py --n_layer=6 --max_iters=1000 --out_dir=out-sums-large', SMALL),
+        step('python train.py config/sums_rewards.py --rl_reward= --teacher=out-sums-large --rl_kl=1', SMALL_REWARDS),
+        step('python train.py config/sums.py --max_iters=700', SMALL),
+        step('python -m kilogpt.evaluate out-sums --teach=sums --top_k=8', '--device=cpu'),
+        step('python train.py config/sums.py --loss=distill --distill_top_k=8 --n_layer=1 --n_embd=64 '
+             '--out_dir=out-student', SMALL),
+        step('python train.py config/sums.py --loss=distill --teacher=out-sums --n_layer=1 --n_embd=64 '
+             '--out_dir=out-student', SMALL),
+    ],
     evaluate=[
         step('python train.py config/quickstart.py --eval_tasks=capitals --eval_tasks_interval=70 --sample_interval=70 '
              '--sample_prompts="ROMEO:||My lord"', SMALL + ' --eval_tasks_interval=1'),
