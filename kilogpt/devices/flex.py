@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_parts
-from kilogpt.layers.attention import build_mask as dense_mask
+from kilogpt.layers.attention import build_mask as dense_mask, of_heads
 
 BLOCK = 128  # queries, and keys, of a block: the default of FlexAttention, which its kernels are tuned for
 MIN_HEAD_WIDTH = 16  # the smallest matrix product in Triton
@@ -133,30 +133,36 @@ class FlexAttention(nn.Module):
     def __init__(self, original, causal_blocks=None):
         """original: the attention module to replace.
 
-        causal_blocks: the AttentionBlocks of causal attention. They are for capped scores alone, which
-        PyTorch's flash attention does not have.
+        causal_blocks: the AttentionBlocks of causal attention. They are for capped scores and for sinks alone,
+        which PyTorch's flash attention does not have.
         """
         super().__init__()
         self.original = original
         self.softcap = getattr(original, 'softcap', 0.0)
-        self.causal_blocks = causal_blocks if self.softcap else None
+        self.causal_blocks = causal_blocks
 
-    def forward(self, q, k, v, mask=None):
-        """q (B, H, T, D), k, v (B, G, T, D) -> (B, H, T, D). mask: from build_mask; None means causal."""
+    def forward(self, q, k, v, mask=None, **sinks):
+        """q (B, H, T, D), k, v (B, G, T, D) -> (B, H, T, D). mask: from build_mask; None means causal.
+
+        sinks: as a Sinks gives them, or nothing.
+        """
         has_dropout = self.training and self.original.dropout > 0  # FlexAttention does not have dropout
-        if mask is None and self.causal_blocks is not None and not has_dropout:
+        is_special = self.softcap or sinks
+        if mask is None and is_special and self.causal_blocks is not None and not has_dropout:
             is_whole_sequence = q.size(2) == k.size(2) == self.causal_blocks.first.size(1)
             mask = self.causal_blocks if is_whole_sequence else None
         if isinstance(mask, AttentionBlocks) and has_dropout:
             mask = dense_mask(mask.first)
         if not isinstance(mask, AttentionBlocks):
-            return self.original(q, k, v, mask=mask)
+            return self.original(q, k, v, mask=mask, **sinks)
+        if sinks:
+            sinks = dict(sinks=of_heads(sinks['sinks'], self.original.first_head, q.size(1)))
         attend = attend_to_blocks if torch.compiler.is_compiling() else compiled_attend_to_blocks()
-        return attend(q, k, v, mask, self.softcap)
+        return attend(q, k, v, mask, self.softcap, **sinks)
 
 
-def attend_to_blocks(q, k, v, blocks, softcap):
-    """Attention for AttentionBlocks, to be compiled. softcap: as in ScoredAttention, 0 = none."""
+def attend_to_blocks(q, k, v, blocks, softcap, sinks=None):
+    """Attention for AttentionBlocks, to be compiled. softcap: as in ScoredAttention, 0 = none. sinks: (H,)."""
     T = q.size(2)
     first = blocks.first.expand(q.size(0), T)
 
@@ -168,8 +174,12 @@ def attend_to_blocks(q, k, v, blocks, softcap):
 
     block_mask = BlockMask((T, T), *blocks[1:], BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=is_seen)
     # Under autocast, a norm of queries and keys may give float32 beside values in bfloat16.
-    return flex_attention(q.type_as(v), k.type_as(v), v, score_mod=cap_score if softcap else None,
-                          block_mask=block_mask, enable_gqa=k.size(1) != q.size(1))
+    y = flex_attention(q.type_as(v), k.type_as(v), v, score_mod=cap_score if softcap else None,
+                       block_mask=block_mask, enable_gqa=k.size(1) != q.size(1), return_lse=sinks is not None)
+    if sinks is None:
+        return y
+    y, log_sums = y  # (B, H, T, D), (B, H, T): a sink enlarges the sums by which the weights are divided
+    return y * torch.sigmoid(log_sums - sinks[:, None].type_as(log_sums))[..., None].type_as(y)
 
 
 @functools.cache

@@ -63,7 +63,8 @@ def use_parts_of_device(stage, device, use_kernels, documents, notes):
     if device.type == 'cpu':
         from kilogpt.devices import cpu
         cpu.use_faster_parts(stage, use_kernels)
-    limits_attention = documents != 'stream' or stage.config.window or stage.config.attention_softcap
+    config = stage.config
+    limits_attention = documents != 'stream' or config.window or config.attention_softcap or config.attention_sinks
     if device.type == 'cuda' and limits_attention:
         from kilogpt.devices import flex
         note = flex.use_flex_attention(stage, device)

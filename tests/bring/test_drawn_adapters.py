@@ -18,9 +18,10 @@ sys.path.insert(0, f'{ROOT}/tests/convert')
 from test_families import CASES, make_theirs  # noqa: E402
 
 TOKENS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(0))
-BASES = 'llama', 'gpt2', 'phi3', 'gpt_neox', 'qwen3', 'gemma2', 'mixtral', 'granite biases'
+BASES = 'llama', 'gpt2', 'phi3', 'gpt_neox', 'qwen3', 'gemma2', 'mixtral', 'granite biases', 'gpt_oss', 'deepseek_v3', \
+    'deepseek_v2 greedy'
 LINEARS = 'q_proj', 'k_proj', 'v_proj', 'o_proj', 'gate_proj', 'up_proj', 'down_proj', 'c_attn', 'c_proj', 'c_fc', \
-    'qkv_proj', 'gate_up_proj', 'query_key_value', 'dense', 'dense_h_to_4h', 'lm_head', 'embed_tokens'
+    'qkv_proj', 'gate_up_proj', 'query_key_value', 'q_b_proj', 'kv_b_proj', 'dense', 'dense_h_to_4h', 'lm_head', 'embed_tokens'
 # {entry: values}. Some of them make other adapters than ours.
 VALUES = dict(
     r=[1, 2, 5], lora_alpha=[3, 8, 0.5], use_rslora=[True], lora_dropout=[0.1], fan_in_fan_out=[True, False],

@@ -13,7 +13,9 @@ from kilogpt.loaded.load import load_model
 TOKENS = torch.arange(24).view(2, 12) % 65
 LLAMA = '--pos=rope --norm=rmsnorm --mlp=swiglu --n_kv_head=2'
 FAMILIES = dict(llama=LLAMA, gpt2='--bias --mlp=gelu_tanh', phi3=LLAMA,
-                gpt_neox='--bias --pos=rope --tie_weights=False --parallel_block')
+                gpt_neox='--bias --pos=rope --tie_weights=False --parallel_block',
+                deepseek_v3='--pos=rope --norm=rmsnorm --kv_latent=16 --q_latent=12 --rope_width=4 --value_width=6 '
+                            '--mlp=moe --n_experts=4 --expert_hidden=16 --router=sigmoid --n_shared_experts=1')
 
 
 @pytest.fixture(scope='module')
@@ -26,7 +28,8 @@ def tuned(train, tmp_path_factory):
             run = train(*FAMILIES[family].split(), '--max_iters=6', '--eval_interval=6')
             folder = tmp_path_factory.mktemp('base') / family
             run_forked('kilogpt.convert', 'export', run.out_dir, folder, f'--family={family}')
-            adapted = train(f'--init_from={folder}', '--lora_rank=3', '--lora_alpha=12', '--lora_rank_stabilised',
+            targets = 'attention' if '--mlp=moe' in FAMILIES[family] else 'all'
+            adapted = train(f'--init_from={folder}', f'--lora_targets={targets}', '--lora_rank=3', '--lora_alpha=12', '--lora_rank_stabilised',
                             '--learning_rate=3e-2', '--max_iters=6', '--eval_interval=6')
             done[family] = folder, adapted.out_dir
         return done[family]

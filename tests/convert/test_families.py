@@ -141,7 +141,7 @@ CASES = {
         linear_num_value_heads=4, rope_parameters=dict(rope_type='default', rope_theta=300.0))),
     'olmo_hybrid widths': ('OlmoHybrid', dict(linear_allow_neg_eigval=False, attention_bias=True)),
 }
-FEW = ('llama yarn', 'qwen2', 'olmo2', 'gpt_neox', 'phi3 partial', 'gemma3_text', 'glm4_moe partial',
+FEW = ('deepseek_v3', 'gpt_oss', 'llama yarn', 'qwen2', 'olmo2', 'gpt_neox', 'phi3 partial', 'gemma3_text', 'glm4_moe partial',
        'qwen3_next')
 cases = pytest.mark.parametrize('case', [
     pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in CASES])

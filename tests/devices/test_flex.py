@@ -13,7 +13,7 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kilogpt.devices import cuda, flex
-from kilogpt.layers.attention import build_mask as dense_mask
+from kilogpt.layers.attention import ScoredAttention, build_mask as dense_mask
 
 B, T, H, G, D = 3, 300, 4, 2, 32  # T is not a multiple of 128
 CUDA = torch.device('cuda')
@@ -192,6 +192,29 @@ def test_queries_take_the_dtype_of_values(without_kernel):
 def test_gradients_are_those_of_the_formula(without_kernel, softcap):
     for case in (CASES['window'], CASES['both']):
         check_gradients(Block(flex.FlexAttention(Attention(softcap))), softcap, case, random_heads(), 1e-4)
+
+
+@pytest.mark.parametrize('softcap, has_mask', [
+    (0.0, True), pytest.param(2.0, True, marks=pytest.mark.slow), pytest.param(0.0, False, marks=pytest.mark.slow)])
+def test_sinks_and_their_gradients_are_those_of_the_formula(without_kernel, softcap, has_mask):
+    """Also if this process has only the last heads of those with sinks, as under context parallelism."""
+    scored = ScoredAttention(0.0, softcap).double()
+    scored.first_head = 3 * H
+    first = random_first(B, T) if has_mask else torch.zeros(1, T, dtype=torch.int64)
+    attention = flex.FlexAttention(scored, flex.find_blocks(torch.zeros(1, T, dtype=torch.int64)))
+    q, k, v = random_heads()
+    sinks = torch.linspace(-3, 6, 2 * H)  # those of another rank's heads come first
+    actual = [x.detach().requires_grad_() for x in (q, k, v, sinks)]
+    wanted = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    y = attention(*actual[:3], mask=flex.find_blocks(first) if has_mask else None, sinks=actual[3])
+    y_wanted = scored(*wanted[:3], mask=mask_of(first), sinks=wanted[3])
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
+    y.backward(weights)
+    y_wanted.backward(weights.double())
+    assert_close(y, y_wanted, 1e-4)
+    for x, x_wanted in zip(actual, wanted):
+        assert_close(x.grad, x_wanted.grad, 1e-4)
+    assert not actual[3].grad[:H].any() and actual[3].grad[H:].all()
 
 
 def check_gradients(run, softcap, case, heads, tolerance):
