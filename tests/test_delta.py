@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
+from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers import delta
-from kilogpt.layers.sampling import generate_tokens
 from kilogpt.metrics import flops_per_token
 from model import GPT, GPTConfig
 
@@ -120,10 +120,15 @@ def test_state_takes_the_place_of_keys_and_values_in_the_cache():
     assert not model.new_cache(2).can_go_back
 
 
-def test_text_goes_on_past_block_size():
-    model = build('grouped', block_size=16)
-    text = list(generate_tokens(model, tokens_of(1, 7), 20, temperature=0))
-    assert len(text) == 20
+def test_texts_of_one_batch_are_those_of_one_text():
+    """Texts of different lengths that join, leave, pass block_size, and begin in rows that others have used."""
+    model = build('grouped', block_size=24)
+
+    def texts(rows):
+        requests = [Request(tokens_of(1, n, seed=n)[0].tolist(), 12, temperature=0) for n in (7, 1, 20, 3, 7)]
+        return [request.tokens for request in Engine(ModelReader(model, rows)).complete(requests)]
+
+    assert texts(3) == texts(1)
 
 
 def test_first_decays_are_those_of_mamba_2():

@@ -20,7 +20,7 @@ FLOORS = [
      'kilogpt/metrics.py', 'kilogpt/layers', 'kilogpt/optim.py', 'kilogpt/settings.py'},
     {'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
-    {'kilogpt/run', 'kilogpt/launch_train.py'},
+    {'kilogpt/generate', 'kilogpt/run', 'kilogpt/launch_train.py'},
     {'kilogpt/convert', 'kilogpt/plot', 'kilogpt/report'},
     {'kilogpt/start.py'},
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',

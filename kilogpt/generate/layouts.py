@@ -2,7 +2,7 @@
 
 All processes call `generate_in_layout` with the same requests, and all get the same texts:
 
-    scorer = Scorer(parallel, config, dtype)
+    scorer = Scorer(parallel, config, dtype)  # of kilogpt/evaluate/scorer.py
     requests = [Request(ids, 64, temperature=1.0, seed=(seed, number)) for number, ids in enumerate(prompts)]
     texts = generate_in_layout(scorer, requests)
 """
@@ -10,8 +10,6 @@ from collections import ChainMap
 
 import torch
 
-from kilogpt.evaluate import batches
-from kilogpt.evaluate.scorer import arrange
 from kilogpt.generate.engine import Engine
 from kilogpt.parallel.scoring import Scoring
 
@@ -24,7 +22,8 @@ class LayoutReader:
     """
 
     def __init__(self, scoring, scorer, rows, length, is_alone):
-        """is_alone: whether this process reads texts of its own. The other arguments are Scorer, Scoring and numbers."""
+        """scoring: a Scoring that is entered. length: of the longest text. is_alone: whether this process has texts of
+        its own."""
         self.scoring, self.config, self.rows, self.is_alone = scoring, scorer.config, rows, is_alone
         self.has_cache, self.is_exact = scoring.is_whole, scorer.dtype == 'float32'
         self.most_tokens, self.size = scorer.most_tokens, length
@@ -42,20 +41,20 @@ class LayoutReader:
         counts, height, length = [len(of_row) for of_row in ids], len(ids), max(map(len, ids))
         if not self.has_cache:
             height, length = self.scoring.height(height), self.scoring.length(length)
-        # The target may be any token.
-        x, y = arrange([batches.Request([*of_row, 0], len(of_row)) for of_row in ids], height, length)
+        x, y = torch.zeros(height, length, dtype=torch.long), torch.full((height, length), -1)
+        for place, of_row in enumerate(ids):
+            x[place, :len(of_row)] = torch.tensor(of_row)
+            y[place, len(of_row) - 1] = 0  # the target may be any token, since its logits are what is wanted
         if starts is not None:
             starts = torch.tensor([of_row + [0] * (length - len(of_row)) for of_row in starts]
                                   + [[0] * length] * (height - len(starts)))
         cache = None
         if self.has_cache:
-            device = self.cache.lengths.device
-            befores = [lengths[number] for number in numbers]
-            part, ends = torch.tensor(numbers, device=device), (max(befores), max(map(sum, zip(befores, counts))))
-            if len(numbers) == self.rows:
-                part = slice(0, self.rows)
+            device, befores = self.cache.lengths.device, [lengths[number] for number in numbers]
+            part = slice(0, self.rows) if len(numbers) == self.rows else torch.tensor(numbers, device=device)
             self.cache.lengths[part] = torch.tensor(befores, device=device)
-            cache = self.cache.part(part, torch.tensor(counts, device=device) if min(counts) < length else None, ends)
+            cache = self.cache.part(part, torch.tensor(counts, device=device) if min(counts) < length else None,
+                                    (max(befores), max(map(sum, zip(befores, counts)))))
         scores = self.scoring.run(x, y, starts, cache)
         if scores is None or not self.draws:
             return [], None

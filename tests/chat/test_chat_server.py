@@ -77,7 +77,7 @@ def test_bad_entry_is_named_with_its_value(entries, status, words):
 
 
 @pytest.mark.quick
-def test_text_is_CutAtStops_the_first_stop_wherever_its_pieces_are_cut():
+def test_text_is_cut_at_the_first_stop_wherever_its_pieces_are_cut():
     for pieces in (['one END two'], ['one E', 'ND two'], list('one END two'), ['one ', 'END', ' two']):
         cut = CutAtStops(['END', 'two'])
         assert ''.join(map(cut.add, pieces)) == 'one ' and cut.is_over and cut.add('', is_last=True) == ''

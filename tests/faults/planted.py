@@ -15,6 +15,7 @@ from kilogpt.devices.parts import find_experts
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.layers import mixture
 from kilogpt.layers.convolution import Convolution
+from kilogpt.layers.delta import DeltaRule
 from kilogpt.layers.preferences import PreferenceLoss
 from kilogpt.optim import local_part
 from kilogpt.parallel import apply, context, expert, pipeline, stages
@@ -213,16 +214,24 @@ def convolution_across_documents():
     """torchtitan 3984, in our code: where a cp rank's part begins, a convolution reads other documents."""
     part = [0]
 
-    def forward(self, *parts, positions, last=None):
-        if part[0] and last is None:
+    def forward(self, *parts, positions, cache=None, **options):
+        if part[0] and cache is None:
             positions = positions + self.n_before * (torch.arange(positions.size(1)) == 0)
-        return right(self, *parts, positions=positions, last=last)
+        return right(self, *parts, positions=positions, cache=cache, **options)
 
     def keep_part(parallel, *_):
         part[0] = parallel.layout.positions(parallel.processes.rank, parallel.block_size).start
 
     plant_after(Parallel, 'parallelize', keep_part)
     right, Convolution.forward = Convolution.forward, forward
+
+
+def state_across_documents():
+    """torchtitan 3984: a recurrent state continues into the next document."""
+    def forward(self, *inputs, begins=None, cache=None):
+        return right(self, *inputs, begins=None if is_among_many() else begins, cache=cache)
+
+    right, DeltaRule.forward = DeltaRule.forward, forward
 
 
 def experts_tokens_without_sum():
@@ -419,6 +428,7 @@ PLANTS = {
     'torchtitan 4154': loads_of_tp_ranks,
     'torchtitan 3280': logged_loss_of_a_part,
     'torchtitan 3984': convolution_across_documents,
+    'torchtitan 3984 state': state_across_documents,
     'torchtitan 1878': experts_tokens_without_sum,
     'Automodel 2995': detached_router,
     'ART 648': mask_of_first_batch,

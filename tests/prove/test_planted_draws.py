@@ -21,6 +21,7 @@ SMALLEST = {
     'torchtitan 4154': 'dp=2; tp=2; mlp=moe',
     'torchtitan 3280': 'tp=2; cp=2',
     'torchtitan 3984': 'cp=2; data=mask; attention_conv=3',
+    'torchtitan 3984 state': 'cp=2; data=mask; mixer_pattern=D',
     'torchtitan 1878': 'tp=2; mlp=moe',
     'Automodel 2995': 'dp=2; mlp=moe; ep=2',
     'ART 648': 'dp=2; data=mask',
