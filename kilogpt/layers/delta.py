@@ -139,7 +139,7 @@ def in_chunks(q, k, v, decay, write, begins=None, state=None):
 
     q, k (B, H, T, K), v (B, H, T, V), decay, write (B, H, T), begins (B or 1, T) or None, state (B, H, K, V) or None
     -> (y (B, H, T, V), the state after the last position). Within a chunk all corrections solve one triangular
-    system, the WY form of the paper (3.2 and 3.3); `wy` maps the values and the first state to the corrections.
+    system, the WY form of the paper (3.2 and 3.3).
     """
     T = v.size(2)
     L = min(CHUNK, T)
@@ -155,9 +155,11 @@ def in_chunks(q, k, v, decay, write, begins=None, state=None):
         to_end = to_end.masked_fill(number != number[..., -1:], 0)
     between = (total[..., None] - total[..., None, :]).masked_fill(~is_before, -torch.inf).exp()  # (B, H, N, L, L)
     written_keys = k * write[..., None]
-    wy = inverse((written_keys @ k.mT * between).tril(-1))
-    of_values = wy @ (v * write[..., None])  # (B, H, N, L, V): corrections if the chunk began at a state of zero
-    of_state = wy @ (written_keys * from_start[..., None])  # (B, H, N, L, K): what a state takes from these
+    system = written_keys @ k.mT * between  # of which the solver reads what is below the diagonal
+    sides = torch.cat((v * write[..., None], written_keys * from_start[..., None]), dim=-1)
+    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    # Corrections if the chunk began at a state of zero (B, H, N, L, V), and what a state takes from them (.., L, K).
+    of_values, of_state = solution.split((v.size(-1), k.size(-1)), dim=-1)
     seen = q @ k.mT * between
     ends = (k * to_end[..., None]).mT  # (B, H, N, K, L)
     keeps = torch.diag_embed(from_start[..., -1:].expand(*from_start.shape[:-1], k.size(-1))) - ends @ of_state
@@ -168,21 +170,7 @@ def in_chunks(q, k, v, decay, write, begins=None, state=None):
     return y.flatten(2, 3)[:, :, :T], states[:, :, -1]
 
 
-def inverse(lower):
-    """(1 + lower)⁻¹ of strictly lower triangular matrices (..., L, L), by halves: matrix products alone."""
-    L = lower.size(-1)
-    if L == 1:
-        return torch.ones_like(lower)
-    if L == 2:
-        return torch.eye(2, dtype=lower.dtype, device=lower.device) - lower
-    half = L // 2
-    first, last = inverse(lower[..., :half, :half]), inverse(lower[..., half:, half:])
-    corner = -last @ lower[..., half:, :half] @ first
-    top = F.pad(first, (0, L - half))
-    return torch.cat((top, torch.cat((corner, last), dim=-1)), dim=-2)
-
-
-# An operator of its own, since a compiler would unroll the loop over chunks.
+# Operators of their own, since a compiler would unroll the loops over chunks.
 @torch.library.custom_op('kilogpt::scan_states', mutates_args=())
 def scan(keeps: torch.Tensor, adds: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """states[n + 1] = keeps[n] @ states[n] + adds[n]: all states (B, H, N + 1, K, V), from state (B, H, K, V) on.
@@ -190,12 +178,22 @@ def scan(keeps: torch.Tensor, adds: torch.Tensor, state: torch.Tensor) -> torch.
     keeps (B, H, N, K, K), adds (B, H, N, K, V).
     """
     B, H, N, K, V = adds.shape
-    states = adds.new_empty(N + 1, B * H, K, V)
-    states[0] = state.reshape(B * H, K, V)
-    keeps, adds = (x.flatten(0, 1).transpose(0, 1).contiguous() for x in (keeps, adds))  # (N, B * H, K, K or V)
+    states = adds.new_empty(B, H, N + 1, K, V)
+    states[:, :, 0] = state
+    keeps, adds, rows = keeps.flatten(0, 1), adds.flatten(0, 1), states.view(B * H, N + 1, K, V)
     for n in range(N):
-        torch.baddbmm(adds[n], keeps[n], states[n], out=states[n + 1])
-    return states.transpose(0, 1).contiguous().view(B, H, N + 1, K, V)
+        rows[:, n + 1] = torch.baddbmm(adds[:, n], keeps[:, n], rows[:, n])
+    return states
+
+
+@torch.library.custom_op('kilogpt::scan_gradients', mutates_args=())
+def scan_back(keeps: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """g[N] = gradient[N], g[n] = gradient[n] + keeps[n]ᵀ @ g[n + 1]: gradients of all states, as `gradient`."""
+    found = gradient.clone(memory_format=torch.contiguous_format)  # (B, H, N + 1, K, V)
+    keeps, rows = keeps.flatten(0, 1), found.flatten(0, 1)
+    for n in reversed(range(keeps.size(1))):
+        rows[:, n].baddbmm_(keeps[:, n].mT, rows[:, n + 1])
+    return found
 
 
 @scan.register_fake
@@ -204,15 +202,19 @@ def _(keeps, adds, state):
     return adds.new_empty(B, H, N + 1, K, V)
 
 
+@scan_back.register_fake
+def _(keeps, gradient):
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)
+
+
 def _keep_inputs(ctx, inputs, output):
     ctx.save_for_backward(inputs[0], output)
 
 
 def _scan_backward(ctx, gradient):
-    """The same scan from the end: with g[n] = gradient[n] + keepsᵀ[n] @ g[n + 1]."""
     keeps, states = ctx.saved_tensors
-    reverse = scan(keeps.mT.flip(2), gradient[:, :, :-1].flip(2), gradient[:, :, -1]).flip(2)  # (B, H, N + 1, K, V)
-    return reverse[:, :, 1:] @ states[:, :, :-1].mT, reverse[:, :, 1:], reverse[:, :, 0]
+    gradients = scan_back(keeps, gradient)
+    return gradients[:, :, 1:] @ states[:, :, :-1].mT, gradients[:, :, 1:], gradients[:, :, 0]
 
 
 scan.register_autograd(_scan_backward, setup_context=_keep_inputs)
