@@ -13,9 +13,6 @@ import sys
 
 import torch
 
-from data.chat_template import ChatTemplate
-from kilogpt.chat import server, terminal
-from kilogpt.chat.conversation import Conversation
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.devices.compiler import compile_failure
 from kilogpt.devices.cpu import Int8Linear
@@ -102,7 +99,11 @@ with exit_on_error():
     if 'val_loss' in state:
         print(f'{path}, val loss {state["val_loss"]}', file=sys.stderr)
     separator = separator_in(state)
-    template = ChatTemplate(tokenizer) if chat or serve else None
+    template = None
+    if chat or serve:
+        from data.chat_template import ChatTemplate
+        from kilogpt.chat import server, terminal
+        template = ChatTemplate(tokenizer)
     if template and config['dtype'] == 'auto' and device.type == 'cpu' and model.num_params() < SMALL:
         dtype = torch.float32
     if template:
@@ -170,7 +171,7 @@ if template:
             name = served_name or os.path.basename(os.path.abspath(source))
             server.run(engine, template, name, host, port, api_key, *sampling, seed)
         else:
-            terminal.talk(Conversation(engine, template), system, *sampling, seed=seed)
+            terminal.talk(engine, template, system, *sampling, seed=seed)
 elif interactive:
     while True:
         try:

