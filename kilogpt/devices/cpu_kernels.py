@@ -1,24 +1,14 @@
 """Attention and activations by cpu_kernels.cpp, for CPUs that multiply in bfloat16 (AVX512-BF16, AMX)."""
-import ctypes
 import functools
-import hashlib
-import os
 import pathlib
-import subprocess
-import tempfile
 
 import torch
 from torch.nn import functional as F
 
-from kilogpt.configurator import announced
-from kilogpt.devices.compiler import in_one_line
+from kilogpt.devices import cpp
+from kilogpt.devices.cpp import NO_BFLOAT16
 
 SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
-# The rest of -ffast-math would round denormal numbers to zero in the whole process. Machines that share a
-# home share the library, which therefore has no instructions beyond AVX512-BF16.
-FLAGS = ('-std=c++20 -O3 -march=x86-64-v4 -mavx512bf16 -mtune=native -mprefer-vector-width=512 '
-         '-fno-math-errno -fno-trapping-math -fopenmp -shared -fPIC').split()
-NO_BFLOAT16 = 'the processor does not multiply in bfloat16'
 
 
 def is_usable(processes, notes):
@@ -37,33 +27,13 @@ def is_usable(processes, notes):
 
 def problem():
     """Why cpu_kernels.cpp does not run in this process, in one line; None if it does."""
-    if not torch.cpu.get_capabilities().get('avx512_bf16'):
-        return NO_BFLOAT16
-    try:
-        return None if library().is_supported() else NO_BFLOAT16
-    except subprocess.CalledProcessError as error:
-        return in_one_line(error.cmd[0], error.stderr)
-    except (OSError, RuntimeError) as error:  # a compiler, a place for the library or a home is missing
-        return in_one_line(type(error).__name__, error)
+    return cpp.problem(library) or (None if library().is_supported() else NO_BFLOAT16)
 
 
-@functools.cache
 def library():
-    """cpu_kernels.cpp as a library. Its first use compiles it into the user's cache, in 3 seconds."""
-    compiler = os.environ.get('CXX', 'g++')
+    """cpu_kernels.cpp as a library."""
     torch_folder = pathlib.Path(torch.__file__).parent
-    key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {SOURCE.read_text()}'.encode(), digest_size=8)
-    path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'cpu_kernels-{key.hexdigest()}.so'
-    if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        # Other processes may compile the file at the same time.
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder, announced(f'compiling {SOURCE.name}'):
-            built = os.path.join(folder, path.name)
-            subprocess.run([compiler, *FLAGS, f'-I{torch_folder}/include', str(SOURCE), '-o', built,
-                            f'-L{torch_folder}/lib', '-ltorch_cpu', '-lc10'],
-                           check=True, capture_output=True, text=True)
-            os.replace(built, path)
-    return ctypes.CDLL(str(path))
+    return cpp.library(SOURCE, f'-I{torch_folder}/include', f'-L{torch_folder}/lib', '-ltorch_cpu', '-lc10')
 
 
 # Gradients are not registered with the operations: torch.library.register_autograd would run Python in each
