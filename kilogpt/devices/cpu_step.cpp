@@ -23,6 +23,7 @@ enum Kind : int64_t {
 
 constexpr int64_t COLUMNS = 32;  // outputs that are computed together: two vectors
 constexpr int64_t GROUP = 128;   // products of 16 and 8 bits that fit into a sum of 32 bits: 2 * 15 + 7 + 7 bits
+constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of the products weights are asked for
 constexpr int64_t TILE = 12;     // rows that are computed together, in 24 of the 32 registers
 
 // --- numbers ---------------------------------------------------------------------------------------------
@@ -191,14 +192,44 @@ static inline int32_t pair_at(const char* row, int64_t pair) {
 // sums (ROWS, COLUMNS) = x (ROWS, inputs) times a block of weights. stride: bytes between rows of x.
 template <int KIND, int ROWS>
 static void product(const char* x, int64_t stride, const char* w, int64_t inputs, float (*sums)[COLUMNS]) {
+    const int64_t pairs = (inputs + 1) / 2;
+    if constexpr (KIND == INT8) {
+        const int64_t scales = round_up(2 * pairs * 2, 64);
+        for (int64_t begin = 0; begin < pairs; begin += GROUP / 2) {
+            __m512i part[ROWS][2];
+            for (int r = 0; r < ROWS; r++)
+                part[r][0] = part[r][1] = _mm512_setzero_si512();
+            const int64_t end = std::min(begin + GROUP / 2, pairs);
+            for (int64_t i = begin; i < end; i++, w += 64) {
+                _mm_prefetch(w + AHEAD, _MM_HINT_T0);
+                const __m512i w0 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w));
+                const __m512i w1 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + 32)));
+                for (int r = 0; r < ROWS; r++) {
+                    const __m512i values = _mm512_set1_epi32(pair_at(x + r * stride, i));
+                    part[r][0] = _mm512_dpwssd_epi32(part[r][0], values, w0);
+                    part[r][1] = _mm512_dpwssd_epi32(part[r][1], values, w1);
+                }
+            }
+            // The sums of earlier groups are in memory, since registers hold those of this one.
+            for (int r = 0; r < ROWS; r++) {
+                const float* of_groups = reinterpret_cast<const float*>(x + r * stride + scales);
+                const __m512 scale = _mm512_set1_ps(of_groups[begin / (GROUP / 2)]);
+                for (int half = 0; half < 2; half++) {
+                    float* sum = sums[r] + 16 * half;
+                    const __m512 before = begin ? _mm512_loadu_ps(sum) : _mm512_setzero_ps();
+                    _mm512_storeu_ps(sum, _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][half]), scale, before));
+                }
+            }
+        }
+        return;
+    }
     __m512 total[ROWS][2];
     for (int r = 0; r < ROWS; r++)
         total[r][0] = total[r][1] = _mm512_setzero_ps();
-    const int64_t pairs = (inputs + 1) / 2;
     if constexpr (KIND == FLOAT32) {
         for (int64_t i = 0; i < inputs; i++, w += 128) {
-            _mm_prefetch(w + 1024, _MM_HINT_T0);
-            _mm_prefetch(w + 1024 + 64, _MM_HINT_T0);
+            _mm_prefetch(w + AHEAD, _MM_HINT_T0);
+            _mm_prefetch(w + AHEAD + 64, _MM_HINT_T0);
             const __m512 w0 = _mm512_loadu_ps(w), w1 = _mm512_loadu_ps(w + 64);
             for (int r = 0; r < ROWS; r++) {
                 const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x + r * stride)[i]);
@@ -209,8 +240,8 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
     } else if constexpr (KIND == WIDENED) {
         const __m512i upper = _mm512_set1_epi32(0xffff0000);
         for (int64_t i = 0; i < pairs; i++, w += 128) {
-            _mm_prefetch(w + 1024, _MM_HINT_T0);
-            _mm_prefetch(w + 1024 + 64, _MM_HINT_T0);
+            _mm_prefetch(w + AHEAD, _MM_HINT_T0);
+            _mm_prefetch(w + AHEAD + 64, _MM_HINT_T0);
             const __m512i w0 = load(w), w1 = load(w + 64);
             const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));
             const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));
@@ -225,37 +256,13 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
         }
     } else if constexpr (KIND == BFLOAT16) {
         for (int64_t i = 0; i < pairs; i++, w += 128) {
-            _mm_prefetch(w + 1024, _MM_HINT_T0);
-            _mm_prefetch(w + 1024 + 64, _MM_HINT_T0);
+            _mm_prefetch(w + AHEAD, _MM_HINT_T0);
+            _mm_prefetch(w + AHEAD + 64, _MM_HINT_T0);
             const __m512bh w0 = (__m512bh)load(w), w1 = (__m512bh)load(w + 64);
             for (int r = 0; r < ROWS; r++) {
                 const __m512bh values = (__m512bh)_mm512_set1_epi32(pair_at(x + r * stride, i));
                 total[r][0] = _mm512_dpbf16_ps(total[r][0], values, w0);
                 total[r][1] = _mm512_dpbf16_ps(total[r][1], values, w1);
-            }
-        }
-    } else {
-        const int64_t scales = round_up(2 * pairs * 2, 64);
-        for (int64_t begin = 0; begin < pairs; begin += GROUP / 2) {
-            __m512i part[ROWS][2];
-            for (int r = 0; r < ROWS; r++)
-                part[r][0] = part[r][1] = _mm512_setzero_si512();
-            const int64_t end = std::min(begin + GROUP / 2, pairs);
-            for (int64_t i = begin; i < end; i++, w += 64) {
-                _mm_prefetch(w + 1024, _MM_HINT_T0);
-                const __m512i w0 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w));
-                const __m512i w1 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + 32)));
-                for (int r = 0; r < ROWS; r++) {
-                    const __m512i values = _mm512_set1_epi32(pair_at(x + r * stride, i));
-                    part[r][0] = _mm512_dpwssd_epi32(part[r][0], values, w0);
-                    part[r][1] = _mm512_dpwssd_epi32(part[r][1], values, w1);
-                }
-            }
-            for (int r = 0; r < ROWS; r++) {
-                const float* of_groups = reinterpret_cast<const float*>(x + r * stride + scales);
-                const __m512 scale = _mm512_set1_ps(of_groups[begin / (GROUP / 2)]);
-                total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][0]), scale, total[r][0]);
-                total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(part[r][1]), scale, total[r][1]);
             }
         }
     }
@@ -500,6 +507,18 @@ static void attend(const Model& m, const Layer& layer, const Stored& stored, int
         y[d] = sum[d] / total;
 }
 
+// Write n units of a column of a block: a number each, or two of fewer bits. value(i) for i < 32: the numbers.
+template <class Unit, class Value>
+static void write_column(char* block, int64_t first, int64_t column, int64_t n, const Value& value) {
+    using Number = decltype(value(0));
+    alignas(64) Number numbers[32];
+    for (int64_t i = 0; i < 32; i++)
+        numbers[i] = value(i);
+    const Unit* units = reinterpret_cast<const Unit*>(numbers);
+    for (int64_t i = 0; i < n; i++)
+        reinterpret_cast<Unit*>(block)[(first + i) * COLUMNS + column] = units[i];
+}
+
 // --- what Python calls -----------------------------------------------------------------------------------
 
 extern "C" {
@@ -514,30 +533,37 @@ int64_t input_bytes(int64_t kind, int64_t inputs) {
 
 // Fill m->weight, and for INT8 m->scale, from source (outputs, inputs) in float32. Rows are contiguous.
 void pack_matrix(const Matrix* m, const float* source, int n_threads) {
-    const int64_t inputs = m->inputs, pairs = (inputs + 1) / 2;
+    const int64_t inputs = m->inputs;
     Phase phases[1];
     in_threads(n_threads, phases, 1, [&](Worker worker) {
         worker.share(m->blocks(), [&](int64_t block) {
             char* out = const_cast<char*>(m->weight) + block * m->block_bytes();
-            for (int64_t c = 0; c < COLUMNS; c++) {
-                const int64_t column = block * COLUMNS + c;
-                const float* row = column < m->outputs ? source + column * inputs : nullptr;
-                auto value = [&](int64_t i) { return row && i < inputs ? row[i] : 0.0f; };
-                if (m->kind == FLOAT32) {
-                    for (int64_t i = 0; i < inputs; i++)
-                        reinterpret_cast<float*>(out)[i * COLUMNS + c] = value(i);
-                } else if (m->kind == INT8) {
+            const float* first = source + block * COLUMNS * inputs;
+            const int64_t columns = std::min(COLUMNS, m->outputs - block * COLUMNS);
+            float factors[COLUMNS] = {};
+            std::memset(out, 0, m->block_bytes());
+            if (m->kind == INT8) {
+                for (int64_t c = 0; c < columns; c++) {
                     float largest = 1e-12f;
                     for (int64_t i = 0; i < inputs; i++)
-                        largest = std::max(largest, std::fabs(value(i)));
-                    const float scale = largest / 127.0f;
-                    const_cast<float*>(m->scale)[column] = scale;
-                    for (int64_t i = 0; i < 2 * pairs; i++)
-                        out[(i / 2 * COLUMNS + c) * 2 + i % 2] = static_cast<int8_t>(std::nearbyint(value(i) / scale));
-                } else {
-                    uint16_t* bits = reinterpret_cast<uint16_t*>(out);
-                    for (int64_t i = 0; i < 2 * pairs; i++)
-                        bits[(i / 2 * COLUMNS + c) * 2 + i % 2] = bits_of(value(i));
+                        largest = std::max(largest, std::fabs(first[c * inputs + i]));
+                    const_cast<float*>(m->scale)[block * COLUMNS + c] = largest / 127.0f;
+                    factors[c] = 127.0f / largest;
+                }
+            }
+            for (int64_t begin = 0; begin < inputs; begin += 32) {  // a part of `out` that stays in the cache
+                const int64_t n = std::min<int64_t>(32, inputs - begin);
+                for (int64_t c = 0; c < columns; c++) {
+                    alignas(64) float row[32] = {};
+                    std::memcpy(row, first + c * inputs + begin, n * 4);
+                    if (m->kind == FLOAT32)
+                        write_column<uint32_t>(out, begin, c, n, [&](int64_t i) { return row[i]; });
+                    else if (m->kind == INT8)
+                        write_column<uint16_t>(out, begin / 2, c, (n + 1) / 2, [&](int64_t i) {
+                            return static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(row[i] * factors[c])));
+                        });
+                    else
+                        write_column<uint32_t>(out, begin / 2, c, (n + 1) / 2, [&](int64_t i) { return bits_of(row[i]); });
                 }
             }
         });

@@ -6,8 +6,12 @@ the model's own `forward` first, on a small model of the same class and options,
 it, since someone has edited model.py or since it has parts that cpu_step.cpp does not have, keeps its forward.
 Its linears then still read packed weights.
 """
+import contextlib
+import copy
 import ctypes
 import dataclasses
+import functools
+import mmap
 import pathlib
 from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 
@@ -15,6 +19,8 @@ import torch
 from torch import nn
 
 from kilogpt.devices import cpp
+from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
+from kilogpt.devices.parts import replace_all
 from kilogpt.layers.attention import NormOverHeads
 from kilogpt.layers.rope import read_scaling, rope_tables
 
@@ -32,9 +38,10 @@ def problem():
     return cpp.problem(library)
 
 
+@functools.cache
 def library():
     """cpu_step.cpp as a library. OpenMP in it is the one that PyTorch has loaded, with the same threads."""
-    loaded = cpp.library(SOURCE, '-fno-signed-zeros', '-fassociative-math')
+    loaded = cpp.library(SOURCE, '-fno-signed-zeros', '-fassociative-math', '-fno-strict-aliasing')
     loaded.matrix_bytes.restype = loaded.input_bytes.restype = loaded.scratch_bytes.restype = c_int64
     loaded.input_bytes.argtypes = c_int64, c_int64
     loaded.scratch_bytes.argtypes = c_void_p, c_int64, c_int
@@ -86,20 +93,23 @@ class ModelStruct(Structure):
 
 # --- linears ------------------------------------------------------------------------------------------------
 
-class PackedLinear(nn.Module):
+class BlockedLinear(nn.Module):
     """A linear for inference whose weight is in the blocks in which cpu_step.cpp reads it.
 
     A row of the result does not depend on the other rows of x, nor on the number of threads.
     """
 
-    def __init__(self, linear, kind):
-        """kind: one of KINDS. 'float32', and 'widened' if the weights have 8 bits of precision, are exact."""
+    def __init__(self, linear, kind, memory):
+        """kind: one of KINDS. 'float32', and 'widened' if the weights have 8 bits of precision, are exact.
+
+        memory: a Memory that the weight takes packed_bytes of.
+        """
         super().__init__()
         outputs, inputs = linear.weight.shape
         self.bias = None if linear.bias is None else linear.bias.detach().float()
         self.matrix = MatrixStruct(None, None, address(self.bias), inputs, outputs, KINDS.index(kind))
         self.row_bytes = library().input_bytes(self.matrix.kind, inputs)
-        self.weight = torch.empty(library().matrix_bytes(ctypes.byref(self.matrix)), dtype=torch.uint8)
+        self.weight = memory.take(packed_bytes(linear, kind))
         self.scale = torch.empty(outputs + 31) if kind == 'int8' else None  # outputs in blocks of 32
         self.matrix.weight, self.matrix.scale = address(self.weight), address(self.scale)
         source = linear.weight.detach().float().contiguous()
@@ -113,6 +123,29 @@ class PackedLinear(nn.Module):
         library().multiply(ctypes.byref(self.matrix), rows.data_ptr(), len(rows), y.data_ptr(), scratch.data_ptr(),
                            torch.get_num_threads())
         return y.view(*x.shape[:-1], -1).to(x.dtype)
+
+
+def packed_bytes(linear, kind):
+    """Bytes of a linear's packed weight, up to the next Memory.LINE."""
+    outputs, inputs = linear.weight.shape
+    matrix = MatrixStruct(None, None, None, inputs, outputs, KINDS.index(kind))
+    return -(-library().matrix_bytes(ctypes.byref(matrix)) // Memory.LINE) * Memory.LINE
+
+
+class Memory:
+    """Memory for weights, in pages of 2 MB if the system has them: reading it is then twice as fast."""
+    LINE = 64  # bytes of a line of the processor's cache, at which each weight begins
+
+    def __init__(self, n_bytes):
+        pages = mmap.mmap(-1, max(n_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, 'MADV_HUGEPAGE'):
+            with contextlib.suppress(OSError):  # of a system that was built without
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self.rest = torch.frombuffer(pages, dtype=torch.uint8)
+
+    def take(self, n_bytes):
+        taken, self.rest = self.rest[:n_bytes], self.rest[n_bytes:]
+        return taken
 
 
 def address(tensor):
@@ -131,7 +164,7 @@ class FusedStep:
     """The forward of a GPT, which for one new token of each text is one call of cpu_step.cpp."""
 
     def __init__(self, model):
-        """model: a GPT whose linears are PackedLinears of one kind, and which is in float32 otherwise."""
+        """model: a GPT whose linears are BlockedLinears of one kind, and which is in float32 otherwise."""
         self.model = model
         config, n_layer = model.config, model.config.n_layer
         self.layers = (LayerStruct * n_layer)()
@@ -163,20 +196,23 @@ class FusedStep:
     def step(self, idx, starts, cache):
         """idx (B, 1) -> logits (B, 1, vocab_size), which continue the texts in the cache."""
         config, rows, n_threads = self.model.config, idx.size(0), torch.get_num_threads()
-        length = int(cache.length)
-        config.check_length(length + 1)
+        of_cache = slice(0, rows) if cache.rows is None else cache.rows
+        lengths = cache.lengths[of_cache]
+        after = lengths + (1 if cache.counts is None else cache.counts)
+        config.check_length(cache.ends[1] if cache.ends else int(after.max()))
         self.make_tables(cache.size)
         stored = (StoredStruct * config.n_layer)(*(
-            (keys.data_ptr(), values.data_ptr(), *keys.stride()[:3], keys.size(2)) for keys, values, *_ in cache.layers))
-        numbers = torch.stack([idx[:, 0], torch.arange(rows), torch.full((rows,), length),
-                               torch.zeros(rows, dtype=torch.long) if starts is None else starts[:, -1].expand(rows)])
+            (layer.keys.data_ptr(), layer.values.data_ptr(), *layer.keys.stride()[:3], layer.keys.size(2))
+            for layer in cache.layers))
+        starts = torch.zeros_like(lengths) if starts is None else starts[:, -1].expand(rows)
+        numbers = torch.stack((idx[:, 0], torch.arange(len(cache.lengths))[of_cache], lengths, starts))
         logits = torch.empty(rows, 1, config.vocab_size)
         needed = library().scratch_bytes(ctypes.byref(self.struct), rows, n_threads)
         if len(self.scratch) < needed:
             self.scratch = torch.empty(needed, dtype=torch.uint8)
         library().step(ctypes.byref(self.struct), stored, rows, *(row.data_ptr() for row in numbers), logits.data_ptr(),
                        config.vocab_size, self.scratch.data_ptr(), n_threads)
-        cache.length += 1
+        cache.advance(after)
         return logits
 
     def make_tables(self, length):
@@ -200,21 +236,62 @@ def norm_struct(norm):
 
 # --- which models it computes -------------------------------------------------------------------------------
 
-def prepare(model, kind):
-    """Make a GPT in float32 on the CPU fast at text, in place. Returns whether its steps are one call.
-
-    kind: how linears keep their weights, one of KINDS; 'float32' is 'widened' where that is exact.
-    """
-    can_fuse = is_computed(model)
+def pack_linears(model, kind):
+    """Put BlockedLinears in the place of a model's linears."""
     linears = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
                if type(child) is nn.Linear]
     if kind == 'float32' and all(is_narrow(linear.weight) for *_, linear in linears):
         kind = 'widened'
+    memory = Memory(sum(packed_bytes(linear, kind) for *_, linear in linears))
     for parent, name, linear in linears:
-        setattr(parent, name, PackedLinear(linear, kind))
+        setattr(parent, name, BlockedLinear(linear, kind, memory))
+
+
+def prepare_for_text(model, dtype, quantize='none', n_rows=1):
+    """Make a GPT in float32 on the CPU fast at text, in place: for inference alone.
+
+    dtype: of its products. quantize: 'int8' to keep weights in 8 bits. n_rows: texts in most steps.
+    Returns why it could be faster here, in one line; None if it could not. Its forward stays what it computes.
+    """
+    model.eval()
+    failure = problem()
+    if failure:
+        prepare_without_compiler(model, dtype, quantize, n_rows)
+        return None if failure == cpp.NO_BFLOAT16 else f'kilogpt/devices/cpu_step.cpp cannot be compiled: {failure}'
+    kind = 'int8' if quantize == 'int8' else str(dtype).removeprefix('torch.')
+    if kind not in KINDS:  # float16, in which no processor is faster
+        model.to(dtype)
+        return None
+    can_fuse = is_computed(model)
+    pack_linears(model, kind)
     if can_fuse:
         model.forward = FusedStep(model)
-    return can_fuse
+    give_back_memory()
+    return None
+
+
+def prepare_without_compiler(model, dtype, quantize, n_rows):
+    """prepare_for_text by PyTorch's own operations."""
+    if quantize == 'int8':
+        replace_all(model, nn.Linear, Int8Linear)
+    if can_pack(dtype):  # the rest stays in float32, in which attention to a long text is faster on a CPU
+        replace_all(model, nn.Linear, lambda linear: PackedLinear(linear, dtype, n_rows))
+    else:
+        model.to(dtype)
+
+
+def copy_for_text(model, dtype, quantize='none', n_rows=1):
+    """A model with the same parameters after prepare_for_text, which leaves the given one as it is."""
+    shared = copy.deepcopy(model, {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())})
+    prepare_for_text(shared, dtype, quantize, n_rows)
+    return shared
+
+
+def give_back_memory():
+    """Give freed memory back to the system, such as that of weights before they were packed."""
+    trim = getattr(ctypes.CDLL(None), 'malloc_trim', None)  # of glibc
+    if trim:
+        trim(0)
 
 
 def is_computed(model):
@@ -255,20 +332,17 @@ def is_same_step(model):
         parameter.normal_(0.0, parameter.size(-1) ** -0.5, generator=generator)
         if parameter.dim() == 1:
             parameter.mul_(0.3 * parameter.numel() ** 0.5).add_(1.0)
-    tokens = torch.randint(model.config.vocab_size, (2, 8), generator=generator)
+    tokens = torch.randint(model.config.vocab_size, (2, 6), generator=generator)
 
     def read():
         cache = model.new_cache(2)
-        parts = [model.forward(part, cache=cache) for part in tokens.split([4, 1, 1, 1, 1], dim=1)]
+        parts = [model.forward(part, cache=cache) for part in tokens.split([4, 1, 1], dim=1)]
         return torch.cat(parts, dim=1)[..., :model.config.vocab_size]
 
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a busy machine, small operations wait for the other threads
     expected = read()
-    for parent in list(model.modules()):
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child, 'float32'))
+    pack_linears(model, 'float32')
     model.forward = FusedStep(model)
     found = read()
     torch.set_num_threads(n_threads)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional as F
 
 from helpers import graph, run_script
-from kilogpt.devices import cpu_kernels
+from kilogpt.devices import cpp, cpu_kernels
 from kilogpt.devices.cpu import use_faster_parts
 from model import GPT, GPTConfig, activate
 
@@ -101,7 +101,7 @@ def test_model_takes_it_where_it_can():
 
 
 def test_processor_with_bfloat16_but_without_a_compiler_says_so(monkeypatch, tmp_path):
-    cpu_kernels.library.cache_clear()
+    cpp.library.cache_clear()
     monkeypatch.setattr(torch.cpu, 'get_capabilities', lambda: dict(avx512_bf16=True))
     monkeypatch.setenv('HOME', str(tmp_path))
     monkeypatch.setenv('CXX', 'no-such-compiler')
