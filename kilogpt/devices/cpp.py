@@ -26,7 +26,8 @@ def library(source, *flags):
     source: a pathlib.Path. flags: more flags of the compiler, the libraries to link last.
     """
     compiler = os.environ.get('CXX', 'g++')
-    key = hashlib.blake2b(f'{torch.__version__} {FLAGS} {flags} {source.read_text()}'.encode(), digest_size=8)
+    content = f'{torch.__version__} {FLAGS} {flags} {source.read_text()}'
+    key = hashlib.blake2b(content.encode(), digest_size=8)
     path = pathlib.Path.home() / '.cache' / 'kilogpt' / f'{source.stem}-{key.hexdigest()}.so'
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-// Products with packed weights, and the step from token to token of a whole GPT in one call, on processors with
-// AVX512-BF16 and AVX512-VNNI. kilogpt/devices/cpu_step.py compiles this file, fills its structures and calls it.
+// Products with packed weights, and the step from token to token of a whole GPT in one call, on processors
+// with AVX512-BF16 and AVX512-VNNI. cpu_step.py compiles this file, fills its structures and calls it.
 //
 // A token of one text reads every weight once, so its time is the time in which the weights come from memory.
-// Nothing here allocates, and threads meet at barriers at which they spin. A row of a result does not depend on
-// the other rows of its batch, nor on the number of threads: each element is summed in one order.
+// Nothing here allocates, and threads do not sleep between phases. A row of a result does not depend on the
+// other rows of its batch, nor on the number of threads: each element is summed in one order.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -18,11 +18,11 @@ enum Kind : int64_t {
     FLOAT32,   // float32 with float32
     WIDENED,   // bfloat16 with float32
     BFLOAT16,  // bfloat16 with bfloat16
-    INT8,      // 8 bits and a scale for each output, with 16 bits and a scale for each GROUP inputs of a row
+    INT8,      // 8 bits and a scale for each output, with 16 bits and a scale for each GROUP inputs
 };
 
 constexpr int64_t COLUMNS = 32;  // outputs that are computed together: two vectors
-constexpr int64_t GROUP = 128;   // products of 16 and 8 bits that fit into a sum of 32 bits: 2 * 15 + 7 + 7 bits
+constexpr int64_t GROUP = 128;   // products of 15 and 7 bits whose sum fits into 31, with room to spare
 constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of the products weights are asked for
 constexpr int64_t TILE = 12;     // rows that are computed together, in 24 of the 32 registers
 
@@ -75,8 +75,8 @@ static inline int64_t round_up(int64_t number, int64_t unit) {
 
 // --- threads ---------------------------------------------------------------------------------------------
 
-// One phase of a call: its tasks are taken by a counter, and it has ended when all of them are done. A thread that
-// the system stops between two tasks therefore holds nobody up, and passes over the phases that it has missed.
+// One phase of a call: its tasks are taken by a counter, and it has ended when all of them are done. A thread
+// that the system stops between two tasks holds nobody up, and passes over the phases that it has missed.
 struct Phase {
     std::atomic<int32_t> taken, done;
 };
@@ -123,8 +123,8 @@ static void in_threads(int n_threads, Phase* phases, int64_t n_phases, const Wor
 
 // --- products --------------------------------------------------------------------------------------------
 
-// Weights are in blocks of COLUMNS outputs. A block has a row of COLUMNS numbers for each input, or COLUMNS pairs
-// for each pair of inputs if numbers have 16 or 8 bits; the last ones are zeros where there are fewer.
+// Weights are in blocks of COLUMNS outputs. A block has a row of COLUMNS numbers for each input, or COLUMNS
+// pairs for each pair of inputs if numbers have 16 or 8 bits. Zeros fill up the last block and the last pair.
 struct Matrix {
     const char* weight;
     const float* scale;  // (outputs in whole blocks,), for INT8
@@ -286,7 +286,7 @@ static int64_t product_of_rows(const char* x, int64_t stride, int64_t rows, cons
     return product<KIND, 1>(x, stride, w, inputs, sums), 1;
 }
 
-// use(row, column, values (n,)) for x (rows, inputs), as convert_row writes it, times one block, plus the bias.
+// use(row, column, values (n,)) for x (rows, inputs), as convert_row writes it, times a block, plus the bias.
 template <class Use>
 static void multiply_block(const Matrix& m, const char* x, int64_t rows, int64_t block, const Use& use) {
     const int64_t stride = row_bytes(m.kind, m.inputs), column = block * COLUMNS;
@@ -295,12 +295,11 @@ static void multiply_block(const Matrix& m, const char* x, int64_t rows, int64_t
     alignas(64) float sums[TILE][COLUMNS];
     for (int64_t row = 0, done; row < rows; row += done) {
         const char* first = x + row * stride;
-        switch (m.kind) {
-            case FLOAT32: done = product_of_rows<FLOAT32>(first, stride, rows - row, w, m.inputs, sums); break;
-            case WIDENED: done = product_of_rows<WIDENED>(first, stride, rows - row, w, m.inputs, sums); break;
-            case BFLOAT16: done = product_of_rows<BFLOAT16>(first, stride, rows - row, w, m.inputs, sums); break;
-            default: done = product_of_rows<INT8>(first, stride, rows - row, w, m.inputs, sums);
-        }
+        const auto multiply_rows = m.kind == FLOAT32    ? product_of_rows<FLOAT32>
+                                   : m.kind == WIDENED  ? product_of_rows<WIDENED>
+                                   : m.kind == BFLOAT16 ? product_of_rows<BFLOAT16>
+                                                        : product_of_rows<INT8>;
+        done = multiply_rows(first, stride, rows - row, w, m.inputs, sums);
         for (int64_t r = 0; r < done; r++) {
             if (m.kind == INT8)
                 for (int64_t i = 0; i < COLUMNS; i++)
@@ -311,6 +310,13 @@ static void multiply_block(const Matrix& m, const char* x, int64_t rows, int64_t
             use(row + r, column, sums[r], n);
         }
     }
+}
+
+// A `use` of multiply_block: write the results to out (rows, width).
+static auto store(float* out, int64_t width) {
+    return [=](int64_t row, int64_t column, const float* values, int64_t n) {
+        std::memcpy(out + row * width + column, values, n * 4);
+    };
 }
 
 // --- the parts of a block --------------------------------------------------------------------------------
@@ -396,7 +402,8 @@ struct Places {
     int64_t x, sum, q, k, v, y, h, gate, input, input_of_mlp, scores, phases, bytes;
 
     Places(const Model& m, int64_t rows, int64_t n_threads) {
-        const int64_t kind = m.head.kind, q_width = m.n_head * m.head_width, kv_width = m.n_kv_head * m.head_width;
+        const int64_t kind = m.head.kind;
+        const int64_t q_width = m.n_head * m.head_width, kv_width = m.n_kv_head * m.head_width;
         const int64_t widest = std::max({m.width, q_width, m.hidden});
         bytes = 0;
         auto take = [&](int64_t size) {
@@ -447,8 +454,9 @@ static void finish_head(const Model& m, const Layer& layer, const float* row, in
         x = out;
     }
     norm.apply(x, D, out);
+    const int64_t place = position * (m.rotated / 2);
     if (layer.cos)
-        rotate(out, layer.cos + position * (m.rotated / 2), layer.sin + position * (m.rotated / 2), m.rotated);
+        rotate(out, layer.cos + place, layer.sin + place, m.rotated);
 }
 
 // y (D,) = what one head of one new token attends to. k, v: rows of the new token, which the cache gets too.
@@ -474,6 +482,7 @@ static void attend(const Model& m, const Layer& layer, const Stored& stored, int
     // A layer with a window keeps positions in a ring, which is read as two runs of slots.
     const int64_t begin = first % stored.slots, before_end = std::min(seen, stored.slots - begin);
     auto slot_of = [&](int64_t i) { return i < before_end ? begin + i : i - before_end; };
+    auto value_at = [&](int64_t i) { return values + slot_of(i) * stored.slot_stride; };
     for (int64_t i = 0; i < seen; i++)
         scores[i] = dot(q, keys + slot_of(i) * stored.slot_stride, D) * scale;
     scores[seen] = dot(q, k, D) * scale;
@@ -492,14 +501,13 @@ static void attend(const Model& m, const Layer& layer, const Stored& stored, int
         sum[d] = scores[seen] * v[d];
     int64_t i = 0;
     for (; i + 4 <= seen; i += 4) {
-        const float *v0 = values + slot_of(i) * stored.slot_stride, *v1 = values + slot_of(i + 1) * stored.slot_stride;
-        const float *v2 = values + slot_of(i + 2) * stored.slot_stride, *v3 = values + slot_of(i + 3) * stored.slot_stride;
+        const float *v0 = value_at(i), *v1 = value_at(i + 1), *v2 = value_at(i + 2), *v3 = value_at(i + 3);
         const float p0 = scores[i], p1 = scores[i + 1], p2 = scores[i + 2], p3 = scores[i + 3];
         for (int64_t d = 0; d < D; d++)
             sum[d] += p0 * v0[d] + p1 * v1[d] + p2 * v2[d] + p3 * v3[d];
     }
     for (; i < seen; i++) {
-        const float* value = values + slot_of(i) * stored.slot_stride;
+        const float* value = value_at(i);
         for (int64_t d = 0; d < D; d++)
             sum[d] += scores[i] * value[d];
     }
@@ -507,7 +515,7 @@ static void attend(const Model& m, const Layer& layer, const Stored& stored, int
         y[d] = sum[d] / total;
 }
 
-// Write n units of a column of a block: a number each, or two of fewer bits. value(i) for i < 32: the numbers.
+// Write n units of a column of a block: a number each, or two of fewer bits. value(i): the numbers, i < 32.
 template <class Unit, class Value>
 static void write_column(char* block, int64_t first, int64_t column, int64_t n, const Value& value) {
     using Number = decltype(value(0));
@@ -560,10 +568,11 @@ void pack_matrix(const Matrix* m, const float* source, int n_threads) {
                         write_column<uint32_t>(out, begin, c, n, [&](int64_t i) { return row[i]; });
                     else if (m->kind == INT8)
                         write_column<uint16_t>(out, begin / 2, c, (n + 1) / 2, [&](int64_t i) {
-                            return static_cast<int8_t>(static_cast<int32_t>(std::nearbyint(row[i] * factors[c])));
+                            return static_cast<int8_t>(std::lrint(row[i] * factors[c]));
                         });
                     else
-                        write_column<uint32_t>(out, begin / 2, c, (n + 1) / 2, [&](int64_t i) { return bits_of(row[i]); });
+                        write_column<uint32_t>(out, begin / 2, c, (n + 1) / 2,
+                                               [&](int64_t i) { return bits_of(row[i]); });
                 }
             }
         });
@@ -579,9 +588,7 @@ void multiply(const Matrix* m, const float* x, int64_t rows, float* y, char* scr
             convert_row(m->kind, x + row * m->inputs, m->inputs, scratch + row * stride);
         });
         worker.share(m->blocks(), [&](int64_t block) {
-            multiply_block(*m, scratch, rows, block, [&](int64_t row, int64_t column, const float* values, int64_t n) {
-                std::memcpy(y + row * m->outputs + column, values, n * 4);
-            });
+            multiply_block(*m, scratch, rows, block, store(y, m->outputs));
         });
     });
 }
@@ -591,11 +598,11 @@ int64_t scratch_bytes(const Model* model, int64_t rows, int n_threads) {
 }
 
 // logits (rows, vocab_size) of one new token of each of `rows` texts.
-// cache_rows: the row of the cache of each text. newest: the position of the new token in its row. starts: the
-// position at which its document begins there. Positions for RoPE and for learned embeddings count from there.
-void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* tokens, const int64_t* cache_rows,
-          const int64_t* newest, const int64_t* starts, float* logits, int64_t vocab_size, char* scratch,
-          int n_threads) {
+// cache_rows: the row of the cache of each text. newest: the position of the new token in its row. starts:
+// the position at which its document begins there, from which RoPE and learned embeddings count positions.
+void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* tokens,
+          const int64_t* cache_rows, const int64_t* newest, const int64_t* starts, float* logits,
+          int64_t vocab_size, char* scratch, int n_threads) {
     const Model& m = *model;
     const Places places(m, rows, n_threads);
     auto floats = [&](int64_t place) { return reinterpret_cast<float*>(scratch + place); };
@@ -610,23 +617,16 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
     in_threads(n_threads, phases, n_phases(m), [&](Worker worker) {
         float* scores = floats(places.scores) + omp_get_thread_num() * scores_size;
 
-        // y = x times the matrix, for the blocks of several matrices with the same input.
-        auto store = [](float* out, int64_t width) {
-            return [=](int64_t row, int64_t column, const float* values, int64_t n) {
-                std::memcpy(out + row * width + column, values, n * 4);
-            };
-        };
         // Add what a part gives to the residual stream, or keep it in `sum` if a norm comes between.
         auto add = [&](const Matrix& matrix, const char* in, const Norm& norm) {
             worker.share(matrix.blocks(), [&](int64_t block) {
-                multiply_block(matrix, in, rows, block, [&](int64_t row, int64_t column, const float* values, int64_t n) {
-                    if (norm.form) {
-                        std::memcpy(sum + row * C + column, values, n * 4);
-                        return;
-                    }
+                if (norm.form)
+                    return multiply_block(matrix, in, rows, block, store(sum, C));
+                auto add_to_x = [&](int64_t row, int64_t column, const float* values, int64_t n) {
                     for (int64_t i = 0; i < n; i++)
                         x[row * C + column + i] += residual_scale * values[i];
-                });
+                };
+                multiply_block(matrix, in, rows, block, add_to_x);
             });
         };
         auto add_after_norm = [&](int64_t row, const Norm& norm) {
@@ -674,9 +674,10 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
             });
             worker.share(rows * m.n_head, [&](int64_t task) {
                 const int64_t row = task / m.n_head, head = task % m.n_head;
-                const int64_t first = layer.window ? std::max(starts[row], newest[row] - layer.window + 1) : starts[row];
-                attend(m, layer, cache[number], head, cache_rows[row], newest[row], first, newest[row] - starts[row],
-                       q + row * q_width, k + row * kv_width, v + row * kv_width, y + row * q_width + head * D, scores);
+                const int64_t of_window = layer.window ? newest[row] - layer.window + 1 : 0;
+                attend(m, layer, cache[number], head, cache_rows[row], newest[row],
+                       std::max(starts[row], of_window), newest[row] - starts[row], q + row * q_width,
+                       k + row * kv_width, v + row * kv_width, y + row * q_width + head * D, scores);
             });
             worker.share(rows, [&](int64_t row) {
                 convert_row(kind, y + row * q_width, q_width, input + row * row_bytes(kind, q_width));
@@ -692,13 +693,13 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
             worker.share(layer.fc.blocks(), [&](int64_t block) {
                 multiply_block(layer.fc, in, rows, block, store(h, m.hidden));
                 const int64_t column = block * COLUMNS, n = std::min(COLUMNS, m.hidden - column);
+                auto activate_row = [&](int64_t row, int64_t column, const float* gate, int64_t n) {
+                    activate(m.form, h + row * m.hidden + column, gate, n);
+                };
                 if (layer.gate.weight)
-                    multiply_block(layer.gate, in, rows, block, [&](int64_t row, int64_t, const float* gate, int64_t n) {
-                        activate(m.form, h + row * m.hidden + column, gate, n);
-                    });
-                else
-                    for (int64_t row = 0; row < rows; row++)
-                        activate(m.form, h + row * m.hidden + column, nullptr, n);
+                    return multiply_block(layer.gate, in, rows, block, activate_row);
+                for (int64_t row = 0; row < rows; row++)
+                    activate_row(row, column, nullptr, n);
             });
             worker.share(rows, [&](int64_t row) {
                 convert_row(kind, h + row * m.hidden, m.hidden, input + row * row_bytes(kind, m.hidden));
@@ -711,7 +712,7 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
         });
         const float logit_scale = static_cast<float>(m.logit_scale), softcap = static_cast<float>(m.softcap);
         worker.share((vocab_size + COLUMNS - 1) / COLUMNS, [&](int64_t block) {
-            multiply_block(m.head, input, rows, block, [&](int64_t row, int64_t column, float* values, int64_t n) {
+            auto cap = [&](int64_t row, int64_t column, float* values, int64_t n) {
                 n = std::min(n, vocab_size - column);
                 for (int64_t i = 0; i < n; i++) {
                     values[i] *= logit_scale;
@@ -719,7 +720,8 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
                         values[i] = softcap * tanh_of(values[i] / softcap);
                 }
                 std::memcpy(logits + row * vocab_size + column, values, n * 4);
-            });
+            };
+            multiply_block(m.head, input, rows, block, cap);
         });
     });
 }

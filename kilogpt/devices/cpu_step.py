@@ -1,10 +1,10 @@
-"""Text on a CPU: linears with packed weights, and the step from token to token of a whole GPT in one C++ call.
+"""Text on a CPU: linears with packed weights, and the step from token to token of a GPT as one C++ call.
 
-A token of one text needs a few hundred small operations, each of which takes PyTorch longer to start than to
-compute. cpu_step.cpp computes all of them in one call. It is not a second model: `fuse_steps` compares it with
-the model's own `forward` first, on a small model of the same class and options, and a model that differs from
-it, since someone has edited model.py or since it has parts that cpu_step.cpp does not have, keeps its forward.
-Its linears then still read packed weights.
+A token of one text needs a few hundred small operations, each of which takes PyTorch longer to start than
+to compute. cpu_step.cpp computes all of them in one call. It is not a second model: `is_computed` compares it
+with the model's own `forward` first, on a small model of the same class and options. A model that differs,
+since someone has edited model.py or since it has parts that cpu_step.cpp does not have, keeps its forward, and
+only its linears read packed weights.
 """
 import contextlib
 import copy
@@ -47,8 +47,7 @@ def library():
     loaded.scratch_bytes.argtypes = c_void_p, c_int64, c_int
     loaded.pack_matrix.argtypes = c_void_p, c_void_p, c_int
     loaded.multiply.argtypes = c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int
-    loaded.step.argtypes = (c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_int64,
-                            c_void_p, c_int)
+    loaded.step.argtypes = c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_int64, c_void_p, c_int
     return loaded
 
 
@@ -63,15 +62,16 @@ class NormStruct(Structure):
     _fields_ = [('weight', c_void_p), ('bias', c_void_p), ('eps', c_double), ('form', c_int64)]
 
 
-MATRICES = dict(q='attn.c_q', k='attn.c_k', v='attn.c_v', proj='attn.c_proj', fc='mlp.c_fc', gate='mlp.c_gate',
-                out='mlp.c_proj')
-NORMS_OF_BLOCK = dict(before_attention='ln_1', after_attention='ln_1_after', before_mlp='ln_2', after_mlp='ln_2_after',
-                      q_norm='attn.q_norm', k_norm='attn.k_norm', q_norm_all='attn.q_norm_all',
+MATRICES = dict(q='attn.c_q', k='attn.c_k', v='attn.c_v', proj='attn.c_proj',
+                fc='mlp.c_fc', gate='mlp.c_gate', out='mlp.c_proj')
+NORMS_OF_BLOCK = dict(before_attention='ln_1', after_attention='ln_1_after',
+                      before_mlp='ln_2', after_mlp='ln_2_after', q_norm='attn.q_norm', k_norm='attn.k_norm', q_norm_all='attn.q_norm_all',
                       k_norm_all='attn.k_norm_all')
 
 
 class LayerStruct(Structure):
-    _fields_ = [*((name, MatrixStruct) for name in MATRICES), *((name, NormStruct) for name in NORMS_OF_BLOCK),
+    _fields_ = [*((name, MatrixStruct) for name in MATRICES),
+                *((name, NormStruct) for name in NORMS_OF_BLOCK),
                 ('cos', c_void_p), ('sin', c_void_p), ('window', c_int64)]
 
 
@@ -120,8 +120,8 @@ class BlockedLinear(nn.Module):
         rows = x.reshape(-1, x.size(-1)).float().contiguous()
         y = rows.new_empty(len(rows), self.matrix.outputs)
         scratch = rows.new_empty(max(1, len(rows)) * self.row_bytes, dtype=torch.uint8)
-        library().multiply(ctypes.byref(self.matrix), rows.data_ptr(), len(rows), y.data_ptr(), scratch.data_ptr(),
-                           torch.get_num_threads())
+        library().multiply(ctypes.byref(self.matrix), rows.data_ptr(), len(rows), y.data_ptr(),
+                           scratch.data_ptr(), torch.get_num_threads())
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
@@ -181,7 +181,8 @@ class FusedStep:
         self.struct = ModelStruct(
             self.layers, norm_struct(model.transformer.ln_f), model.lm_head.matrix,
             address(model.transformer.wte.weight), address(wpe), n_layer, config.n_embd, config.n_head,
-            config.n_kv_head, config.head_width, config.n_hidden, config.rotary_width if config.pos == 'rope' else 0,
+            config.n_kv_head, config.head_width, config.n_hidden,
+            config.rotary_width if config.pos == 'rope' else 0,
             FORMS.index(config.mlp), config.parallel_block, config.block_size, config.embedding_scale,
             config.residual_scale, block.attn.q_scale, config.attention_softcap, config.logit_scale, config.softcap)
         self.tables, self.scratch = {}, torch.empty(0, dtype=torch.uint8)
@@ -210,8 +211,8 @@ class FusedStep:
         needed = library().scratch_bytes(ctypes.byref(self.struct), rows, n_threads)
         if len(self.scratch) < needed:
             self.scratch = torch.empty(needed, dtype=torch.uint8)
-        library().step(ctypes.byref(self.struct), stored, rows, *(row.data_ptr() for row in numbers), logits.data_ptr(),
-                       config.vocab_size, self.scratch.data_ptr(), n_threads)
+        library().step(ctypes.byref(self.struct), stored, rows, *(row.data_ptr() for row in numbers),
+                       logits.data_ptr(), config.vocab_size, self.scratch.data_ptr(), n_threads)
         cache.advance(after)
         return logits
 
@@ -302,10 +303,9 @@ def is_computed(model):
     is_dynamic = config.rope_scaling.strip() and read_scaling(config.rope_scaling)[0] == 'dynamic'
     if has_others or is_dynamic or any(p.dtype != torch.float32 for p in model.parameters()):
         return False
-    n_kv_head = min(2, config.n_kv_head)
-    small = dataclasses.replace(
-        config, n_kv_head=n_kv_head, n_head=n_kv_head * (config.n_head // config.n_kv_head), n_embd=48, n_hidden=72,
-        vocab_size=70, block_size=16, window=min(config.window, 5))
+    n_kv_head, per_group = min(2, config.n_kv_head), config.n_head // config.n_kv_head
+    small = dataclasses.replace(config, n_kv_head=n_kv_head, n_head=n_kv_head * per_group, n_embd=48, n_hidden=72,
+                                vocab_size=70, block_size=16, window=min(config.window, 5))
     try:
         small = type(model)(small, seed=None).eval()
         return describe(model) == describe(small) and is_same_step(small)
