@@ -21,7 +21,7 @@ NO_BFLOAT16 = 'the processor does not multiply in bfloat16'
 
 @functools.cache
 def library(source, *flags):
-    """The C++ file as a ctypes.CDLL. Its first use compiles it, in a few seconds; a later process only loads it.
+    """The C++ file as a ctypes.CDLL. Its first use compiles it, in seconds; later processes load it.
 
     source: a pathlib.Path. flags: more flags of the compiler, the libraries to link last.
     """

@@ -3,8 +3,8 @@
 A token of one text needs a few hundred small operations, each of which takes PyTorch longer to start than
 to compute. cpu_step.cpp computes all of them in one call. It is not a second model: `is_computed` compares it
 with the model's own `forward` first, on a small model of the same class and options. A model that differs,
-since someone has edited model.py or since it has parts that cpu_step.cpp does not have, keeps its forward, and
-only its linears read packed weights.
+since someone has edited model.py or since it has parts that cpu_step.cpp does not have, keeps its forward,
+and only its linears read packed weights.
 """
 import contextlib
 import copy
@@ -65,8 +65,8 @@ class NormStruct(Structure):
 MATRICES = dict(q='attn.c_q', k='attn.c_k', v='attn.c_v', proj='attn.c_proj',
                 fc='mlp.c_fc', gate='mlp.c_gate', out='mlp.c_proj')
 NORMS_OF_BLOCK = dict(before_attention='ln_1', after_attention='ln_1_after',
-                      before_mlp='ln_2', after_mlp='ln_2_after', q_norm='attn.q_norm', k_norm='attn.k_norm', q_norm_all='attn.q_norm_all',
-                      k_norm_all='attn.k_norm_all')
+                      before_mlp='ln_2', after_mlp='ln_2_after', q_norm='attn.q_norm', k_norm='attn.k_norm',
+                      q_norm_all='attn.q_norm_all', k_norm_all='attn.k_norm_all')
 
 
 class LayerStruct(Structure):
@@ -80,8 +80,8 @@ class StoredStruct(Structure):
                 ('slot_stride', c_int64), ('slots', c_int64)]
 
 
-NUMBERS = ('n_layer', 'width', 'n_head', 'n_kv_head', 'head_width', 'hidden', 'rotated', 'form', 'is_parallel',
-           'block_size')
+NUMBERS = ('n_layer', 'width', 'n_head', 'n_kv_head', 'head_width', 'hidden', 'rotated', 'form',
+           'is_parallel', 'block_size')
 FACTORS = 'embedding_scale', 'residual_scale', 'q_scale', 'attention_softcap', 'logit_scale', 'softcap'
 
 
@@ -154,7 +154,7 @@ def address(tensor):
 
 
 def is_narrow(weight):
-    """Whether bfloat16 has the numbers of a float32 weight exactly, as of checkpoints that were kept in it."""
+    """Whether bfloat16 has the numbers of a float32 weight exactly, as those of models that came in it."""
     return weight.dtype == torch.float32 and not bool((weight.view(torch.int32) & 0xffff).any())
 
 
@@ -184,7 +184,8 @@ class FusedStep:
             config.n_kv_head, config.head_width, config.n_hidden,
             config.rotary_width if config.pos == 'rope' else 0,
             FORMS.index(config.mlp), config.parallel_block, config.block_size, config.embedding_scale,
-            config.residual_scale, block.attn.q_scale, config.attention_softcap, config.logit_scale, config.softcap)
+            config.residual_scale, block.attn.q_scale, config.attention_softcap, config.logit_scale,
+            config.softcap)
         self.tables, self.scratch = {}, torch.empty(0, dtype=torch.uint8)
 
     def __call__(self, idx, targets=None, starts=None, pairs=None, reference=None, cache=None, tokens=None):
@@ -252,13 +253,14 @@ def prepare_for_text(model, dtype, quantize='none', n_rows=1):
     """Make a GPT in float32 on the CPU fast at text, in place: for inference alone.
 
     dtype: of its products. quantize: 'int8' to keep weights in 8 bits. n_rows: texts in most steps.
-    Returns why it could be faster here, in one line; None if it could not. Its forward stays what it computes.
+    Returns in one line why it is not as fast as it could be here, or None.
     """
     model.eval()
     failure = problem()
     if failure:
         prepare_without_compiler(model, dtype, quantize, n_rows)
-        return None if failure == cpp.NO_BFLOAT16 else f'kilogpt/devices/cpu_step.cpp cannot be compiled: {failure}'
+        is_expected = failure == cpp.NO_BFLOAT16
+        return None if is_expected else f'kilogpt/devices/cpu_step.cpp cannot be compiled: {failure}'
     kind = 'int8' if quantize == 'int8' else str(dtype).removeprefix('torch.')
     if kind not in KINDS:  # float16, in which no processor is faster
         model.to(dtype)
@@ -304,8 +306,9 @@ def is_computed(model):
     if has_others or is_dynamic or any(p.dtype != torch.float32 for p in model.parameters()):
         return False
     n_kv_head, per_group = min(2, config.n_kv_head), config.n_head // config.n_kv_head
-    small = dataclasses.replace(config, n_kv_head=n_kv_head, n_head=n_kv_head * per_group, n_embd=48, n_hidden=72,
-                                vocab_size=70, block_size=16, window=min(config.window, 5))
+    small = dataclasses.replace(
+        config, n_kv_head=n_kv_head, n_head=n_kv_head * per_group, n_embd=48, n_hidden=72, vocab_size=70,
+        block_size=16, window=min(config.window, 5))
     try:
         small = type(model)(small, seed=None).eval()
         return describe(model) == describe(small) and is_same_step(small)
@@ -314,7 +317,7 @@ def is_computed(model):
 
 
 def describe(model):
-    """What a model consists of, without its widths: to see whether someone has changed parts of this object."""
+    """What a model consists of, without its widths, to see whether someone has changed parts of one."""
     parts = {}
     for name, module in model.named_modules():
         values = {key: value for key, value in vars(module).items()
@@ -326,7 +329,7 @@ def describe(model):
 
 @torch.no_grad()
 def is_same_step(model):
-    """Whether a small model gives the same logits after its steps are one call. Its weights are drawn first."""
+    """Whether a small model, whose weights are drawn here, gives the same logits in steps of one call."""
     generator = torch.Generator().manual_seed(0)
     for parameter in model.parameters():
         parameter.normal_(0.0, parameter.size(-1) ** -0.5, generator=generator)

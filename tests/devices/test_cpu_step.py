@@ -27,7 +27,8 @@ def draw_shape(rng):
     kv_heads = rng.choice([1, 2, 3])
     keys = dict(n_layer=rng.randint(1, 3), n_kv_head=kv_heads, n_head=kv_heads * rng.randint(1, 3),
                 block_size=24, vocab_size=rng.randint(20, 150), n_embd=rng.choice([24, 35, 64]),
-                head_width=rng.choice([6, 16, 20]), n_hidden=rng.choice([33, 64, 130]), mlp=rng.choice(cpu_step.FORMS))
+                head_width=rng.choice([6, 16, 20]), n_hidden=rng.choice([33, 64, 130]),
+                mlp=rng.choice(cpu_step.FORMS))
     for key, values in dict(
             norm=['rmsnorm'], pos=['rope'], bias=[False], bias_of=['qkv', 'proj+mlp'], qk_norm=[True],
             norm_place=['after', 'both'], parallel_block=[True], tie_weights=[False], softcap=[5.0],
@@ -105,14 +106,14 @@ def test_step_of_drawn_models_equals_their_forward():
                 return keys
             except ValueError:
                 continue
-    check_draws(draw, difference, seed=int(time.time()), seconds=1, at_least=10)
+    check_draws(draw, difference, seed=int(time.time()), seconds=1, at_least=8)
 
 
 @pytest.mark.parametrize('kind, tolerance', [
     ('float32', 1e-6), ('widened', 1e-6), ('bfloat16', 1e-6), ('int8', 3e-5)])
 @pytest.mark.parametrize('inputs, outputs', [(33, 70), (256, 32), (300, 5)])
 def test_packed_linear_multiplies_what_it_says(kind, tolerance, inputs, outputs):
-    """Against float64 with the weights and inputs of that precision; 16 bits of a group have errors of 2**-16."""
+    """Against float64 with weights and inputs of that precision; with 16 bits, inputs have errors of 1.5e-5."""
     generator = torch.Generator().manual_seed(inputs)
     linear = nn.Linear(inputs, outputs)
     nn.init.normal_(linear.weight, generator=generator)
