@@ -15,7 +15,8 @@ import torch
 
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.devices.compiler import compile_failure
-from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
+from kilogpt.devices.cpu import Int8Linear
+from kilogpt.devices.cpu_step import prepare_for_text
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.generate.engine import Engine, ModelReader, Request
@@ -123,14 +124,13 @@ if compile and (failure := compile_failure(device)):
     print(f'torch.compile does not work here ({failure}): continuing without it', file=sys.stderr)
     compile = False
 model.eval()
-if quantize == 'int8':
-    replace_all(model, torch.nn.Linear, Int8Linear)
-# Weights are cast once: autocast would cast them for each token.
-if device.type == 'cpu' and can_pack(dtype) and not compile:
-    # The rest of the model stays in float32: on a CPU, attention to a long text is faster in float32.
-    replace_all(model, torch.nn.Linear, lambda linear: PackedLinear(linear, dtype, n_rows))
+if device.type == 'cpu' and not compile:
+    if note := prepare_for_text(model, dtype, quantize, n_rows):
+        print(f'text could be faster: {note}', file=sys.stderr)
 else:
-    model.to(device, dtype)
+    if quantize == 'int8':
+        replace_all(model, torch.nn.Linear, Int8Linear)
+    model.to(device, dtype)  # weights are cast once: autocast would cast them for each token
 cache = None  # one that grows with the texts
 if compile:
     cache = model.new_cache(n_rows)

@@ -10,6 +10,7 @@ from data.documents import separator_of
 from data.tokenizer import get_tokenizer
 from kilogpt.convert import weights
 from kilogpt.convert.tensors import pad_rows
+from kilogpt.devices.cpu_step import copy_for_text, describe
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.attention import starts_of
 from kilogpt.metrics import read_metrics
@@ -34,6 +35,7 @@ class LoadedRun:
         device = find_device(device)
         self.model, self.tokenizer, self.path, state = load_model(source.rstrip('/'), which, tokenizer)
         self.model.to(device).eval()
+        self._prepared = None  # (what the model was, its copy for text)
         self.separator = separator_in(state)
         self.config = state.get('config', {}) | state['model']
         is_checkpoint = 'config' in state  # out_dir/ckpt/iter_*
@@ -55,9 +57,20 @@ class LoadedRun:
         tokens = self.tokenizer.encode_prompt(prompt) or [self.tokenizer.eot or 0]  # the model needs at least one token
         requests = [Request(tokens, max_new_tokens, temperature, top_k, top_p, self.tokenizer.end_ids if stop else (),
                             seed=(seed, i)) for i in range(num_samples or 1)]
-        Engine(ModelReader(self.model, len(requests)), self.separator).complete(requests)
+        Engine(ModelReader(self._model_for_text(), len(requests)), self.separator).complete(requests)
         texts = [prompt + self.tokenizer.decode(request.text_ids()) for request in requests]
         return texts[0] if num_samples is None else texts
+
+    @torch.inference_mode()
+    def _model_for_text(self):
+        """The model, or on a CPU a copy that is faster at text and has the weights that the model has now."""
+        if next(self.model.parameters()).device.type != 'cpu':
+            return self.model
+        # Someone may have changed the model since the last text.
+        state = describe(self.model), torch.stack([p.sum(dtype=torch.float64) for p in self.model.parameters()]).tolist()
+        if self._prepared is None or self._prepared[0] != state:
+            self._prepared = state, copy_for_text(self.model, torch.float32)
+        return self._prepared[1]
 
     @torch.inference_mode()
     def loss(self, text):
