@@ -53,7 +53,7 @@ seed = 1337  # the same seed gives the same text
 # system
 device = 'auto'  # 'cpu', 'cuda', 'cuda:1' or 'mps'; 'auto' = CUDA if available, then MPS, then CPU
 dtype = 'auto'  # 'float32', 'bfloat16' (on CPUs: only linear layers) or 'float16'; 'auto' follows the device
-quantize = 'none'  # 'int8': read weights in 8 bits for each token, on a CPU, for up to four samples
+quantize = 'none'  # 'int8': read weights in 8 bits, on a CPU
 compile: bool | None = None  # compile the step from token to token; None = on a GPU, for 4,000 tokens or more
 # ------------------------------------------------------------------------------------------------------------
 config = configure(globals())

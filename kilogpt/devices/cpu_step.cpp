@@ -312,6 +312,23 @@ static void multiply_block(const Matrix& m, const char* x, int64_t rows, int64_t
     }
 }
 
+// out (inputs,) = the weights of one output of a matrix.
+static void unpack_output(const Matrix& m, int64_t output, float* out) {
+    const char* block = m.weight + output / COLUMNS * m.block_bytes();
+    const int64_t column = output % COLUMNS;
+    for (int64_t i = 0; i < m.inputs; i++) {
+        const int64_t place = (i / 2 * COLUMNS + column) * 2 + i % 2;
+        if (m.kind == FLOAT32) {
+            out[i] = reinterpret_cast<const float*>(block)[i * COLUMNS + column];
+        } else if (m.kind == INT8) {
+            out[i] = reinterpret_cast<const int8_t*>(block)[place] * m.scale[output];
+        } else {
+            const uint32_t bits = reinterpret_cast<const uint16_t*>(block)[place] << 16;
+            std::memcpy(out + i, &bits, 4);
+        }
+    }
+}
+
 // A `use` of multiply_block: write the results to out (rows, width).
 static auto store(float* out, int64_t width) {
     return [=](int64_t row, int64_t column, const float* values, int64_t n) {
@@ -388,7 +405,8 @@ struct Model {
     const Layer* layers;
     Norm final_norm;
     Matrix head;
-    const float *embedding, *positions;  // (vocabulary, width), and (positions, width) or null
+    const float* embedding;  // (vocabulary, width), or null if they are the weights of the head
+    const float* positions;  // (positions, width) or null
     int64_t n_layer, width, n_head, n_kv_head, head_width, hidden, rotated, form, is_parallel, block_size;
     double embedding_scale, residual_scale, q_scale, attention_softcap, logit_scale, softcap;
 };
@@ -579,6 +597,12 @@ void pack_matrix(const Matrix* m, const float* source, int n_threads) {
     });
 }
 
+// rows (n, inputs) = the weights of these outputs.
+void unpack_outputs(const Matrix* m, const int64_t* outputs, int64_t n, float* rows) {
+    for (int64_t i = 0; i < n; i++)
+        unpack_output(*m, outputs[i], rows + i * m->inputs);
+}
+
 // y (rows, outputs) = x (rows, inputs) times the matrix, plus its bias. scratch: rows * input_bytes.
 void multiply(const Matrix* m, const float* x, int64_t rows, float* y, char* scratch, int n_threads) {
     Phase phases[2];
@@ -650,9 +674,12 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
             worker.share(rows, [&](int64_t row) {
                 float* x_row = x + row * C;
                 if (number == 0) {
-                    const float* embedding = m.embedding + tokens[row] * C;
+                    if (m.embedding)
+                        std::memcpy(x_row, m.embedding + tokens[row] * C, C * 4);
+                    else
+                        unpack_output(m.head, tokens[row], x_row);
                     for (int64_t i = 0; i < C; i++)
-                        x_row[i] = embedding[i] * static_cast<float>(m.embedding_scale);
+                        x_row[i] *= static_cast<float>(m.embedding_scale);
                     if (m.positions)
                         for (int64_t i = 0; i < C; i++)
                             x_row[i] += m.positions[(newest[row] - starts[row]) * C + i];

