@@ -67,7 +67,8 @@ class LoadedRun:
         if next(self.model.parameters()).device.type != 'cpu':
             return self.model
         # Someone may have changed the model since the last text.
-        state = describe(self.model), torch.stack([p.sum(dtype=torch.float64) for p in self.model.parameters()]).tolist()
+        sums = [p.sum(dtype=torch.float64) for p in self.model.parameters()]
+        state = describe(self.model), torch.stack(sums).tolist()
         if self._prepared is None or self._prepared[0] != state:
             self._prepared = state, copy_for_text(self.model, torch.float32)
         return self._prepared[1]
