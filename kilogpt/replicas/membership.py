@@ -22,7 +22,7 @@ from torchft.checkpointing import HTTPTransport
 from torchft.coordination import ManagerClient, ManagerServer
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
-CONNECT_SECONDS = 10  # in which the members of a new quorum connect; one of them may have been lost since
+CONNECT_SECONDS = 5  # in which the members of a new quorum connect; one of them may have been lost since
 warnings.filterwarnings('ignore', 'The given buffer is not writable')  # of a received tensor, which is only read
 QUORUM_SECONDS = 86400  # for which a replica waits for others, which may be evaluating, or for the lighthouse
 
