@@ -157,7 +157,7 @@ def in_chunks(q, k, v, decay, write, begins=None, state=None):
     written_keys = k * write[..., None]
     system = written_keys @ k.mT * between  # of which the solver reads what is below the diagonal
     sides = torch.cat((v * write[..., None], written_keys * from_start[..., None]), dim=-1)
-    solution = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+    solution = solve(system, sides, False)
     # Corrections if the chunk began at a state of zero (B, H, N, L, V), and what a state takes from them (.., L, K).
     of_values, of_state = solution.split((v.size(-1), k.size(-1)), dim=-1)
     seen = q @ k.mT * between
@@ -168,6 +168,32 @@ def in_chunks(q, k, v, decay, write, begins=None, state=None):
     states = scan(keeps, ends @ of_values, state)  # (B, H, N + 1, K, V)
     y = seen @ of_values + (q * from_start[..., None] - seen @ of_state) @ states[:, :, :-1]
     return y.flatten(2, 3)[:, :, :T], states[:, :, -1]
+
+
+# An operator of its own, since the compiler expects another order of the elements than LAPACK's.
+@torch.library.custom_op('kilogpt::solve_unit_lower', mutates_args=())
+def solve(system: torch.Tensor, sides: torch.Tensor, is_transposed: bool) -> torch.Tensor:
+    """x with (1 + what is below the diagonal of system (.., L, L)) @ x = sides (.., L, M), or with its transpose."""
+    matrix = system.mT if is_transposed else system
+    return torch.linalg.solve_triangular(matrix, sides, upper=is_transposed, unitriangular=True).contiguous()
+
+
+@solve.register_fake
+def _(system, sides, is_transposed):
+    return torch.empty_like(sides, memory_format=torch.contiguous_format)
+
+
+def _keep_solution(ctx, inputs, output):
+    ctx.save_for_backward(inputs[0], output)
+
+
+def _solve_backward(ctx, gradient):
+    system, solution = ctx.saved_tensors
+    of_sides = solve(system, gradient, True)
+    return -(of_sides @ solution.mT).tril(-1), of_sides, None
+
+
+solve.register_autograd(_solve_backward, setup_context=_keep_solution)
 
 
 # Operators of their own, since a compiler would unroll the loops over chunks.
