@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from kilogpt.layers.attention import NormOverHeads, build_dot_product, build_mask, first_seen
+from kilogpt.layers.attention import NormOverHeads, build_mask, choose_dot_product, first_seen
 from kilogpt.layers.options import AdapterOptions, BlockOptions, DeltaOptions, ExpertOptions
 from kilogpt.layers.precision import at_least_float32, cast_for_linears, draw_normal
 from kilogpt.layers.rope import rope_tables, rotate
@@ -36,7 +36,7 @@ class GPTConfig(BlockOptions, DeltaOptions, ExpertOptions, AdapterOptions):
     bias: bool = True  # biases in linears and LayerNorms, as GPT-2 has them
     pos: str = 'learned'  # positions: 'learned' or 'rope'
     norm: str = 'layernorm'  # 'layernorm' or 'rmsnorm'
-    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'swiglu_clamped', 'geglu', 'moe' (experts)
+    mlp: str = 'gelu'  # 'gelu', 'gelu_tanh' (GPT-2's own), 'relu2', 'swiglu', 'swiglu_clamped', 'geglu', 'moe'
     qk_norm: bool = False  # normalise queries and keys per head
     tie_weights: bool = True  # the output head shares the token embedding
     softcap: float = 0.0  # tanh cap on the logits; 0 = none
@@ -133,7 +133,7 @@ class Attention(nn.Module):
             self.q_norm_all = NormOverHeads(width, config.norm_eps)
             self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
         self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
-        self.dot_product, self.sinks = build_dot_product(config, DotProductAttention)
+        self.dot_product, self.sinks = choose_dot_product(config, DotProductAttention(config.dropout))
         self.resid_dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None, tokens=None, positions=None):
@@ -207,7 +207,7 @@ def build_mixer(config, layer):
         return GatedDeltaNet(config, layer)
     if config.kv_latent:
         from kilogpt.layers.latent import LatentAttention
-        return LatentAttention(config, DotProductAttention)
+        return LatentAttention(config, DotProductAttention(config.dropout))
     return Attention(config, layer)
 
 
@@ -255,17 +255,17 @@ class GPT(nn.Module):
         colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'attn.gate', 'attn.output_gate',
                  'attn.write_gate', 'attn.decay_gate', 'mlp.c_fc', 'mlp.c_gate', 'mlp.shared.c_fc',
                  'mlp.shared.c_gate'),  # output features over ranks
-        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj', 'mlp.shared_gate'),  # input features over ranks, then a sum
+        # Input features over ranks, then a sum.
+        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj', 'mlp.shared_gate'),
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
         across=('attn.q_norm_all', 'attn.k_norm_all'),  # norms over output features, which stay split
-        features=('attn.convolution', 'attn.decay', 'attn.sinks'),  # vectors with a part for each output feature
+        features=('attn.convolution', 'attn.decay', 'attn.sinks'),  # vectors: output features or heads over ranks
         shared=('attn.c_q_latent', 'attn.q_latent_norm', 'attn.c_kv_latent', 'attn.kv_latent_norm'),  # all heads read
         whole=('convolution',),                        # each rank has all of these, and reads whole sequences
         positions=('transformer.wpe',),                # each rank has the positions of its part
-        # Norms of values that stay split by heads or positions.
-        local=('attn.q_norm', 'attn.k_norm', 'attn.norm', 'ln_1_after', 'ln_2_after'),
+        local=('attn.q_norm', 'attn.k_norm', 'attn.norm', 'ln_1_after', 'ln_2_after'),  # of values that stay split
         embedding=('transformer.wte',), head=('lm_head',),  # vocabulary rows over ranks
         tables=('attn.value_embedding.table',),        # embeddings in blocks: features over ranks
     )
@@ -275,8 +275,7 @@ class GPT(nn.Module):
         recurrence=('attn.delta_rule',),               # likewise
         positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
                           'convolution.positions_before'),
-        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors',
-                 'attn.sinks.factors'),                # a rank's part
+        factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors', 'attn.sinks.factors'),
         to_heads=('attn.to_heads',),                   # what the heads of all ranks read
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
         activation=('mlp.activate', 'mlp.shared.activate'),

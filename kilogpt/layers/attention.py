@@ -96,10 +96,10 @@ def no_sinks():
     return {}
 
 
-def build_dot_product(config, DotProductAttention):
-    """(the attention of queries, keys and values, Sinks or no_sinks). DotProductAttention: model.py's."""
+def choose_dot_product(config, plain):
+    """(the attention of queries, keys and values, Sinks or no_sinks). plain: model.py's, without cap and sinks."""
     if not config.attention_softcap and not config.attention_sinks:
-        return DotProductAttention(config.dropout), no_sinks
+        return plain, no_sinks
     sinks = Sinks(config.n_head) if config.attention_sinks else no_sinks
     return ScoredAttention(config.dropout, config.attention_softcap), sinks
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from kilogpt.layers.attention import build_dot_product
+from kilogpt.layers.attention import choose_dot_product
 from kilogpt.layers.precision import at_least_float32, cast_for_linears
 from kilogpt.layers.rope import rotate
 
@@ -20,7 +20,7 @@ EPS = 1e-6  # of the norms of latent vectors, whatever norm_eps is, as in DeepSe
 
 
 class LatentAttention(nn.Module):
-    def __init__(self, config, DotProductAttention):
+    def __init__(self, config, plain):
         super().__init__()
         self.head_width, self.value_width = config.head_width, config.value_width
         self.widths = config.rope_width, config.kv_latent  # (R, L)
@@ -36,7 +36,7 @@ class LatentAttention(nn.Module):
         self.c_proj = nn.Linear(config.n_head * config.value_width, config.n_embd, bias=config.has_bias('proj'))
         self.to_heads = pass_on
         self.scale = config.attention_scale or config.head_width ** -0.5
-        self.dot_product, self.sinks = build_dot_product(config, DotProductAttention)
+        self.dot_product, self.sinks = choose_dot_product(config, plain)
         self.has_adapters = config.lora_rank > 0
         self.resid_dropout = nn.Dropout(config.dropout)
 
