@@ -397,9 +397,10 @@ class GPT(nn.Module):
         if self.lm_head is None:
             return x
         x = self.transformer.ln_f(x)
+        if targets is not None and self.preferences is not None:
+            return self.preferences(self.loss(x, self.lm_head, targets), pairs, reference)
         if targets is not None:
-            nats = self.loss(x, self.lm_head, targets)
-            return self.preferences(nats, pairs, reference) if self.preferences else nats
+            return self.loss(x, self.lm_head, targets)
         return cap(self.lm_head(x), self.config)[..., :self.config.vocab_size]
 
     def new_cache(self, batch_size, length=math.inf):
