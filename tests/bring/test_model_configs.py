@@ -127,7 +127,9 @@ def difference(tmp_path):
             expected = theirs(tokens).logits
             error = (ours(tokens) - expected).abs().max().item()
         counts['same'] += 1
-        return f'logits differ by {error:.2g} at a spread of {expected.std():.2g}' if not error < 1e-4 else ''
+        # Keys of Gated DeltaNet have length 1: in float32, either program is 4e-4 from float64 where one is nearly zero.
+        tolerance = 1e-3 if 'D' in ours.config.mixer_pattern else 1e-4
+        return f'logits differ by {error:.2g} at a spread of {expected.std():.2g}' if not error < tolerance else ''
 
     yield compare
     print(counts)

@@ -192,7 +192,7 @@ def link_folder(source, target, changes):
     ('llama', dict(partial_rotary_factor=0.5)),
     ('llama', dict(hidden_act='gelu')),
     ('llama', dict(mlp_bias='yes')),
-    ('llama', dict(model_type='deepseek_v3')),
+    ('llama', dict(model_type='kimi_linear')),
     ('llama', dict(layer_types=['full_attention', 'sliding_attention'])),
     ('llama', dict(quantization_config=dict(bits=4))),
     ('qwen3', dict(layer_types=['chunked_attention'] * 2, use_sliding_window=True))], ids=str)
