@@ -63,7 +63,8 @@ def value_of(generator, key, value, n_layer):
     if key in ('hidden_act', 'activation_function'):
         return generator.choice(ACTIVATIONS)
     if key == 'layer_types':
-        return [generator.choice(KINDS) for _ in range(n_layer)]
+        kinds = ('linear_attention', 'full_attention') if 'linear_attention' in (value or ()) else KINDS
+        return [generator.choice(kinds) for _ in range(n_layer)]
     if key == 'no_rope_layers':
         return [generator.randrange(2) for _ in range(n_layer)]
     if isinstance(value, bool) or key.endswith('bias') or key.startswith(('use_', 'tie_')):
