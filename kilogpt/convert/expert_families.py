@@ -3,7 +3,7 @@ import math
 
 from kilogpt.convert import hybrids
 from kilogpt.convert.config_entries import (
-    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_windows,
+    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_qwen_windows, read_windows,
     write_llama, write_qwen)
 from kilogpt.layers.rope import read_scaling
 
@@ -73,24 +73,39 @@ def qwen3_moe_write(config):
         mlp_only_layers=[layer for layer in range(config.n_layer) if not config.has_experts(layer)])
 
 
+def read_shared_expert(entries, **defaults):
+    """The arguments of Qwen's experts beside one that all tokens go to, by a gate. defaults: those of the family."""
+    entries = Entries(defaults | entries.hf_config, entries.source)
+    width, shared = (entries.integer(key) for key in ('moe_intermediate_size', 'shared_expert_intermediate_size'))
+    if not width or not shared or shared % width:
+        entries.refuse('shared_expert_intermediate_size', shared,
+                       f'which our model cannot represent: it must be a multiple of moe_intermediate_size={width}')
+    return read_qwen_experts(entries) | dict(n_shared_experts=shared // width, shared_gate=True)
+
+
+def qwen2_moe_read(entries):
+    return (read_llama(entries) | biases(qkv=entries.flag('qkv_bias', True)) | read_qwen_windows(entries)
+            | read_shared_expert(entries, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
+                                 shared_expert_intermediate_size=5632))
+
+
+def qwen2_moe_write(config):
+    return qwen3_moe_write(config) | dict(
+        qkv_bias=config.has_bias('qkv'), shared_expert_intermediate_size=config.n_shared_experts * config.expert_hidden)
+
+
 def qwen3_next_read(entries):
     n_layer, arguments = entries.integer('num_hidden_layers'), hybrids.read_qwen_hybrid(entries)
     dense = entries.value('mlp_only_layers', [], (list,), 'a list')
     if not entries.integer('num_experts', 512) or all(layer in dense for layer in range(n_layer)):
         return arguments
-    entries = Entries(dict(num_experts=512, norm_topk_prob=True, moe_intermediate_size=512, num_experts_per_tok=10,
-                           shared_expert_intermediate_size=512) | entries.hf_config, entries.source)
-    width, shared = (entries.integer(key) for key in ('moe_intermediate_size', 'shared_expert_intermediate_size'))
-    if not width or not shared or shared % width:
-        entries.refuse('shared_expert_intermediate_size', shared,
-                       f'which our model cannot represent: it must be a multiple of moe_intermediate_size={width}')
-    return arguments | read_qwen_experts(entries) | dict(n_shared_experts=shared // width, shared_gate=True)
+    return arguments | read_shared_expert(entries, num_experts=512, norm_topk_prob=True, moe_intermediate_size=512,
+                                          num_experts_per_tok=10, shared_expert_intermediate_size=512)
 
 
 def qwen3_next_write(config):
-    experts = qwen3_moe_write(config) if config.mlp == 'moe' else dict(num_experts=0)
-    return experts | hybrids.write_qwen_hybrid(config) | dict(
-        shared_expert_intermediate_size=config.n_shared_experts * config.expert_hidden)
+    experts = qwen2_moe_write(config) if config.mlp == 'moe' else dict(num_experts=0)
+    return experts | hybrids.write_qwen_hybrid(config)
 
 
 def read_grouped_experts(entries, router, groups=1, active_groups=1, first=1, shared=1, scale=1.0, divides=True):

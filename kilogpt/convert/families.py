@@ -12,8 +12,8 @@ from kilogpt.convert.config_entries import (
     read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
 from kilogpt.convert.expert_families import (
     deepseek_v2_read, deepseek_v2_write, deepseek_v3_read, deepseek_v3_write, glm4_moe_read, glm4_moe_write,
-    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen3_moe_read, qwen3_moe_write,
-    qwen3_next_read, qwen3_next_write)
+    gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen2_moe_read, qwen2_moe_write,
+    qwen3_moe_read, qwen3_moe_write, qwen3_next_read, qwen3_next_write)
 from kilogpt.convert.meaning import keys_not_kept
 from kilogpt.convert.mxfp4 import is_mxfp4
 from model import GPTConfig
@@ -21,7 +21,7 @@ from model import GPTConfig
 # Families that people ask for and that need more than parts.
 REFUSED = dict(
     phi='its blocks share one norm between attention and MLP',
-    qwen2_moe='its shared expert has a gate', falcon='its blocks share one norm between attention and MLP',
+    falcon='its blocks share one norm between attention and MLP',
     gemma4='it also reads images, and its layers have vectors of the token and share keys and values',
     gemma4_text='its layers have vectors of the token and share keys and values',
     gemma3='it also reads images: save its language_model, of the family gemma3_text, on its own',
@@ -263,6 +263,7 @@ FAMILIES = dict(
                        norms_add_one=True),
     mixtral=Family('MixtralForCausalLM', mixtral_read, mixtral_write, renaming.MIXTRAL_NAMES),
     qwen3_moe=Family('Qwen3MoeForCausalLM', qwen3_moe_read, qwen3_moe_write, renaming.QWEN3_MOE_NAMES),
+    qwen2_moe=Family('Qwen2MoeForCausalLM', qwen2_moe_read, qwen2_moe_write, renaming.QWEN2_MOE_NAMES),
     glm4_moe=Family('Glm4MoeForCausalLM', glm4_moe_read, glm4_moe_write, renaming.GLM4_MOE_NAMES),
     deepseek_v3=Family('DeepseekV3ForCausalLM', deepseek_v3_read, deepseek_v3_write, renaming.DEEPSEEK_NAMES),
     deepseek_v2=Family('DeepseekV2ForCausalLM', deepseek_v2_read, deepseek_v2_write, renaming.DEEPSEEK_NAMES),

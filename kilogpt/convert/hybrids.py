@@ -5,7 +5,7 @@ Every function on tensors takes or returns {name: LazyTensor}, as in renaming.py
 import torch
 
 from kilogpt.convert.config_entries import Entries, biases, read_attention_bias, read_llama, shortest, write_llama
-from kilogpt.convert.renaming import LLAMA_NAMES, QWEN3_MOE_NAMES
+from kilogpt.convert.renaming import LLAMA_NAMES, QWEN2_MOE_NAMES
 from kilogpt.convert.tensors import LazyTensor, joined, selected
 
 KINDS = dict(linear_attention='D', full_attention='A')  # {what transformers calls a kind of layer: our letter}
@@ -18,9 +18,7 @@ def _with_gates(names):
 
 
 QWEN3_5_NAMES = _with_gates(LLAMA_NAMES)
-QWEN3_NEXT_NAMES = _with_gates(QWEN3_MOE_NAMES) + (
-    ('.mlp.shared_gate.', '.mlp.shared_expert_gate.'), ('.mlp.shared.', '.mlp.shared_expert.'),
-    ('.mlp.shared_expert.c_proj.', '.mlp.shared_expert.down_proj.'))
+QWEN3_NEXT_NAMES = _with_gates(QWEN2_MOE_NAMES)
 
 
 # --- config.json --------------------------------------------------------------------------------------------

@@ -42,6 +42,9 @@ QWEN3_MOE_NAMES = (
     ('.mlp.routed.experts.c_fc', '.mlp.experts.*.up_proj.weight'),
     ('.mlp.routed.experts.c_gate', '.mlp.experts.*.gate_proj.weight'),
     ('.mlp.routed.experts.c_proj', '.mlp.experts.*.down_proj.weight'))
+QWEN2_MOE_NAMES = (
+    *QWEN3_MOE_NAMES, ('.mlp.shared_gate.', '.mlp.shared_expert_gate.'), ('.mlp.shared.', '.mlp.shared_expert.'),
+    ('.mlp.shared_expert.c_proj.', '.mlp.shared_expert.down_proj.'))
 GLM4_MOE_NAMES = (
     *QWEN3_MOE_NAMES, ('.mlp.routed.router.bias', '.mlp.gate.e_score_correction_bias'),
     ('.mlp.shared.', '.mlp.shared_experts.'),

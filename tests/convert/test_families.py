@@ -39,6 +39,8 @@ DELTA = dict(head_dim=16, linear_num_value_heads=4, linear_num_key_heads=2, line
 HYBRID = ['linear_attention', 'full_attention', 'linear_attention', 'linear_attention']
 QWEN3_NEXT = DELTA | dict(num_experts=6, moe_intermediate_size=24, num_experts_per_tok=3,
                           shared_expert_intermediate_size=48)
+QWEN2_MOE = dict(num_experts=6, moe_intermediate_size=24, num_experts_per_tok=3,
+                 shared_expert_intermediate_size=48)
 OLMO_HYBRID = dict(linear_num_value_heads=2, linear_num_key_heads=2, linear_key_head_dim=16, rope_theta=None,
                    linear_value_head_dim=12)
 GEMMA = dict(head_dim=12, hidden_activation='gelu_pytorch_tanh')
@@ -132,6 +134,10 @@ CASES = {
     'qwen3_5_text regular': ('Qwen3_5Text', DELTA | dict(full_attention_interval=2, linear_conv_kernel_dim=3)),
     'qwen3_5_text equal heads': ('Qwen3_5Text', DELTA | dict(linear_num_value_heads=2, tie_word_embeddings=True,
                                                              num_key_value_heads=4)),
+    'qwen2_moe': ('Qwen2Moe', QWEN2_MOE),
+    'qwen2_moe some': ('Qwen2Moe', QWEN2_MOE | dict(decoder_sparse_step=2, qkv_bias=False, router_aux_loss_coef=0.0)),
+    'qwen2_moe windows': ('Qwen2Moe', QWEN2_MOE | dict(
+        norm_topk_prob=True, use_sliding_window=True, sliding_window=5, max_window_layers=2, mlp_only_layers=[0])),
     'qwen3_next': ('Qwen3Next', QWEN3_NEXT | dict(layer_types=HYBRID)),
     'qwen3_next some': ('Qwen3Next', QWEN3_NEXT | dict(decoder_sparse_step=2, norm_topk_prob=False,
                                                        linear_num_value_heads=6)),
