@@ -192,11 +192,12 @@ def mistral_write(config):
     return write_llama(config) | dict(sliding_window=config.window or None)
 
 
-def read_qwen_windows(entries):
+def read_qwen_windows(entries, has_window=lambda layer, first: layer >= first):
+    """The arguments of windows. has_window(layer, max_window_layers): whether a layer has one without layer_types."""
     if not entries.flag('use_sliding_window', False):
         return {}
     n_layer, first = entries.integer('num_hidden_layers'), entries.integer('max_window_layers', 28)
-    types = ['sliding_attention' if layer >= first else 'full_attention' for layer in range(n_layer)]
+    types = ['sliding_attention' if has_window(layer, first) else 'full_attention' for layer in range(n_layer)]
     return read_windows(entries, entries.list('layer_types', types, ('sliding_attention', 'full_attention')))
 
 

@@ -84,7 +84,9 @@ def read_shared_expert(entries, **defaults):
 
 
 def qwen2_moe_read(entries):
-    return (read_llama(entries) | biases(qkv=entries.flag('qkv_bias', True)) | read_qwen_windows(entries)
+    # Every other layer before max_window_layers, where Qwen2 has those from it on (findings/qwen2_moe_windows.sh).
+    windows = read_qwen_windows(entries, lambda layer, first: layer % 2 == 0 and layer < first)
+    return (read_llama(entries) | biases(qkv=entries.flag('qkv_bias', True)) | windows
             | read_shared_expert(entries, num_experts=60, num_experts_per_tok=4, moe_intermediate_size=1408,
                                  shared_expert_intermediate_size=5632))
 
