@@ -11,7 +11,7 @@ SMALL = ['--n_layer=2', '--n_head=4', '--n_embd=32']
 ONE_MICRO_STEP = 'dp1 batch_size=8 gradient_accumulation_steps=1 eval_iters=1'
 BLOCK = ("        x = x + self.scaled(self.ln_1_after("
          "self.attn(self.ln_1(x), rope, mask, cache, tokens, positions)))\n")
-NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config, 'before')\n"
+NORM_2 = "        self.ln_2 = build_norm(config.n_embd, config, 'before', layer)\n"
 INPUT_2 = "        h = self.ln_2(inputs if self.is_parallel else x)\n"
 PRODUCT = "        return F.scaled_dot_product_attention(\n"
 QUERIES = "        q = self.q_norm_all(q).view(B, T, -1, self.head_width)"
