@@ -109,6 +109,7 @@ def assert_same_run(run, alone):
 
 
 @needs_torchft
+@pytest.mark.slow
 def test_lost_replica_changes_nothing_for_the_others(dataset, tmp_path, alone):
     """The one that leads is killed, and not started again."""
     with ReplicaRun(tmp_path, dataset, '--max_iters=8', '--eval_interval=8', replicas=2, restarts=0) as run:
