@@ -139,7 +139,8 @@ SLOW_SESSIONS = dict(
              SMALL + ' --block_size=128'),
         step('python train.py config/quickstart.py --value_pattern=NV --out_dir=out-values', SMALL),
         step('python train.py config/quickstart.py --attention_gate --out_dir=out-gates', SMALL),
-        step('python train.py config/quickstart.py --pos=rope --kv_latent=64 --rope_width=16 --out_dir=out-latent',
+        step('python train.py config/quickstart.py --n_kv_head=0 --qk_norm=False --kv_latent=64 --rope_width=16 '
+             '--out_dir=out-latent',
              SMALL + ' --rope_width=4'),
         step('python train.py config/quickstart.py --attention_sinks --window=16 --window_pattern=SL '
              '--out_dir=out-sinks', SMALL),
@@ -170,7 +171,8 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.prove config/train_gpt2.py --quick', ONE_LAYOUT),
         step('python -m kilogpt.prove config/quickstart.py --norm_place=both --window=16 --attention_softcap=30',
              ONE_LAYOUT),
-        step('python -m kilogpt.prove config/quickstart.py --pos=rope --kv_latent=64 --rope_width=16 --q_latent=48',
+        step('python -m kilogpt.prove config/quickstart.py --n_kv_head=0 --qk_norm=False --kv_latent=64 '
+             '--rope_width=16 --q_latent=48',
              ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py --documents=pack --pos=rope --window=512 '
