@@ -161,9 +161,20 @@ def _stage_class():
                 return
             if not self.is_first:
                 self._gather_parameters()
+                self._set_reshard(False)
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-            for module in self.freed_modules:  # the second half does not pass FSDP2's hooks
+            self._set_reshard(True)
+            for module in self.freed_modules:  # the second half may not pass FSDP2's hooks
                 module.reshard()
+
+        def _set_reshard(self, reshards):
+            """Whether FSDP2 frees parameters where a backward pass has left a module.
+
+            The second half is one pass for each group of parameters. With biases of experts, a group may lead through
+            modules whose parameters a later group needs.
+            """
+            for module in self.freed_modules:
+                module.set_reshard_after_backward(reshards, recurse=False)
 
         def _gather_parameters(self):
             """Gather the parameters that FSDP2 has freed, before one half of a backward pass.
