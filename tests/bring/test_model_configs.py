@@ -91,7 +91,8 @@ def draw(generator):
     gone = generator.sample(sorted(theirs.keys() - PASSIVE - TOO_LARGE), generator.choice([0, 0, 1, 2]))
     moved = {key: value_of(generator, key, theirs.get(key), n_layer) for key in moved}
     scaling = moved.get('rope_scaling') or {}
-    if case == 'gemma3_text' and 'type' in scaling:  # which transformers 5.24 passes over (findings/gemma3_rope_type.sh)
+    # transformers 5.24 passes over it where blocks have two kinds of rotation (findings/gemma3_rope_type.sh).
+    if case.startswith(('gemma3_text', 'olmo3')) and 'type' in scaling:
         moved['rope_scaling'] = {'rope_type' if key == 'type' else key: value for key, value in scaling.items()}
     return dict(case=case, moved=moved, gone=[key for key in gone if key not in moved])
 
