@@ -150,7 +150,7 @@ def test_export_runs_in_transformers_and_is_imported_unchanged(form, tmp_path):
     (LLAMA | dict(norm='layernorm'), 'llama, does not have norm=layernorm'),
     (MIXTURE, 'mixtral, does not have router_balance=bias'),
     (MIXTURE | dict(n_shared_experts=1, n_active_experts=1, router_balance='loss'),
-     'glm4_moe, does not have router=softmax'),
+     'qwen2_moe, does not have shared_gate=False'),
     (MIXTURE | dict(router='sigmoid', moe_every=2, expert_mlp='gelu'),
      'glm4_moe, does not have expert_mlp=gelu, moe_every=2'),
     (LLAMA | dict(qk_norm=True, bias=True), 'llama, does not have qk_norm=True'),
