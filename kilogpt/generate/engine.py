@@ -224,21 +224,25 @@ class Engine:
     def _admit(self):
         """Give free rows to waiting requests, but not to one whose beginning another row is about to have read."""
         for request in list(self.waiting):
-            free = [row for row in self.rows if row.request is None]
-            if not free:
+            row = self._find_free_row()
+            if row is None:
                 return
             ids = request.ids[-self.block_size:]
             source, n_shared = max(((row, self._n_reusable(row, ids)) for row in self.rows), key=lambda found: found[1])
             if any(self._will_share(row, ids) > n_shared + MIN_SHARED for row in self.rows if row.request):
                 continue
-            row = min(free, key=lambda row: row.since)  # the one that has waited longest
             if source.request is None and 2 * n_shared >= source.n_read > 0:
                 row = source  # little of its text is lost
-            self.reader.make_room(min(len(ids) + request.max_new_tokens, self.block_size), self.rows)
             self._give(row, request, source, n_shared)
+
+    def _find_free_row(self):
+        """The free row that has waited longest; None without one."""
+        free = [row for row in self.rows if row.request is None]
+        return min(free, key=lambda row: row.since, default=None)
 
     def _give(self, row, request, source, n_shared):
         """Let a free row continue a request, of which it takes the first tokens from a source row."""
+        self.reader.make_room(min(len(request.ids) + request.max_new_tokens, self.block_size), self.rows)
         if n_shared and row is not source:
             self.reader.copy(source.number, row.number, n_shared)
         row.n_in_pieces = min(source.n_in_pieces, n_shared)
@@ -326,17 +330,16 @@ class Engine:
         """Give free rows to requests with the prompt that a row has read; returns these rows."""
         rows = []
         for request in [] if row.request.tokens else list(self.waiting):
-            if request.ids == row.request.ids and (free := [other for other in self.rows if other.request is None]):
-                rows.append(min(free, key=lambda row: row.since))
-                self.reader.make_room(min(len(request.ids) + request.max_new_tokens, self.block_size), self.rows)
-                self._give(rows[-1], request, row, row.n_read)
+            if request.ids == row.request.ids and (free := self._find_free_row()):
+                self._give(free, request, row, row.n_read)
+                rows.append(free)
         return rows
 
     def _append(self, row, token):
         """Let a drawn token continue the text of a row, or end it; returns (request, token)."""
         request = row.request
         request.tokens.append(token)
-        row.ids = [*row.ids, token]
+        row.ids.append(token)
         if token in request.stop_ids or request.is_over is not None and request.is_over(request.tokens):
             request.reason = 'stop'
         elif len(request.tokens) == request.max_new_tokens:
