@@ -215,9 +215,7 @@ class FusedStep:
     def step(self, idx, starts, cache):
         """idx (B, 1) -> logits (B, 1, vocab_size), which continue the texts in the cache."""
         config, rows, n_threads = self.model.config, idx.size(0), torch.get_num_threads()
-        of_cache = slice(0, rows) if cache.rows is None else cache.rows
-        lengths = cache.lengths[of_cache]
-        after = lengths + (1 if cache.counts is None else cache.counts)
+        of_cache, lengths, after = cache.extent(rows, 1)
         config.check_length(cache.ends[1] if cache.ends else int(after.max()))
         self.make_tables(cache.size)
         stored = (StoredStruct * config.n_layer)(*(

@@ -141,9 +141,7 @@ class Cache:
         (positions (B, T), lengths after the step (B,), {window: mask}, {block's name: CacheView}).
         starts (B, T): the position at which the document of each new token begins; None = the text is one.
         """
-        rows = slice(0, B) if self.rows is None else self.rows
-        lengths = self.lengths[rows]  # (B,)
-        after = lengths + (T if self.counts is None else self.counts)
+        rows, lengths, after = self.extent(B, T)
         if torch.compiler.is_compiling():  # reads all slots, so that every step has one shape
             ends = 1, self.size
         else:
@@ -158,6 +156,12 @@ class Cache:
         if self.counts is not None:  # embeddings have no rows for padding past the end
             positions = positions.clamp(max=config.block_size - 1)
         return positions, after, masks, views
+
+    def extent(self, B, T):
+        """(rows, their lengths before, their lengths after (B,)) of a step that adds T positions to B rows."""
+        rows = slice(0, B) if self.rows is None else self.rows
+        lengths = self.lengths[rows]
+        return rows, lengths, lengths + (T if self.counts is None else self.counts)
 
     def advance(self, after):
         """Note that the rows of the step now have these lengths (B,)."""
