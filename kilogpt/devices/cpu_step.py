@@ -22,7 +22,7 @@ from kilogpt.devices import cpp
 from kilogpt.devices.cpu import Int8Linear, PackedLinear, can_pack
 from kilogpt.devices.parts import replace_all
 from kilogpt.layers.attention import NormOverHeads
-from kilogpt.layers.rope import read_scaling, rope_tables
+from kilogpt.layers.rope import is_dynamic, rope_tables
 
 SOURCE = pathlib.Path(__file__).with_suffix('.cpp')
 KINDS = ('float32', 'widened', 'bfloat16', 'int8')  # Kind in cpu_step.cpp
@@ -320,8 +320,7 @@ def is_computed(model):
     config = model.config
     has_others = (config.mlp == 'moe' or config.attention_gate or config.attention_conv or config.mlp_conv
                   or config.lora_rank or any(map(config.has_value_embedding, range(config.n_layer))))
-    is_dynamic = config.rope_scaling.strip() and read_scaling(config.rope_scaling)[0] == 'dynamic'
-    if has_others or is_dynamic or any(p.dtype != torch.float32 for p in model.parameters()):
+    if has_others or is_dynamic(config.rope_scaling) or any(p.dtype != torch.float32 for p in model.parameters()):
         return False
     n_kv_head, per_group = min(2, config.n_kv_head), config.n_head // config.n_kv_head
     small = dataclasses.replace(

@@ -19,6 +19,7 @@ import torch
 
 from kilogpt.generate.draw import draw_tokens
 from kilogpt.layers.precision import at_least_float32
+from kilogpt.layers.rope import is_dynamic
 
 PIECE = 512  # tokens of a prompt in one pass
 MOST_TOKENS = dict(cpu=512)  # tokens in one pass that reads prompts
@@ -164,8 +165,8 @@ class Engine:
         self.rows = [Row(number) for number in range(reader.rows)]
         self.waiting = []  # Requests without a row
         self.n_passes = 0
-        is_dynamic = 'dynamic' in reader.config.rope_scaling  # turns a key by the length at which it was read
-        self.reuses = reader.has_cache and not is_dynamic
+        # A dynamic scaling turns a key by the length at which it was read.
+        self.reuses = reader.has_cache and not is_dynamic(reader.config.rope_scaling)
         self.piece = PIECE if self.reuses else self.block_size
 
     @property

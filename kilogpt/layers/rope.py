@@ -35,6 +35,11 @@ def read_scaling(text):
     return name, entries
 
 
+def is_dynamic(text):
+    """Whether a rope_scaling turns queries and keys by the length of the whole text."""
+    return bool(text.strip()) and read_scaling(text)[0] == 'dynamic'
+
+
 def check_scaling(text):
     """Raise ValueError if rope_scaling is neither '' nor a scaling with all its entries."""
     if not text.strip():
