@@ -165,13 +165,13 @@ def show(prompt, tokens):
 
 
 if template:
-    sampling = max_new_tokens, temperature, top_k, top_p
+    sampling = max_new_tokens, temperature, top_k, top_p, seed
     with exit_on_error():
         if serve:
             name = served_name or os.path.basename(os.path.abspath(source))
-            server.run(engine, template, name, host, port, api_key, *sampling, seed)
+            server.run(engine, template, name, host, port, api_key, *sampling)
         else:
-            terminal.talk(engine, template, system, *sampling, seed=seed)
+            terminal.talk(engine, template, system, *sampling)
 elif interactive:
     while True:
         try:

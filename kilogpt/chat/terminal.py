@@ -8,11 +8,11 @@ from kilogpt.chat.conversation import Conversation
 HELP = '/reset begins again, /save FILE writes the conversation, /quit ends it'
 
 
-def talk(engine, template, system, max_new_tokens, *sampling, seed):
+def talk(engine, template, system, max_new_tokens, *sampling):
     """Read lines and print answers until /quit or the end of the input. Ctrl-C ends an answer.
 
-    engine: an Engine. template: a ChatTemplate. system: the system message, '' = none. sampling: temperature, top_k and top_p, as
-    in a Request. seed: an answer depends on it and on what the model sees.
+    engine: an Engine. template: a ChatTemplate. system: the system message, '' = none.
+    sampling: temperature, top_k, top_p and seed, as in a Request. An answer depends on the seed and what the model sees.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history, and keys that move the cursor
@@ -49,7 +49,7 @@ def talk(engine, template, system, max_new_tokens, *sampling, seed):
                 print(f'the conversation is longer than the {conversation.block_size} tokens that the model '
                       'sees, so the model no longer sees the oldest turns', file=sys.stderr)
             forgotten = len(messages) - len(seen)
-            answer = show(conversation, ids, max_new_tokens, *sampling, seed)
+            answer = show(conversation, ids, max_new_tokens, *sampling)
             if answer.strip():
                 messages.append(dict(role='assistant', content=answer))
             else:
