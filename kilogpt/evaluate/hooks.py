@@ -49,7 +49,7 @@ class Samples(Evaluation):
         self.ids = [tokenizer.encode_prompt(prompt) or [begin] for prompt in prompts]
 
     def evaluate(self, run):
-        requests = [Request(ids, self.n_tokens, temperature=0.8, top_k=200, seed=(self.seed, number))
+        requests = [Request(ids, self.n_tokens, 0.8, 200, stop_ids=self.tokenizer.end_ids, seed=(self.seed, number))
                     for number, ids in enumerate(self.ids)]
         drawn = generate_in_layout(self.scorer, requests, is_shared=False)
         if drawn is None:
