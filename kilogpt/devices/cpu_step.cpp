@@ -415,6 +415,11 @@ static int64_t n_phases(const Model& m) {
     return m.n_layer * 9 + 2;
 }
 
+// Floats that each thread needs for `attend`: scores of all positions, and a query, a key and a sum.
+static int64_t attend_size(const Model& m) {
+    return round_up(m.block_size + 3 * m.head_width, 16);
+}
+
 // Where a step keeps what it computes: of each row, offsets in bytes from the start of the scratch memory.
 struct Places {
     int64_t x, sum, q, k, v, y, h, gate, input, input_of_mlp, scores, phases, bytes;
@@ -430,7 +435,7 @@ struct Places {
             return place;
         };
         x = take(rows * m.width * 4);
-        sum = take(rows * widest * 4);
+        sum = take(rows * m.width * 4);
         q = take(rows * q_width * 4);
         k = take(rows * kv_width * 4);
         v = take(rows * kv_width * 4);
@@ -439,7 +444,7 @@ struct Places {
         input = take(rows * row_bytes(kind, widest));
         input_of_mlp = take(rows * row_bytes(kind, m.width));
         phases = take(n_phases(m) * sizeof(Phase));
-        scores = take(n_threads * round_up(m.block_size + 4 * m.head_width, 16) * 4);
+        scores = take(n_threads * attend_size(m) * 4);
     }
 };
 
@@ -478,7 +483,7 @@ static void finish_head(const Model& m, const Layer& layer, const float* row, in
 }
 
 // y (D,) = what one head of one new token attends to. k, v: rows of the new token, which the cache gets too.
-// first: the first position that the query sees. position: in its document. scratch: block_size + 4 D floats.
+// first: the first position that the query sees. position: in its document. scratch: attend_size floats.
 static void attend(const Model& m, const Layer& layer, const Stored& stored, int64_t head, int64_t cache_row,
                    int64_t newest, int64_t first, int64_t position, const float* q_row, const float* k_row,
                    const float* v_row, float* y, float* scratch) {
@@ -634,12 +639,12 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
     float *v = floats(places.v), *y = floats(places.y), *h = floats(places.h);
     char *input = scratch + places.input, *input_of_mlp = scratch + places.input_of_mlp;
     const int64_t C = m.width, D = m.head_width, q_width = m.n_head * D, kv_width = m.n_kv_head * D;
-    const int64_t kind = m.head.kind, scores_size = round_up(m.block_size + 4 * D, 16);
+    const int64_t kind = m.head.kind;
     const float residual_scale = static_cast<float>(m.residual_scale);
 
     Phase* phases = reinterpret_cast<Phase*>(scratch + places.phases);
     in_threads(n_threads, phases, n_phases(m), [&](Worker worker) {
-        float* scores = floats(places.scores) + omp_get_thread_num() * scores_size;
+        float* scores = floats(places.scores) + omp_get_thread_num() * attend_size(m);
 
         // Add what a part gives to the residual stream, or keep it in `sum` if a norm comes between.
         auto add = [&](const Matrix& matrix, const char* in, const Norm& norm) {
@@ -710,21 +715,20 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
                 convert_row(kind, y + row * q_width, q_width, input + row * row_bytes(kind, q_width));
             });
             add(layer.proj, input, layer.after_attention);
-            char* in = input_of_mlp;
             if (!m.is_parallel || layer.after_attention.form)
                 worker.share(rows, [&](int64_t row) {
                     add_after_norm(row, layer.after_attention);
                     if (!m.is_parallel)
-                        convert_norm(row, layer.before_mlp, in);
+                        convert_norm(row, layer.before_mlp, input_of_mlp);
                 });
             worker.share(layer.fc.blocks(), [&](int64_t block) {
-                multiply_block(layer.fc, in, rows, block, store(h, m.hidden));
+                multiply_block(layer.fc, input_of_mlp, rows, block, store(h, m.hidden));
                 const int64_t column = block * COLUMNS, n = std::min(COLUMNS, m.hidden - column);
                 auto activate_row = [&](int64_t row, int64_t column, const float* gate, int64_t n) {
                     activate(m.form, h + row * m.hidden + column, gate, n);
                 };
                 if (layer.gate.weight)
-                    return multiply_block(layer.gate, in, rows, block, activate_row);
+                    return multiply_block(layer.gate, input_of_mlp, rows, block, activate_row);
                 for (int64_t row = 0; row < rows; row++)
                     activate_row(row, column, nullptr, n);
             });
