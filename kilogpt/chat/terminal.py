@@ -12,7 +12,8 @@ def talk(engine, template, system, max_new_tokens, *sampling):
     """Read lines and print answers until /quit or the end of the input. Ctrl-C ends an answer.
 
     engine: an Engine. template: a ChatTemplate. system: the system message, '' = none.
-    sampling: temperature, top_k, top_p and seed, as in a Request. An answer depends on the seed and what the model sees.
+    sampling: temperature, top_k, top_p and seed, as in a Request. An answer depends on them and on what the
+    model sees.
     """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  input() then has a history, and keys that move the cursor

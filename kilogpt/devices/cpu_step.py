@@ -197,8 +197,8 @@ class FusedStep:
         block = next(iter(model.transformer.h.values()))
         self.struct = ModelStruct(
             self.layers, norm_struct(model.transformer.ln_f), model.lm_head.matrix,
-            None if config.tie_weights else address(model.transformer.wte.weight), address(wpe), n_layer, config.n_embd, config.n_head,
-            config.n_kv_head, config.head_width, config.n_hidden,
+            None if config.tie_weights else address(model.transformer.wte.weight), address(wpe), n_layer,
+            config.n_embd, config.n_head, config.n_kv_head, config.head_width, config.n_hidden,
             config.rotary_width if config.pos == 'rope' else 0,
             FORMS.index(config.mlp), config.parallel_block, config.block_size, config.embedding_scale,
             config.residual_scale, block.attn.q_scale, config.attention_softcap, config.logit_scale,
