@@ -151,6 +151,17 @@ def read_windows(entries, types):
     return dict(window=window, window_pattern=shortest(pattern)) if window and 'S' in pattern else {}
 
 
+def read_most_windows(entries, every, window):
+    """The arguments of windows where each `every`-th layer has none, unless the entries say otherwise.
+
+    window: the family's default.
+    """
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['sliding_attention' if (i + 1) % every else 'full_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    return read_windows(Entries(dict(sliding_window=window) | entries.hf_config, entries.source), types)
+
+
 def layer_types(config):
     """The kind of attention of each layer, as transformers calls it."""
     return ['sliding_attention' if config.window_of(i) else 'full_attention' for i in range(config.n_layer)]
