@@ -189,6 +189,12 @@ def write_llama(config):
         ) | write_rope(config)
 
 
+def write_llama_with_share(config):
+    """As `write_llama`, for families of which transformers otherwise takes a share of rotated features below 1."""
+    entries, share = write_llama(config), dict(partial_rotary_factor=config.rope_share)
+    return entries | share | dict(rope_parameters=entries['rope_parameters'] | share)
+
+
 def read_attention_bias(entries):
     has_bias = entries.flag('attention_bias', False)
     return dict(qkv=has_bias, proj=has_bias)

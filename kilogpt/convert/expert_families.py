@@ -4,7 +4,7 @@ import math
 from kilogpt.convert import hybrids
 from kilogpt.convert.config_entries import (
     Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_most_windows,
-    read_qwen_windows, read_windows, write_llama, write_qwen)
+    read_qwen_windows, read_windows, write_llama, write_llama_with_share, write_qwen)
 from kilogpt.layers.rope import read_scaling
 
 
@@ -141,11 +141,7 @@ def glm4_moe_read(entries):
 
 
 def glm4_moe_write(config):
-    # transformers would otherwise take a share of 0.5.
-    rope = dict(partial_rotary_factor=config.rope_share)
-    entries = write_llama(config)
-    return entries | rope | write_grouped_experts(config) | dict(
-        rope_parameters=entries['rope_parameters'] | rope, use_qk_norm=config.qk_norm)
+    return write_llama_with_share(config) | write_grouped_experts(config) | dict(use_qk_norm=config.qk_norm)
 
 
 def read_latent(entries, has_mlp_bias=False):
