@@ -204,7 +204,7 @@ def build_mixer(config, layer):
     """The part of a block that lets positions read others, by mixer_pattern; all kinds are called as Attention."""
     if config.mixer_of(layer) == 'D':
         from kilogpt.layers.delta import GatedDeltaNet
-        return GatedDeltaNet(config, layer)
+        return GatedDeltaNet(config)
     if config.kv_latent:
         from kilogpt.layers.latent import LatentAttention
         return LatentAttention(config, DotProductAttention(config.dropout))
@@ -367,7 +367,7 @@ class GPT(nn.Module):
             self.config.check_length(length)
             positions = torch.arange(length, device=idx.device)[None]
             views, masks = dict.fromkeys(self.transformer.h), {}
-            for window in {self.config.window_of(int(name)) for name in views}:  # once for all blocks
+            for window in self.config.windows_of(map(int, views)):  # once for all blocks
                 first = first_seen(length, window, starts, idx.device)
                 masks[window] = None if first is None else self.build_mask(first)
         else:

@@ -151,6 +151,17 @@ def read_windows(entries, types):
     return dict(window=window, window_pattern=shortest(pattern)) if window and 'S' in pattern else {}
 
 
+def read_most_windows(entries, every, window):
+    """The arguments of windows where each `every`-th layer has none, unless the entries say otherwise.
+
+    window: the family's default.
+    """
+    n_layer = entries.integer('num_hidden_layers')
+    types = ['sliding_attention' if (i + 1) % every else 'full_attention' for i in range(n_layer)]
+    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
+    return read_windows(Entries(dict(sliding_window=window) | entries.hf_config, entries.source), types)
+
+
 def layer_types(config):
     """The kind of attention of each layer, as transformers calls it."""
     return ['sliding_attention' if config.window_of(i) else 'full_attention' for i in range(config.n_layer)]
@@ -176,6 +187,12 @@ def write_llama(config):
         num_attention_heads=config.n_head, num_key_value_heads=config.n_kv_head, head_dim=config.head_width,
         hidden_act='silu', attention_bias=config.has_bias('qkv'), rms_norm_eps=config.norm_eps,
         ) | write_rope(config)
+
+
+def write_llama_with_share(config):
+    """As `write_llama`, for families of which transformers otherwise takes a share of rotated features below 1."""
+    entries, share = write_llama(config), dict(partial_rotary_factor=config.rope_share)
+    return entries | share | dict(rope_parameters=entries['rope_parameters'] | share)
 
 
 def read_attention_bias(entries):

@@ -3,8 +3,8 @@ import math
 
 from kilogpt.convert import hybrids
 from kilogpt.convert.config_entries import (
-    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_qwen_windows, read_windows,
-    write_llama, write_qwen)
+    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_most_windows,
+    read_qwen_windows, read_windows, write_llama, write_llama_with_share, write_qwen)
 from kilogpt.layers.rope import read_scaling
 
 
@@ -141,11 +141,7 @@ def glm4_moe_read(entries):
 
 
 def glm4_moe_write(config):
-    # transformers would otherwise take a share of 0.5.
-    rope = dict(partial_rotary_factor=config.rope_share)
-    entries = write_llama(config)
-    return entries | rope | write_grouped_experts(config) | dict(
-        rope_parameters=entries['rope_parameters'] | rope, use_qk_norm=config.qk_norm)
+    return write_llama_with_share(config) | write_grouped_experts(config) | dict(use_qk_norm=config.qk_norm)
 
 
 def read_latent(entries, has_mlp_bias=False):
@@ -207,12 +203,8 @@ def gpt_oss_read(entries):
     if not (entries.hf_config.get('rope_parameters') or entries.hf_config.get('rope_scaling')):
         yarn = dict(rope_type='yarn', factor=32.0, truncate=False, original_max_position_embeddings=4096)
         entries = Entries(entries.hf_config | dict(rope_scaling=yarn), entries.source)
-    n_layer = entries.integer('num_hidden_layers')
-    types = ['full_attention' if i % 2 else 'sliding_attention' for i in range(n_layer)]
-    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
-    windows = read_windows(Entries(dict(sliding_window=128) | entries.hf_config, entries.source), types)
     has_bias = entries.flag('attention_bias', True)
-    return read_llama(entries, head_width=64, eps=1e-5, theta=150000.0) | windows | biases(
+    return read_llama(entries, head_width=64, eps=1e-5, theta=150000.0) | read_most_windows(entries, 2, 128) | biases(
         qkv=has_bias, proj=has_bias) | read_softmax_router(entries) | dict(
         attention_sinks=True, expert_mlp='swiglu_clamped', expert_bias=True,
         n_experts=entries.integer('num_local_experts', 128), expert_hidden=entries.integer('intermediate_size'))

@@ -8,8 +8,8 @@ from typing import Callable, NamedTuple
 
 from kilogpt.convert import hybrids, renaming
 from kilogpt.convert.config_entries import (
-    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_qwen_windows,
-    read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
+    Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_most_windows,
+    read_qwen_windows, read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
 from kilogpt.convert.expert_families import (
     deepseek_v2_read, deepseek_v2_write, deepseek_v3_read, deepseek_v3_write, glm4_moe_read, glm4_moe_write,
     gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen2_moe_read, qwen2_moe_write,
@@ -111,17 +111,13 @@ def olmo2_read(entries):
 
 
 def olmo3_read(entries):
-    n_layer = entries.integer('num_hidden_layers')
-    types = ['sliding_attention' if (i + 1) % 4 else 'full_attention' for i in range(n_layer)]
-    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
     theta = entries.number('rope_theta', 500000.0)
     local = entries.value('rope_parameters', {}, (dict,), 'an object').get('sliding_attention') or {}
     if theta != 500000 and 'rope_theta' not in local:
         entries.refuse('rope_theta', theta, 'which transformers 5.24 takes for the layers without a window alone: '
                                             'write rope_parameters with that of sliding_attention too')
     entries = with_two_ropes(entries, theta, theta)
-    windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
-    return olmo2_read(entries) | (windows or dict(rope_theta_window=0.0))
+    return olmo2_read(entries) | (read_most_windows(entries, 4, 4096) or dict(rope_theta_window=0.0))
 
 
 def olmo3_write(config):
@@ -200,10 +196,7 @@ def gemma_write(config):
 
 def read_gemma_extras(entries, every, softcap, attention_softcap):
     """The arguments that Gemma 2 and 3 share. every: each of so many layers has no window."""
-    n_layer = entries.integer('num_hidden_layers')
-    types = ['sliding_attention' if (i + 1) % every else 'full_attention' for i in range(n_layer)]
-    types = entries.list('layer_types', types, ('sliding_attention', 'full_attention'))
-    windows = read_windows(Entries(dict(sliding_window=4096) | entries.hf_config, entries.source), types)
+    windows = read_most_windows(entries, every, 4096)
     caps = {key: entries.hf_config.get(key, default) or 0.0 for key, default in (
         ('final_logit_softcapping', softcap), ('attn_logit_softcapping', attention_softcap))}
     entries.only('use_bidirectional_attention', False, None)

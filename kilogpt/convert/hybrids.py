@@ -2,9 +2,12 @@
 
 Every function on tensors takes or returns {name: LazyTensor}, as in renaming.py.
 """
+import re
+
 import torch
 
-from kilogpt.convert.config_entries import Entries, biases, read_attention_bias, read_llama, shortest, write_llama
+from kilogpt.convert.config_entries import (
+    Entries, biases, read_attention_bias, read_llama, shortest, write_llama, write_llama_with_share)
 from kilogpt.convert.renaming import LLAMA_NAMES, QWEN2_MOE_NAMES
 from kilogpt.convert.tensors import LazyTensor, joined, selected
 
@@ -61,9 +64,7 @@ def read_qwen_hybrid(entries):
 
 
 def write_qwen_hybrid(config):
-    share = dict(partial_rotary_factor=config.rope_share)
-    entries = write_llama(config)
-    return entries | share | write_delta(config) | dict(rope_parameters=entries['rope_parameters'] | share)
+    return write_llama_with_share(config) | write_delta(config)
 
 
 def olmo_hybrid_read(entries):
@@ -131,7 +132,7 @@ def states_to_ours(tensors, config, family):
     if family == 'olmo_hybrid':
         tensors = _with_names_of_block(tensors, config)
     widths = [config.delta_key_heads * config.delta_key_width] * 2 + [config.delta_heads * config.delta_value_width]
-    for layer in range(config.n_layer if 'D' in config.mixer_pattern else 0):
+    for layer in range(config.n_layer):
         if config.mixer_of(layer) != 'D':
             continue
         ours, theirs = f'transformer.h.{layer}.', f'model.layers.{layer}.'
@@ -168,7 +169,7 @@ def states_to_ours(tensors, config, family):
 def states_to_hf(tensors, config, family):
     """(tensors without those of mixers with a state, these under the names of transformers)."""
     found, tensors = {}, dict(tensors)
-    for layer in range(config.n_layer if 'D' in config.mixer_pattern else 0):
+    for layer in range(config.n_layer):
         if config.mixer_of(layer) != 'D':
             continue
         ours, theirs = f'transformer.h.{layer}.', f'model.layers.{layer}.'
@@ -196,13 +197,15 @@ def states_to_hf(tensors, config, family):
 
 def _with_names_of_block(tensors, config):
     """OLMo's norms under one name for each kind of block, whichever of OLMO_NORMS a file has."""
-    for layer in range(config.n_layer):
-        here, pairs = f'.layers.{layer}.', OLMO_NORMS
-        if config.mixer_of(layer) == 'A':
-            pairs = [pair[::-1] for pair in pairs]
-        for old, new in pairs:
-            tensors = {name.replace(old, new) if here in name else name: stored for name, stored in tensors.items()}
-    return tensors
+    found = {}
+    for name, stored in tensors.items():
+        layer = re.match(r'model\.layers\.(\d+)\.', name)
+        for old, new in OLMO_NORMS if layer else ():
+            if config.mixer_of(int(layer[1])) == 'A':
+                old, new = new, old
+            name = name.replace(old, new)
+        found[name] = stored
+    return found
 
 
 def _made_of(stored, function):

@@ -240,8 +240,10 @@ def unpack_oss(tensors):
     for name, stored in tensors.items():
         before, _, kind = name.rpartition('.experts.')
         base, is_vector = before + '.experts.', kind.endswith('_bias')
-        if not before or kind.endswith('_scales'):
-            found |= {} if before else {name: stored}
+        if not before:
+            found[name] = stored
+            continue
+        if kind.endswith('_scales'):  # read with their blocks
             continue
         if kind.endswith('_blocks'):
             kind, scales = kind.removesuffix('_blocks'), name.replace('_blocks', '_scales')

@@ -68,4 +68,3 @@ class Convolution(nn.Module):
 def zeros_before(x, n):
     """Zeros (B, n, F): the positions before x (B, T, F), which is the beginning of a sequence."""
     return x.new_zeros(x.size(0), n, x.size(2))
-

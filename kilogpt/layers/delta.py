@@ -27,7 +27,7 @@ class GatedDeltaNet(nn.Module):
     Head h of the states reads the queries and keys of head h // (H / G). Linears do not have biases.
     """
 
-    def __init__(self, config, layer):
+    def __init__(self, config):
         super().__init__()
         self.key_width, self.value_width = config.delta_key_width, config.delta_value_width
         keys, values = config.delta_key_heads * self.key_width, config.delta_heads * self.value_width

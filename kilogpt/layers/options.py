@@ -140,6 +140,10 @@ class BlockOptions:
         """How many positions a query sees in block number `layer`; 0 if all before it."""
         return self.window if self.window_pattern[layer % len(self.window_pattern)] == 'S' else 0
 
+    def windows_of(self, layers):
+        """The different windows of those of these blocks that have attention."""
+        return {self.window_of(layer) for layer in layers if self.mixer_of(layer) == 'A'}
+
     def n_before(self, key):
         """How many positions before each the convolution of that key reads, one of CONVOLUTIONS."""
         is_there = key != 'delta_conv' or 'D' in self.mixer_pattern

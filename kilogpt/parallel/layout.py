@@ -303,7 +303,7 @@ def _sizes_to_split(model):
     config, plan = model.config, model.split_plan
     sizes = [('n_head', config.n_head), ('n_kv_head', config.n_kv_head)]
     if 'D' in config.mixer_pattern:
-        sizes = [*sizes[:1], ('delta_heads', config.delta_heads), *sizes[1:], ('delta_key_heads', config.delta_key_heads)]
+        sizes += [('delta_heads', config.delta_heads), ('delta_key_heads', config.delta_key_heads)]
     for block in model.get_submodule(plan['blocks']).values():
         for name, module in block.named_modules():
             if name in plan['colwise']:
@@ -317,9 +317,10 @@ def _sizes_to_split(model):
 
 def _split_obstacle(sizes, block_size, tp, cp):
     """The first size of a model that tp × cp or tp ranks do not divide, such as 'n_head=25', or None."""
-    (_, n_head), *others = sizes
-    for name, size, ranks in [('n_head', n_head, tp * cp), ('block_size', block_size, tp * cp),
-                              *((name, size, tp) for name, size in others)]:
+    n_head, *others = sizes
+    for name, size in (n_head, ('block_size', block_size), *others):
+        # Context parallelism divides the heads of queries and of states further, and those of keys only if it can.
+        ranks = tp * cp if name in ('n_head', 'delta_heads', 'block_size') else tp
         if size % ranks:
             return f'{name}={size}'
     return None

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from kilogpt.launch_train import ROOT
 
-KINDS = ('colwise', 'rowwise', 'sequence', 'across', 'features', 'whole', 'positions', 'local', 'embedding',
-         'tables', 'head')  # of split_plan
+KINDS = ('colwise', 'rowwise', 'sequence', 'across', 'features', 'shared', 'whole', 'positions', 'local',
+         'embedding', 'tables', 'head')  # of split_plan
 MAX_NAMES = 4  # parameters named in a sentence
 MODULES = os.path.join('torch', 'nn', 'modules')
 AFTER_A_SAVE = ('without a save the run goes on right: what does a hook in train.py, or the optimizer, remember that '

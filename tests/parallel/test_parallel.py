@@ -392,6 +392,8 @@ REFUSED = {
     'no degree': ('--pp=0', 'pp is 0', 'at least 1'),
     'heads': ('--tp=2 --n_head=3 --n_embd=48', 'n_head=3 cannot be split over tp=2', 'tp=1 cp=1'),
     'heads over cp': ('--cp=2 --n_head=1', 'n_head=1 cannot be split', 'tp=1 cp=1'),
+    'heads of states': ('--cp=2 --mixer_pattern=DA --delta_heads=3', 'delta_heads=3 cannot be split over tp=1 cp=2',
+                        'tp=1 cp=1'),
     'kv heads': ('--tp=2 --n_kv_head=1', 'n_kv_head=1 cannot be split over tp=2', 'tp=1 cp=2'),
     'block_size': ('--cp=2 --block_size=31', 'block_size=31 cannot be split', 'tp=1 cp=1'),
     'convolution': ('--cp=2 --block_size=4 --attention_conv=4', 'attention_conv=4 reads 3 positions', 'block_size higher'),

@@ -373,7 +373,10 @@ def test_mistake_with_documents_is_found_and_named(fault):
 
 @pytest.mark.parametrize('options', [dict(), dict(qk_norm=True, qk_norm_over='all', norm_place='both'),
                                      dict(value_pattern='V', attention_gate=True, attention_conv=3, mlp_conv=3),
-                                     dict(mlp='moe', n_shared_experts=1, tie_weights=False)], ids=str)
+                                     dict(mlp='moe', n_shared_experts=1, tie_weights=False),
+                                     dict(pos='rope', kv_latent=8, q_latent=8, attention_sinks=True),
+                                     dict(mixer_pattern='DA', mlp='moe', n_shared_experts=1, shared_gate=True,
+                                          expert_bias=True)], ids=str)
 def test_plan_names_every_parameter_of_our_parts(options):
     assert not inspect(GPT(GPTConfig(n_layer=2, n_head=4, n_embd=32, bias=False, **options), seed=None)).unplanned
 
