@@ -11,13 +11,14 @@ from data.datasets import NUMBERS, TEACHER_FILE, find_sources, fingerprint
 from data.splits import open_loader
 from helpers import curve, run_forked
 import kilogpt
-from kilogpt.layers.distillation import DIVERGENCES, Distillation, teacher_numbers
+from kilogpt.layers.distillation import Distillation, teacher_numbers
 from kilogpt.layers.losses import use_loss
 from kilogpt.learn.loaders import StoredTeacher, TaughtLoader
 from kilogpt.prove import data
 from model import GPT, GPTConfig, Loss
 
 V = 11
+DIVERGENCES = ('forward', 'reverse', 'js')
 LOSS = Loss(GPTConfig(vocab_size=V))
 KEYS = dict(loss='distill', distill_divergence='forward', distill_temperature=1.0, distill_share=0.5)
 

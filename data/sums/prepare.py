@@ -45,11 +45,8 @@ if __name__ == '__main__':
         generator.shuffle(sums)
         held_out, others = sums[:1000], sums[1000:]
         tokenizer = CharTokenizer.from_text('\n+=0123456789')
+        tokenizer.eot = tokenizer.ids['\n']  # lines are documents, which begin with a line break
         write_dataset(out, tokenizer, splits_of(others, generator), source=[lines, seed], origin='sums', share='')
         folder = places_of(out)[0]
-        with open(os.path.join(folder, 'meta.json'), encoding='utf-8') as file:
-            meta = json.load(file)
-        with open(os.path.join(folder, 'meta.json'), 'w', encoding='utf-8') as file:
-            json.dump(meta | dict(separator=0), file, indent=1)  # lines are documents, which begin with a line break
         write_prompts(os.path.join(folder, 'train.jsonl'), others)
         write_prompts(os.path.join(folder, 'val.jsonl'), held_out)

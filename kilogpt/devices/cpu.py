@@ -6,7 +6,6 @@ import torch
 import torch.nn as nn
 from torch.nn import functional as F
 
-from kilogpt.devices import cpu_attention
 from kilogpt.devices.parts import find_parts, is_same_attention, replace_all, replace_parts
 from kilogpt.layers.attention import ScoredAttention, build_mask
 from kilogpt.layers.precision import at_least_float32
@@ -209,6 +208,7 @@ class PlainAttention(nn.Module):
         if mask is not None and mask.dtype == torch.int64:
             if has_dropout:
                 return self.fused(q, k, v, mask=build_mask(mask))
+            from kilogpt.devices import cpu_attention
             return cpu_attention.attention(q, k, v, mask.expand(q.size(0), -1).contiguous(), self.use_kernels)
         if self.use_kernels and mask is None and not has_dropout:
             from kilogpt.devices import cpu_kernels

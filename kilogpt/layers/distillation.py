@@ -6,8 +6,6 @@ from torch.nn import functional as F
 
 from kilogpt.layers.precision import at_least_float32
 
-DIVERGENCES = ('forward', 'reverse', 'js')
-
 
 def teacher_numbers(logits, top_k, temperature):
     """The numbers that Distillation takes of a teacher's logits (..., V): int32 (..., 2 k + 1).

@@ -23,8 +23,9 @@ from kilogpt.prove.draws import Drawer, keys_not_plain, pairs_of, shrink, withou
 from kilogpt.prove.space import DRAWN, LAYOUT, count_processes, plain
 
 WORKERS = 2  # draws at a time
-MORE_MODULES = ('data.documents', 'data.mixture_loader', 'data.pair_loader', 'kilogpt.convert.weights',
-                'kilogpt.devices.cpu', 'kilogpt.devices.grouped_products')  # that draws import with some keys
+MORE_MODULES = (  # that draws import with some keys
+    'data.documents', 'data.mixture_loader', 'data.pair_loader', 'kilogpt.convert.weights', 'kilogpt.devices.cpu',
+    'kilogpt.devices.cpu_attention', 'kilogpt.devices.grouped_products')
 
 
 class Draws:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 
-from kilogpt.configurator import exit_on_error
+from kilogpt.configurator import config_of, exit_on_error
 
 # The lighthouse ends with the launcher, whose end of the pipe it reads. torchft_lighthouse is the same as a command.
 LIGHTHOUSE = '''
@@ -56,10 +56,10 @@ class Group:
         self.start()
 
     def start(self):
-        count, environment = self.options.nproc_per_replica, self.environment | dict(
-            REPLICA_GROUP_ID=str(self.number), TORCHELASTIC_RESTART_COUNT=str(self.restarts),
-            WORLD_SIZE=str(self.options.nproc_per_replica), LOCAL_WORLD_SIZE=str(self.options.nproc_per_replica),
-            MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
+        count = self.options.nproc_per_replica
+        environment = self.environment | dict(
+            REPLICA_GROUP_ID=str(self.number), TORCHELASTIC_RESTART_COUNT=str(self.restarts), WORLD_SIZE=str(count),
+            LOCAL_WORLD_SIZE=str(count), MASTER_ADDR='127.0.0.1', MASTER_PORT=str(free_port()))
         command = [sys.executable, self.options.script, *self.options.arguments, '--fault_tolerance=replicas']
         # A replica takes the GPUs that follow those of the replica before.
         self.processes = [subprocess.Popen(command, env=environment | dict(
@@ -88,12 +88,9 @@ class Group:
         return True
 
 
-def start_lighthouse(port, arguments):
-    """Start the lighthouse. arguments: those of train.py, whose replica_timeout is that of the lighthouse, too."""
-    seconds = [float(value) for key, _, value in (each.partition('=') for each in arguments)
-               if key == '--replica_timeout']
-    timeout = int(1000 * (seconds or [60.0])[-1])
-    return subprocess.Popen([sys.executable, '-c', LIGHTHOUSE, f'0.0.0.0:{port}', str(timeout)],
+def start_lighthouse(port, timeout):
+    """Start the lighthouse. timeout: the seconds that it waits for a replica, replica_timeout."""
+    return subprocess.Popen([sys.executable, '-c', LIGHTHOUSE, f'0.0.0.0:{port}', str(int(1000 * timeout))],
                             stdin=subprocess.PIPE, env=dict(os.environ, RUST_LOG='error'))
 
 
@@ -101,10 +98,11 @@ def main():
     """Run train.py as replicas; ends with the exit code of the run."""
     with exit_on_error():
         options = parse_arguments()
+        timeout = config_of(options.script, options.arguments)['replica_timeout']
     port, received = free_port(), []
     for name in ('SIGTERM', 'SIGINT'):
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
-    lighthouse = start_lighthouse(port, options.arguments)
+    lighthouse = start_lighthouse(port, timeout)
     # The lighthouse must be found by its clients as soon as they start, which takes them longer.
     environment = os.environ | dict(NUM_REPLICA_GROUPS=str(options.replicas), REPLICAS_BEGAN=str(time.time()),
                                     TORCHFT_LIGHTHOUSE=f'http://127.0.0.1:{port}')
@@ -114,7 +112,7 @@ def main():
         time.sleep(0.05)
         if lighthouse.poll() is not None and not codes:
             print('the lighthouse has ended: starting it again', file=sys.stderr, flush=True)
-            lighthouse = start_lighthouse(port, options.arguments)
+            lighthouse = start_lighthouse(port, timeout)
         for number in received[n_told:]:
             for group in groups:
                 group.send(number)

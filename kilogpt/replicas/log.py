@@ -73,6 +73,9 @@ class ReplicaSignals(Signals):
     """
     agreed = (0.0,) * (len(SIGNALS) + 1)
 
+    def __init__(self, processes, stop_request, watchdog, wants_save, write_line):
+        super().__init__(processes, stop_request, watchdog, lambda: self.agreed[-1] > 0, write_line)
+
     def here(self, wants_save):
         """The signals of this process, to be summed over the replicas."""
         return [*super()._signals_here().values(), float(wants_save)]
@@ -84,8 +87,3 @@ class ReplicaSignals(Signals):
 
     def _signals_here(self):
         return dict(zip(SIGNALS, self.agreed))
-
-    def exchange(self, line=None):
-        wants_save, self.wants_save = self.wants_save, lambda: self.agreed[-1] > 0
-        super().exchange(line)
-        self.wants_save = wants_save

@@ -78,7 +78,8 @@ class Replicas:
 
     def begin(self):
         """Before an iteration: agree who takes part. A replica that is behind moves to the iteration of the others."""
-        run, members, before = self.run, self.members, (self.members.names, self.is_lead)
+        run, members = self.run, self.members
+        names_before, led_before = members.names, self.is_lead
         began = time.perf_counter()
         run.signals.flush()
         run.guard.settle()  # the state of the run is whole from here on
@@ -90,11 +91,11 @@ class Replicas:
         if self.is_lead and not self.has_begun:
             run.open_folder()
         self.has_begun = True
-        if not set(before[0]) <= set(members.names):  # perhaps one was lost after the last update
+        if not set(names_before) <= set(members.names):  # perhaps one was lost after the last update
             self.failed_at = self.failed_at or began
-        if members.names != before[0] and before[0]:
-            self.processes.say(f'members at iteration {run.iteration}: {len(before[0])} -> {members.count}')
-        self.owes_save |= self.is_lead and not before[1] and self.lead_saves
+        if names_before and members.names != names_before:
+            self.processes.say(f'members at iteration {run.iteration}: {len(names_before)} -> {members.count}')
+        self.owes_save |= self.is_lead and not led_before and self.lead_saves
         if self.processes.is_main:
             run.log.lead() if self.is_lead else run.log.follow()
 

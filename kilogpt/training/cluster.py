@@ -54,7 +54,7 @@ class Cluster:
             from kilogpt.replicas.replicas import Replicas
             self.replicas = Replicas(self.processes, config)
         self.folder = RunFolder(self.out_dir, self.processes, is_written=not config['eval_only'],
-                                is_shared=config['fault_tolerance'] == 'replicas')
+                                is_lead=self.replicas.is_lead)
         self.watchdog = Watchdog(self.processes, os.path.join(self.folder.path, self.replicas.hang_folder),
                                  config['comm_timeout'])
 
@@ -139,15 +139,15 @@ class RunFolder:
     """The folder of a run, locked for it until its process ends. All processes make the same calls.
 
     It is out_dir, or stands for it on this machine if that is a URL (kilogpt.run.remote).
-    is_written: whether the run writes there; a run that only evaluates does not. is_shared: whether replicas share
-    it, of which the one that leads locks it.
+    is_written: whether the run writes there; a run that only evaluates does not. is_lead: whether this replica is
+    known to lead. Of replicas, the one that leads locks the folder when it prepares it.
     """
 
-    def __init__(self, out_dir, processes, is_written, is_shared=False):
+    def __init__(self, out_dir, processes, is_written, is_lead):
         self.out_dir, self.processes, self.is_written = out_dir, processes, is_written
         self.path = local_folder(out_dir)
         self.lock = None
-        if processes.is_main and is_written and not is_shared and os.path.isdir(self.path):
+        if processes.is_main and is_written and is_lead and os.path.isdir(self.path):
             self.lock = lock_folder(self.path)
         processes.barrier()
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from helpers import graph
-from kilogpt.devices import cpu
+from kilogpt.devices import cpu, cpu_attention
 from kilogpt.devices.cpu import (FastDropout, Int8Linear, PackedLinear, PlainAttention, can_pack,
                                  use_faster_parts)
 from kilogpt.devices.grouped_products import group_products
@@ -111,8 +111,8 @@ def test_faster_parts_stand_everywhere_and_change_no_parameter():
     (dict(window=9, dropout=0.1), False)], ids=['window', 'softcap', 'dropout'])
 def test_documents_and_windows_with_faster_parts_train_as_without(changes, is_fast, monkeypatch):
     """The loss and each gradient. Attention with a cap, or with dropout in training, takes masks."""
-    calls, attention = [], cpu.cpu_attention.attention
-    monkeypatch.setattr(cpu.cpu_attention, 'attention', lambda *args: calls.append(1) or attention(*args))
+    calls, attention = [], cpu_attention.attention
+    monkeypatch.setattr(cpu_attention, 'attention', lambda *args: calls.append(1) or attention(*args))
     config = GPTConfig(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, **changes)
     x = torch.randint(20, (2, 64), generator=torch.Generator().manual_seed(0))
     starts, losses, gradients = starts_of(x, 0), [], []
