@@ -73,7 +73,8 @@ def olmo_hybrid_read(entries):
     key_width = entries.integer('linear_key_head_dim', int(0.75 * entries.integer('hidden_size') / max(1, key_heads)))
     entries.only('full_attention_interval', None)
     delta = read_delta(entries, n_head, n_head, key_width, 2 * key_width)
-    rope = dict(rope_theta=10000.0) | entries.hf_config | entries.value('rope_parameters', {}, (dict,), 'an object')
+    scaling, parameters = [entries.value(key, {}, (dict,), 'an object') for key in ('rope_scaling', 'rope_parameters')]
+    rope = dict(rope_theta=10000.0) | entries.hf_config | (scaling or parameters)  # as in read_rope
     if rope['rope_theta'] is None:  # without positions
         without = {key: value for key, value in entries.hf_config.items() if not key.startswith('rope_')}
         entries = Entries(without, entries.source)
