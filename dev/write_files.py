@@ -33,7 +33,7 @@ def section(folder):
 
 def page():
     """The whole page."""
-    rooms = sorted({path.parent for path in (ROOT / 'kilogpt').glob('*/*.py')})
+    rooms = sorted({path.parent for path in (ROOT / 'kilogpt').glob('*/**/*.py')})
     return TITLE + ''.join(map(section, [*(ROOT / name for name in FOLDERS), *rooms]))
 
 

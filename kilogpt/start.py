@@ -1,6 +1,6 @@
 """What a run starts from: a checkpoint, weights trained elsewhere, or a new model; and its tokenizer.
 
-What reads weights trained elsewhere (kilogpt/convert) is imported where a run has such weights.
+What reads weights trained elsewhere (kilogpt/weights) is imported where a run has such weights.
 """
 import contextlib
 import dataclasses
@@ -80,7 +80,7 @@ def find_start(keys, meta, cluster):
     if keys['loss'] == 'dpo' and not saved:
         check_reference(keys, meta)
     if base:
-        from kilogpt.convert.weights import open_base
+        from kilogpt.weights.importing import open_base
         with waits_for_hub(base['source'], cluster.watchdog):
             tensors = open_base(base, source)
         if keys['lora_rank'] not in (0, arguments['lora_rank']):
@@ -101,7 +101,7 @@ def waits_for_hub(source, watchdog):
 
 def describe_weights(source):
     """The {'source', 'digest'} of any weights, those of a run's adapters merged. source: as in open_source."""
-    from kilogpt.convert.weights import describe_base, open_source
+    from kilogpt.weights.importing import describe_base, open_source
     return describe_base(source, open_source(source)[1])
 
 
@@ -140,8 +140,8 @@ def with_adapters(source, tensors, arguments, keys):
     if not source and not tensors:
         raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: '
                          'set init_from to its weights, or lora_rank to 0')
-    from kilogpt.convert.checkpoint_tensors import open_weights
-    from kilogpt.convert.weights import describe_base
+    from kilogpt.weights.checkpoint_tensors import open_weights
+    from kilogpt.weights.importing import describe_base
     tensors = tensors or open_weights(source, GPTConfig(**arguments))
     arguments = arguments | {key: keys[key] for key in ADAPTER_KEYS}
     return None, tensors, arguments, describe_base(source or keys['init_from'], tensors)
@@ -192,7 +192,7 @@ def initial_values(tensors, model, seed):
             quantized, scale = quantize(at_least_float32(tensors[weight][rows]))
             return scale if is_scale else quantized
         if tensors and name in tensors:
-            from kilogpt.convert.tensors import pad_rows
+            from kilogpt.weights.tensors import pad_rows
             return pad_rows(tensors[name], shape, rows)
         return model.initial_value(name, shape, seed, rows)  # adapters beside loaded weights, too
 
@@ -208,7 +208,7 @@ def find_initial(init_from, processes):
     """
     path = processes.share(checkpoint.choose(init_from) if processes.is_main else None)
     if not path:
-        from kilogpt.convert.weights import read_weights
+        from kilogpt.weights.importing import read_weights
         arguments, tensors, meta = read_weights(init_from)
         return None, tensors, arguments, meta, None
     if problem := checkpoint.damage_on_any(path, processes):

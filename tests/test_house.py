@@ -21,10 +21,10 @@ FLOORS = [
     {'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
     {'kilogpt/generate', 'kilogpt/run', 'kilogpt/launch_train.py'},
-    {'kilogpt/convert', 'kilogpt/plot', 'kilogpt/report'},
+    {'kilogpt/plot', 'kilogpt/report', 'kilogpt/weights'},
     {'kilogpt/start.py'},
-    {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
-     'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
+    {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/convert', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan',
+     'kilogpt/prove', 'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},
     {'kilogpt/learn'},
     {'kilogpt/training'},
@@ -110,6 +110,13 @@ def test_every_room_says_what_happens_in_it_and_where_to_begin():
         assert any(name in text for name in files - {'__init__.py'}), f'{path} names no file to read first'
 
 
+def test_gguf_is_imported_for_its_files_alone():
+    for path, tree in TREES.items():
+        at_once = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        needs_gguf = any(module.startswith('kilogpt.weights.gguf') for module in modules_imported(at_once))
+        assert not needs_gguf or path.startswith('kilogpt/weights/gguf/'), path
+
+
 def test_commands_are_listed():
     listed = run_script('kilogpt').stdout.splitlines()
     wrong = run_script('kilogpt', 'plot', 'out', check=False)
@@ -168,7 +175,7 @@ def test_quick_start_loads_what_it_uses(dataset, tmp_path):
                 if line.startswith('import time:')} - {None}
     assert {'model.py', 'kilogpt/run/state.py'} <= imported
     rooms = {room_of(path) for path in imported if not path.endswith('__init__.py')}
-    assert not rooms & {'kilogpt/islands', 'kilogpt/convert', 'kilogpt/evaluate', 'kilogpt/prove', 'kilogpt/chat'}
+    assert not rooms & {'kilogpt/islands', 'kilogpt/weights', 'kilogpt/evaluate', 'kilogpt/prove', 'kilogpt/chat'}
     assert len(imported) <= 60 and sum(TEXTS[path].count('\n') for path in imported) <= 10000
 
 

@@ -8,8 +8,6 @@ import torch
 from data import storage
 from data.documents import separator_of
 from data.tokenizer import get_tokenizer
-from kilogpt.convert import weights
-from kilogpt.convert.tensors import pad_rows
 from kilogpt.devices.cpu_step import copy_for_text, describe
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.attention import starts_of
@@ -18,6 +16,8 @@ from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
 from kilogpt.run import checkpoint
 from kilogpt.settings import check_sampling
+from kilogpt.weights import importing
+from kilogpt.weights.tensors import pad_rows
 from model import GPT, GPTConfig
 
 
@@ -96,7 +96,7 @@ class LoadedRun:
 def load_model(source, which='best', tokenizer=''):
     """Load a model: (GPT in float32 on the CPU, tokenizer, path, state).
 
-    source: a run's folder, one of its checkpoints (out_dir/ckpt/iter_*), or a source of weights.read_weights.
+    source: a run's folder, one of its checkpoints (out_dir/ckpt/iter_*), or a source of importing.read_weights.
     which: the 'best' or 'latest' checkpoint of a run.
     tokenizer: the tokenizer or dataset to use instead of the tokenizer that the source names; '' = that one.
     path: the checkpoint, or the source. state: the checkpoint's state.json; of other sources, only `model`.
@@ -119,13 +119,13 @@ def open_source(source, which, tokenizer):
         state = checkpoint.read_state(path)
         meta = state['tokenizer']
         if state.get('base'):  # adapters, which are merged into their base
-            config, tensors = weights.open_run(path, state)
+            config, tensors = importing.open_run(path, state)
             state['model'] = dataclasses.asdict(config)
     else:
-        arguments, tensors, meta = weights.read_weights(source)
+        arguments, tensors, meta = importing.read_weights(source)
         state = dict(model=arguments)
     vocab_size = state['model']['vocab_size']
-    meta = weights.choose_tokenizer(tokenizer, meta, source, vocab_size) or dict(vocab_size=vocab_size)
+    meta = importing.choose_tokenizer(tokenizer, meta, source, vocab_size) or dict(vocab_size=vocab_size)
     if not meta.get('tokenizer'):
         print(f'{source} does not name a tokenizer: prompts and texts are token ids; set tokenizer to its '
               'name (gpt2, for example) or to a dataset that has the same', file=sys.stderr)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from helpers import ROOT, run_forked
 
-import kilogpt
 from data.tokenizer import ByteTokenizer
-from kilogpt.convert.exporting import export_weights
+import kilogpt
 from kilogpt.run import checkpoint
+from kilogpt.weights.exporting import export_weights
 
 PAGE = pathlib.Path(ROOT, 'docs', 'notebook.md')
 

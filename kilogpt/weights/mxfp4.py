@@ -5,7 +5,7 @@ exponent, one of mantissa (OCP Microscaling Formats 1.0, 2023, 5.3.3 and 6.3). 1
 """
 import torch
 
-from kilogpt.convert.tensors import LazyTensor
+from kilogpt.weights.tensors import LazyTensor
 
 VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 SCALE_OF_ONE = 127

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from test_weights import TINY, make_run, randomize, save_run
 
 from kilogpt.convert.__main__ import inspect, main
-from kilogpt.convert.exporting import export_weights
+from kilogpt.weights.exporting import export_weights
 from model import GPT, GPTConfig
 
 

@@ -6,16 +6,16 @@ are called. Everything that a family needs of the model is a key of `kilogpt/lay
 import math
 from typing import Callable, NamedTuple
 
-from kilogpt.convert import hybrids, renaming
-from kilogpt.convert.config_entries import (
+from kilogpt.weights import hybrids, renaming
+from kilogpt.weights.config_entries import (
     Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_most_windows,
     read_qwen_windows, read_rope, read_windows, shortest, with_local_rope, with_two_ropes, write_llama, write_qwen, write_rope)
-from kilogpt.convert.expert_families import (
+from kilogpt.weights.expert_families import (
     deepseek_v2_read, deepseek_v2_write, deepseek_v3_read, deepseek_v3_write, glm4_moe_read, glm4_moe_write,
     gpt_oss_read, gpt_oss_write, mixtral_read, mixtral_write, qwen2_moe_read, qwen2_moe_write,
     qwen3_moe_read, qwen3_moe_write, qwen3_next_read, qwen3_next_write)
-from kilogpt.convert.meaning import keys_not_kept
-from kilogpt.convert.mxfp4 import is_mxfp4
+from kilogpt.weights.meaning import keys_not_kept
+from kilogpt.weights.mxfp4 import is_mxfp4
 from model import GPTConfig
 
 # Families that people ask for and that need more than parts.

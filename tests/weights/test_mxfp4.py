@@ -8,9 +8,9 @@ from safetensors.torch import load_file, save_file
 from test_families import MODERN, OSS
 from test_weights import assert_same_predictions, change_json, model_from, randomize
 
-from kilogpt.convert.mxfp4 import decoded
-from kilogpt.convert.tensors import in_memory
-from kilogpt.convert.weights import read_weights
+from kilogpt.weights.importing import read_weights
+from kilogpt.weights.mxfp4 import decoded
+from kilogpt.weights.tensors import in_memory
 
 EXPERTS = 'gate_up_proj', 'down_proj'
 

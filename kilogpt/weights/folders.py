@@ -8,9 +8,9 @@ import zipfile
 
 import torch
 
-from kilogpt.convert.mxfp4 import is_mxfp4
-from kilogpt.convert.safetensors_files import ADVICE, open_safetensors
-from kilogpt.convert.tensors import LazyTensor, checked, in_memory
+from kilogpt.weights.mxfp4 import is_mxfp4
+from kilogpt.weights.safetensors_files import ADVICE, open_safetensors
+from kilogpt.weights.tensors import LazyTensor, checked, in_memory
 
 # The number of blocks, as the families name it in config.json.
 LAYER_KEYS = 'num_hidden_layers', 'n_layer', 'n_layers', 'num_layers'

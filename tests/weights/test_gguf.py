@@ -21,10 +21,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from data.bpe import PATTERNS
 from data.json_tokenizer import JsonTokenizer
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
-from kilogpt.convert.gguf_files import read_gguf, write_gguf
-from kilogpt.convert.gguf_tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, PROBE, build_pre_tokenizer
-from kilogpt.convert.gguf_tokenizer import find_pre_tokenizer, tokenizer_from_gguf, tokenizer_to_gguf
-from kilogpt.convert.tensors import LazyTensor, in_memory
+from kilogpt.weights.gguf.files import read_gguf, write_gguf
+from kilogpt.weights.gguf.tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, PROBE, build_pre_tokenizer
+from kilogpt.weights.gguf.tokenizer import find_pre_tokenizer, tokenizer_from_gguf, tokenizer_to_gguf
+from kilogpt.weights.tensors import LazyTensor, in_memory
 from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
 
 MODERN = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,

@@ -6,8 +6,8 @@ import re
 
 import torch
 
-from kilogpt.convert.mxfp4 import decoded
-from kilogpt.convert.tensors import (
+from kilogpt.weights.mxfp4 import decoded
+from kilogpt.weights.tensors import (
     LazyTensor, joined, mapped, selected, stacked, transposed, unstacked, with_rows, zeros)
 
 # (part of a name in our model, the same part in Llama), in the order of replacement

@@ -5,7 +5,7 @@ import subprocess
 
 from data import hub
 from data.tokenizer import describe_tokenizer
-from kilogpt.convert.checkpoint_tensors import expected_shapes
+from kilogpt.weights.checkpoint_tensors import expected_shapes
 
 # The values of init_from that do not name weights.
 OWN_STARTS = ('scratch', 'resume', 'auto')

@@ -7,10 +7,10 @@ import re
 
 import torch
 
-from kilogpt.convert import renaming
-from kilogpt.convert.gguf_families import (
+from kilogpt.weights import renaming
+from kilogpt.weights.gguf.families import (
     LLAMA3_ENTRIES, complete, count_blocks, find_family, head_width, llama3_factors, rope_of)
-from kilogpt.convert.tensors import in_memory, selected
+from kilogpt.weights.tensors import in_memory, selected
 
 
 def tensor_names(theirs):

@@ -10,8 +10,8 @@ import os
 
 import torch
 
-from kilogpt.convert.tensors import LazyTensor
 from kilogpt.run.checkpoint_files import write_json
+from kilogpt.weights.tensors import LazyTensor
 
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16, I64=torch.int64,
               I32=torch.int32, I16=torch.int16, I8=torch.int8, U8=torch.uint8, BOOL=torch.bool,

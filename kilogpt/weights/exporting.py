@@ -11,15 +11,14 @@ from data.chat_template import DEFAULT_TEMPLATE, find_template
 from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from data.tokenizer_base import portable
 from kilogpt.configurator import announced
-from kilogpt.convert import families, nanogpt, peft
-from kilogpt.convert.adapters import plain_config
-from kilogpt.convert.checkpoint_tensors import open_weights
-from kilogpt.convert.gguf_files import write_gguf
-from kilogpt.convert.model_card import write_adapter_card, write_model_card
-from kilogpt.convert.safetensors_files import write_safetensors
-from kilogpt.convert.weights import choose_tokenizer, naming, open_base, open_run
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import write_json
+from kilogpt.weights import families, nanogpt, peft
+from kilogpt.weights.adapters import plain_config
+from kilogpt.weights.checkpoint_tensors import open_weights
+from kilogpt.weights.importing import choose_tokenizer, naming, open_base, open_run
+from kilogpt.weights.model_card import write_adapter_card, write_model_card
+from kilogpt.weights.safetensors_files import write_safetensors
 from model import GPTConfig
 
 
@@ -104,6 +103,7 @@ def is_for_transformers(source):
 
 def write_gguf_file(target, config, state, entries, tensors, tokenizer, dtype):
     """Write a GGUF file. The arguments are those of write_hugging_face."""
+    from kilogpt.weights.gguf.files import write_gguf
     with tempfile.TemporaryDirectory() as folder:
         if tokenizer is None or isinstance(tokenizer, CharTokenizer):  # llama.cpp does not know alphabets
             write_gguf(target, entries, tensors, None, dtype)

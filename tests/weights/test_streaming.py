@@ -13,12 +13,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from test_weights import FORMS, make_run, model_from, save_run
 
-from kilogpt.convert import exporting, safetensors_files, tensors
-from kilogpt.convert.checkpoint_tensors import open_checkpoint
-from kilogpt.convert.safetensors_files import open_safetensors
-from kilogpt.convert.exporting import export_weights
-from kilogpt.convert.weights import read_weights
 from kilogpt.run import checkpoint
+from kilogpt.weights import exporting, safetensors_files, tensors
+from kilogpt.weights.checkpoint_tensors import open_checkpoint
+from kilogpt.weights.exporting import export_weights
+from kilogpt.weights.importing import read_weights
+from kilogpt.weights.safetensors_files import open_safetensors
 from model import GPT, GPTConfig
 
 MB = 2 ** 20

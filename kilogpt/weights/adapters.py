@@ -9,9 +9,9 @@ import math
 
 import torch
 
-from kilogpt.convert.tensors import LazyTensor
 from kilogpt.layers.lora import scale_of
 from kilogpt.layers.options import ADAPTER_KEYS
+from kilogpt.weights.tensors import LazyTensor
 from model import GPTConfig
 
 DIGEST_VALUES = 2 ** 12  # values of each tensor of which the digest is made

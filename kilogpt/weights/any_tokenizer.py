@@ -38,7 +38,7 @@ def _stored_meta(name):
             return load_tokenizer(hub.fetch(place, hub.choose_tokenizer)).meta()
         name = hub.fetch_file(place)
     if name.endswith('.gguf') and os.path.exists(name):
-        from kilogpt.convert.gguf_files import read_gguf  # imports torch, which the preparation of data does not need
+        from kilogpt.weights.gguf.files import read_gguf  # imports torch, which the preparation of data does not need
         return unpack(name, read_gguf(name)[-1])
     if os.path.exists(os.path.join(name, JsonTokenizer.name)) or os.path.isfile(name):
         return load_tokenizer(name).meta()

@@ -14,7 +14,7 @@ from tokenizers import pre_tokenizers
 from data.chat_template import ChatTemplate
 from data.json_tokenizer import JsonTokenizer
 from helpers import ROOT, continue_texts, run_forked
-from kilogpt.convert.gguf_files import read_gguf, write_gguf
+from kilogpt.weights.gguf.files import read_gguf, write_gguf
 from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference
 from model import GPT
 

@@ -1,11 +1,11 @@
 """How families with experts are read from a config.json of `transformers` and written to it. families.py has the table."""
 import math
 
-from kilogpt.convert import hybrids
-from kilogpt.convert.config_entries import (
+from kilogpt.layers.rope import read_scaling
+from kilogpt.weights import hybrids
+from kilogpt.weights.config_entries import (
     Entries, biases, layer_types, mistral_read, mistral_write, read_attention_bias, read_llama, read_most_windows,
     read_qwen_windows, read_windows, write_llama, write_llama_with_share, write_qwen)
-from kilogpt.layers.rope import read_scaling
 
 
 def read_softmax_router(entries):

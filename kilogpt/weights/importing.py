@@ -15,15 +15,14 @@ from data import hub, storage
 from data.json_tokenizer import JsonTokenizer, load_tokenizer
 from data.tokenizer_base import copy_tokenizer, tokenizer_folder
 from kilogpt.configurator import announced
-from kilogpt.convert import families, nanogpt, peft
-from kilogpt.convert.any_tokenizer import find_meta, unpack
-from kilogpt.convert.adapters import digest_of, merged, plain_config
-from kilogpt.convert.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
-from kilogpt.convert.folders import open_folder, read_json, refuse_quantized
-from kilogpt.convert.gguf_files import read_gguf
-from kilogpt.convert.tensors import checked, pad_rows
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
+from kilogpt.weights import families, nanogpt, peft
+from kilogpt.weights.adapters import digest_of, merged, plain_config
+from kilogpt.weights.any_tokenizer import find_meta, unpack
+from kilogpt.weights.checkpoint_tensors import drop_copied_head, expected_shapes, open_weights
+from kilogpt.weights.folders import open_folder, read_json, refuse_quantized
+from kilogpt.weights.tensors import checked, pad_rows
 from model import GPT, GPTConfig
 
 GPT2_META = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2')
@@ -127,6 +126,7 @@ def read_hugging_face(source):
 
 def read_gguf_file(path):
     """(GPTConfig arguments, {our name: LazyTensor}, tokenizer meta) of a GGUF file."""
+    from kilogpt.weights.gguf.files import read_gguf
     hf_config, tensors, write_tokenizer = read_gguf(path)
     tensors = {name: checked(stored, path, name, 'use other weights') for name, stored in tensors.items()}
     arguments, tensors = from_standard_form(hf_config, tensors, path)

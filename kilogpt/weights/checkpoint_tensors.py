@@ -4,8 +4,8 @@ import os
 import torch
 
 from data import storage
-from kilogpt.convert.tensors import LazyTensor, checked, have_same_values, narrowed
 from kilogpt.run.checkpoint_files import safe_reader
+from kilogpt.weights.tensors import LazyTensor, checked, have_same_values, narrowed
 from model import GPT
 
 # Tables with a row for each token. Our model pads them to more rows than the vocabulary has.

@@ -5,13 +5,13 @@ import os
 import torch
 
 from data import hub
-from kilogpt.convert import renaming
-from kilogpt.convert.families import FAMILIES, families_of, rows_of
-from kilogpt.convert.folders import read_json
-from kilogpt.convert.safetensors_files import open_safetensors, write_tensors
-from kilogpt.convert.tensors import checked, in_memory
 from kilogpt.layers.options import GROUPS
 from kilogpt.run.checkpoint_files import write_json
+from kilogpt.weights import renaming
+from kilogpt.weights.families import FAMILIES, families_of, rows_of
+from kilogpt.weights.folders import read_json
+from kilogpt.weights.safetensors_files import open_safetensors, write_tensors
+from kilogpt.weights.tensors import checked, in_memory
 
 CONFIG, TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
 PREFIX = 'base_model.model.'  # of PEFT's names

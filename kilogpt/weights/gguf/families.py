@@ -1,7 +1,7 @@
 """The metadata of GGUF files as the entries of a config.json of transformers, and the inverse.
 
 FAMILIES says for each model_type of transformers which architecture of llama.cpp the model is and how its
-entries are called, for both directions. gguf_files.py reads and writes the files. The source for values that
+entries are called, for both directions. files.py reads and writes the files. The source for values that
 differ between the two forms is convert_hf_to_gguf.py of llama.cpp.
 """
 import math

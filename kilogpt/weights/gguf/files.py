@@ -1,7 +1,7 @@
 """Read and write GGUF files, the weights of llama.cpp, in the form of transformers.
 
-Both directions go through config.json's entries (gguf_families.py), tensors with the names of transformers
-(gguf_tensors.py) and a tokenizer.json (gguf_tokenizer.py). A tensor is read, dequantized or written when it
+Both directions go through config.json's entries (families.py), tensors with the names of transformers
+(tensors.py) and a tokenizer.json (tokenizer.py). A tensor is read, dequantized or written when it
 is needed, so a model may be larger than memory. The format: docs/gguf.md of https://github.com/ggml-org/ggml.
 """
 import contextlib
@@ -13,10 +13,10 @@ import struct
 import numpy as np
 import torch
 
-from kilogpt.convert.gguf_families import entries_from_gguf, entries_to_gguf, find_family
-from kilogpt.convert.gguf_tensors import tensors_from_gguf, tensors_to_gguf
-from kilogpt.convert.gguf_tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
-from kilogpt.convert.tensors import LazyTensor
+from kilogpt.weights.gguf.families import entries_from_gguf, entries_to_gguf, find_family
+from kilogpt.weights.gguf.tensors import tensors_from_gguf, tensors_to_gguf
+from kilogpt.weights.gguf.tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
+from kilogpt.weights.tensors import LazyTensor
 
 NUMBERS = {0: 'B', 1: 'b', 2: 'H', 3: 'h', 4: 'I', 5: 'i', 6: 'f', 7: '?', 10: 'Q', 11: 'q', 12: 'd'}
 STRING, ARRAY = 8, 9  # types of metadata, besides the numbers, which are given as the module struct has them

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from test_families import make_theirs
 from test_weights import FORMS, PROMPT, change_json, make_run, model_from
 
-from kilogpt.convert.model_card import describe_training
-from kilogpt.convert.exporting import export_weights
-from kilogpt.convert.weights import import_weights, read_weights
+from kilogpt.weights.exporting import export_weights
+from kilogpt.weights.importing import import_weights, read_weights
+from kilogpt.weights.model_card import describe_training
 
 KINDS = 'gpt2', 'llama', 'qwen3'
 INDEX = 'model.safetensors.index.json'

@@ -3,12 +3,12 @@ import os
 
 import torch
 
-from kilogpt.convert.checkpoint_tensors import TOKEN_TABLES, drop_copied_head
-from kilogpt.convert.meaning import keys_that_differ
-from kilogpt.convert.renaming import pack
-from kilogpt.convert.tensors import checked, in_memory, narrowed
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
+from kilogpt.weights.checkpoint_tensors import TOKEN_TABLES, drop_copied_head
+from kilogpt.weights.meaning import keys_that_differ
+from kilogpt.weights.renaming import pack
+from kilogpt.weights.tensors import checked, in_memory, narrowed
 from model import GPT, GPTConfig
 
 KEYS = ('n_layer', 'n_head', 'n_embd', 'block_size', 'bias', 'vocab_size', 'dropout')  # of its model_args

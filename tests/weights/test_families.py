@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from test_weights import assert_same_predictions, assert_same_tensors, model_from, randomize
 
 from helpers import ROOT
-from kilogpt.convert.families import FAMILIES, arguments_of, entries_of
-from kilogpt.convert.exporting import export_weights
-from kilogpt.convert.weights import import_weights, read_weights
+from kilogpt.weights.exporting import export_weights
+from kilogpt.weights.families import FAMILIES, arguments_of, entries_of
+from kilogpt.weights.importing import import_weights, read_weights
 from model import GPTConfig
 
 ENDS = dict(bos_token_id=None, eos_token_id=None, pad_token_id=None, vocab_size=97)

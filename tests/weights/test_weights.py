@@ -19,13 +19,13 @@ from safetensors.torch import load_file, save_file
 from helpers import continue_texts, run_forked
 
 from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
-from kilogpt.convert import exporting
 from kilogpt.convert.__main__ import inspect
-from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.exporting import export_weights
-from kilogpt.convert.weights import import_weights, read_weights
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint
+from kilogpt.weights import exporting
+from kilogpt.weights.exporting import export_weights
+from kilogpt.weights.importing import import_weights, read_weights
+from kilogpt.weights.tensors import pad_rows
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=64, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128

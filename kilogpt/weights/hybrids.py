@@ -6,10 +6,10 @@ import re
 
 import torch
 
-from kilogpt.convert.config_entries import (
+from kilogpt.weights.config_entries import (
     Entries, biases, read_attention_bias, read_llama, shortest, write_llama, write_llama_with_share)
-from kilogpt.convert.renaming import LLAMA_NAMES, QWEN2_MOE_NAMES
-from kilogpt.convert.tensors import LazyTensor, joined, selected
+from kilogpt.weights.renaming import LLAMA_NAMES, QWEN2_MOE_NAMES
+from kilogpt.weights.tensors import LazyTensor, joined, selected
 
 KINDS = dict(linear_attention='D', full_attention='A')  # {what transformers calls a kind of layer: our letter}
 # Queries and gates of attention are in one matrix, head by head.
