@@ -108,9 +108,9 @@ def roofline(arguments, config):
     {} if the device's peak is unknown.
     """
     # These modules import torch, which takes seconds.
-    from kilogpt.metrics import peak_flops
     from kilogpt.parallel.processes import find_device, resolve_dtype
     from kilogpt.plan import calibrate
+    from kilogpt.run.metrics import peak_flops
     device = find_device(config['device'])
     dtype = resolve_dtype(config['dtype'], device)
     peak = peak_flops(device, dtype)

@@ -16,13 +16,12 @@ from kilogpt.configurator import read_pages
 # Rooms from the ground up. A folder is a room, and so are the files of kilogpt/ that share a floor.
 FLOORS = [
     {'data/storage.py', 'kilogpt/devices/cpus.py', 'kilogpt/keys', 'kilogpt/trackers'},
-    {'data', 'kilogpt/configurator.py', 'kilogpt/learning_rate.py', 'kilogpt/machines.py',
-     'kilogpt/metrics.py', 'kilogpt/layers', 'kilogpt/optim.py', 'kilogpt/settings.py'},
+    {'data', 'kilogpt/configurator.py', 'kilogpt/learning_rate.py', 'kilogpt/machines.py', 'kilogpt/layers',
+     'kilogpt/optim.py', 'kilogpt/settings.py'},
     {'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
     {'kilogpt/generate', 'kilogpt/run', 'kilogpt/launch_train.py'},
     {'kilogpt/plot', 'kilogpt/report', 'kilogpt/weights'},
-    {'kilogpt/start.py'},
     {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/convert', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan',
      'kilogpt/prove', 'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},

@@ -18,8 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from kilogpt.generate.draw import draw_alike, uniform
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.rope import rope_tables, rotate
-from kilogpt.metrics import flops_per_token
 from kilogpt.parallel.dtensor import fill
+from kilogpt.run.metrics import flops_per_token
 from kilogpt.weights.importing import read_weights
 from kilogpt.weights.tensors import pad_rows
 from model import GPT, GPTConfig

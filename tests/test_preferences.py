@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.datasets import REFERENCE, find_sources
+from data.datasets import REFERENCE, REFERENCE_FILE, find_sources
 from data.flags import BEGIN, CONTEXT, REJECTED, begins_of, ids_of, pair_begins_of, targets_of
 from data.json_tokenizer import JsonTokenizer
 from data.messages import ConversationEncoder, conversation_splits
@@ -18,7 +18,6 @@ from data.prepare import write_dataset
 from data.tokenizer import CharTokenizer
 import kilogpt
 from helpers import assert_near, curve, first_iterations, run_forked
-from kilogpt.start import REFERENCE_FILE
 from kilogpt.evaluate.reference import reference_of
 from kilogpt.layers.preferences import PreferenceLoss, use_preferences
 from model import GPT, GPTConfig

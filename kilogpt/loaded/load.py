@@ -11,10 +11,10 @@ from data.tokenizer import get_tokenizer
 from kilogpt.devices.cpu_step import copy_for_text, describe
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.attention import starts_of
-from kilogpt.metrics import read_metrics
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
 from kilogpt.run import checkpoint
+from kilogpt.run.metrics import read_metrics
 from kilogpt.settings import check_sampling
 from kilogpt.weights import importing
 from kilogpt.weights.tensors import pad_rows

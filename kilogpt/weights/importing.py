@@ -319,6 +319,11 @@ def describe_base(source, weights):
     return dict(source=source, digest=digest_of(weights))
 
 
+def describe_weights(source):
+    """The {'source', 'digest'} of any weights, those of a run's adapters merged. source: as in open_source."""
+    return describe_base(source, open_source(source)[1])
+
+
 def nanogpt_optimizer(path, saved, parameters, values):
     """AdamW with the moments in a ckpt.pt, on the meta device like the parameters; None if it has no moments.
 

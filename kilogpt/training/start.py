@@ -8,18 +8,14 @@ import json
 import os
 
 from data import storage
-from data.datasets import Source, find_dataset, fingerprint
+from data.datasets import REFERENCE_FILE, Source, find_dataset, fingerprint, join_tokenizers
 from data.mixtures import parse_mixture
-from data.tokenizer import describe_tokenizer
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
 from kilogpt.parallel.dtensor import fill
 from kilogpt.run import checkpoint
 from model import GPTConfig
-
-REFERENCE_FILE = 'reference.json'  # in a dataset of pairs: of which weights the log-probabilities are
-TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 
 
 @dataclasses.dataclass
@@ -99,12 +95,6 @@ def waits_for_hub(source, watchdog):
     return watchdog.suspended() if hub.is_name(source) else contextlib.nullcontext()
 
 
-def describe_weights(source):
-    """The {'source', 'digest'} of any weights, those of a run's adapters merged. source: as in open_source."""
-    from kilogpt.weights.importing import describe_base, open_source
-    return describe_base(source, open_source(source)[1])
-
-
 def check_reference(keys, meta):
     """Raise ValueError unless a dataset of pairs has the log-probabilities of the weights that training starts from.
 
@@ -125,6 +115,7 @@ def check_reference(keys, meta):
     path = os.path.join(folder, REFERENCE_FILE)
     if not storage.exists(path):
         raise ValueError(f'{folder} does not have the log-probabilities of a reference: run {command}')
+    from kilogpt.weights.importing import describe_weights
     reference, weights = json.loads(storage.read(path)), describe_weights(init_from)
     if reference['digest'] != weights['digest']:
         raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but '
@@ -160,22 +151,6 @@ def with_longer_context(arguments, keys):
                          f'only {longest} positions: set a larger factor, or block_size to {longest} or less')
     return arguments | dict(rope_scaling=keys['rope_scaling'],
                             block_size=max(block_size, arguments['block_size']))
-
-
-def join_tokenizers(model_meta, source, meta, dataset,
-                    advice='set --dataset to data with the tokenizer of the model, or --init_from=scratch'):
-    """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
-
-    ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
-    advice: what the sentence of the error says to do.
-    """
-    theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
-    if theirs and ours and theirs != ours:
-        raise ValueError(
-            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: {advice}')
-    if theirs and not ours:
-        return meta | {key: model_meta[key] for key in TOKENIZER_KEYS if key in model_meta}
-    return meta
 
 
 def initial_values(tensors, model, seed):

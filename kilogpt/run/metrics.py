@@ -275,24 +275,14 @@ class Meter:
                       eta_seconds=(run.max_iters - line['iter']) * line['dt_ms'] / 1000)
 
 
-_bytes_of_graphs = []
-
-
-def count_graph(pool):
-    """Add a CUDA graph's pool of memory to the peak from now on. PyTorch counts it in the recording alone."""
-    _bytes_of_graphs.append(sum(
-        segment['total_size'] - segment['active_size'] for segment in torch.cuda.memory_snapshot()
-        if tuple(segment['segment_pool_id']) == tuple(pool)))
-    torch.cuda.reset_peak_memory_stats()  # the peak of the recording would count these bytes twice
-
-
 def peak_memory_gb(device):
     """The most memory that this process has held so far, in GB (1e9): allocated on CUDA, else resident.
 
     0.0 if the resident memory is unknown: Windows does not have Unix's module `resource`.
     """
     if device.type == 'cuda':
-        return (torch.cuda.max_memory_allocated(device) + sum(_bytes_of_graphs)) / 1e9
+        from kilogpt.devices.cuda_graph import bytes_of_graphs
+        return (torch.cuda.max_memory_allocated(device) + sum(bytes_of_graphs)) / 1e9
     # Not getrusage's figure on Linux, which includes what the parent held when it started this process.
     if found := re.search(r'VmHWM:\s*(\d+) kB', read_text('/proc/self/status')):
         return int(found.group(1)) * 1024 / 1e9
