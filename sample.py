@@ -20,7 +20,7 @@ from kilogpt.devices.cpu_step import prepare_for_text
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.generate.engine import Engine, ModelReader, Request
-from kilogpt.loaded.load import load_model, separator_in
+from kilogpt.loading import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
 from kilogpt.settings import check_sampling

@@ -17,5 +17,5 @@ def load(source, which='best', tokenizer='', device='auto'):
     device: as the key of sample.py.
     ValueError, OSError or ImportError, each with one sentence, if the input is wrong or missing.
     """
-    from kilogpt.loaded.load import LoadedRun  # takes seconds, because it imports torch
+    from kilogpt.loading import LoadedRun  # takes seconds, because it imports torch
     return LoadedRun(source, which, tokenizer, device)

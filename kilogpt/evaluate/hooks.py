@@ -5,7 +5,7 @@ from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, describe
 from kilogpt.generate.engine import Request
 from kilogpt.generate.layouts import generate_in_layout
-from kilogpt.loaded.load import separator_in
+from kilogpt.loading import separator_in
 from kilogpt.run import Hook
 
 SHOWN = 200  # characters of a sample on the console

@@ -17,7 +17,7 @@ from kilogpt.evaluate.scorer import Scorer
 from kilogpt.generate.engine import Request
 from kilogpt.generate.layouts import generate_in_layout
 from kilogpt.learn.rewards import Rewards
-from kilogpt.loaded.load import separator_in
+from kilogpt.loading import separator_in
 from kilogpt.parallel.apply import exchanged_weights
 from kilogpt.run import Hook
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from helpers import newest_state, run_forked
-from kilogpt.loaded.load import load_model
+from kilogpt.loading import load_model
 from kilogpt.weights.peft import READ, read_entries
 
 TOKENS = torch.arange(24).view(2, 12) % 65
