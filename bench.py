@@ -39,7 +39,7 @@ import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 from kilogpt import launch_train
 from kilogpt.configurator import expect_closed_pipe
 from kilogpt.machines import Machine, write_machine

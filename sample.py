@@ -101,7 +101,7 @@ with exit_on_error():
     separator = separator_in(state)
     template = None
     if chat or serve:
-        from data.chat_template import ChatTemplate
+        from data.tokens.chat_template import ChatTemplate
         from kilogpt.chat import server, terminal
         template = ChatTemplate(tokenizer)
     if template and config['dtype'] == 'auto' and device.type == 'cpu' and model.num_params() < SMALL:

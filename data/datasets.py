@@ -13,10 +13,10 @@ import sys
 from typing import NamedTuple
 
 from data import storage
-from data.storage import write_atomically
-from data.tokenizer_base import FILES
 from data.mixtures import parse_mixture
-from data.tokenizer import CharTokenizer, describe_tokenizer
+from data.storage import write_atomically
+from data.tokens import FILES
+from data.tokens.tokenizer import CharTokenizer, describe_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 NUMBERS, TEACHER_FILE = 'train.teacher', 'teacher.json'  # beside train.bin: what a teacher gives its tokens

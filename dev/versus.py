@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data.datasets import dataset_folder
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 from kilogpt.configurator import config_of
 from kilogpt.launch_train import ROOT, as_arguments, timed, train, train_command
 

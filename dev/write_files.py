@@ -10,7 +10,7 @@ TITLE = '''# Every file
 about one subject; `python -m pydoc kilogpt.parallel`, for example, says which file of it to read first. Who may
 import whom is in `tests/test_house.py`.
 '''
-FOLDERS = '.', 'data', 'kilogpt'
+FOLDERS = '.', 'data', 'data/make', 'data/tokens', 'kilogpt'
 
 
 def first_line(path):

@@ -11,7 +11,7 @@ import torch
 
 from data import storage
 from data.documents import separator_of
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.devices.cpu_step import copy_for_text, describe
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.attention import starts_of
@@ -29,7 +29,7 @@ class LoadedRun:
     """A trained model in Python, as kilogpt.load returns it.
 
     path: the checkpoint, or the source of the weights.
-    model: the GPT in float32, on the device, in evaluation mode. tokenizer: a data.tokenizer.Tokenizer.
+    model: the GPT in float32, on the device, in evaluation mode. tokenizer: a data.tokens.Tokenizer.
     config: {key: value} of the run, with the keys of train.py; of weights from elsewhere, those of the model.
     metrics: [{'iter': ..., 'loss': ..., 'val_loss': ..., ...}], a dict for each iteration that the run has
         logged, with the keys that docs/measuring.md lists; [] for weights from elsewhere.

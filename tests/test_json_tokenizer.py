@@ -7,9 +7,9 @@ import pytest
 from helpers import run_forked, run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from data.json_tokenizer import JsonTokenizer
-from data.tokenizer import describe_tokenizer, get_tokenizer
-from data.tokenizer_base import until_end
+from data.tokens import until_end
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.tokenizer import describe_tokenizer, get_tokenizer
 import kilogpt
 from kilogpt.weights.any_tokenizer import find_meta
 from kilogpt.weights.exporting import export_weights

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers import ROOT, run_forked
 
-from data.tokenizer import ByteTokenizer
+from data.tokens.tokenizer import ByteTokenizer
 import kilogpt
 from kilogpt.run import checkpoint
 from kilogpt.weights.exporting import export_weights

@@ -9,7 +9,7 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from data.corpus_job import prepare_corpus
+from data.make.corpus_job import prepare_corpus
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.devices.cpus import available_cpus
 from kilogpt.weights.any_tokenizer import find_tokenizer

@@ -7,8 +7,8 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from data.prepare import check_unused, load_rows, row_split, write_dataset
-from data.readers import file_versions, find_files
+from data.make.prepare import check_unused, load_rows, row_split, write_dataset
+from data.make.readers import file_versions, find_files
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.devices.cpus import available_cpus
 from kilogpt.weights.any_tokenizer import find_tokenizer

@@ -15,7 +15,7 @@ import torch
 
 from data import hub
 from data.storage import is_url
-from data.tokenizer import describe_tokenizer
+from data.tokens.tokenizer import describe_tokenizer
 from kilogpt.configurator import announced, exit_on_error
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import check_finite

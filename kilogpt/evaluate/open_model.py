@@ -3,7 +3,7 @@ from typing import NamedTuple
 
 import torch
 
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.devices import host
 from kilogpt.loading import fill_model, open_source, separator_in
 from kilogpt.parallel.apply import Parallel

@@ -10,7 +10,7 @@ import statistics
 import numpy as np
 
 from data.loader import shuffled
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.evaluate import batches
 from kilogpt.evaluate.hooks import SHOWN, Evaluation
 from kilogpt.evaluate.scorer import Scorer

@@ -7,7 +7,7 @@ import torch
 
 from data.datasets import NUMBERS, REFERENCE, REFERENCE_FILE, TEACHER_FILE, Source, fingerprint
 from data.flags import BEGIN, CONTEXT, REJECTED
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 from kilogpt.layers.distillation import teacher_numbers
 from kilogpt.weights.importing import describe_weights
 

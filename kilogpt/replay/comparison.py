@@ -8,7 +8,7 @@ from data import storage
 from data.datasets import find_sources
 from data.schedule import DataSchedule
 from data.splits import open_training_split
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.learning_rate import decay_iters
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint

@@ -10,7 +10,7 @@ import torch
 from filelock import FileLock, SoftFileLock, Timeout
 
 from data.storage import local_folder
-from data.tokenizer_base import copy_tokenizer, tokenizer_folder
+from data.tokens import copy_tokenizer, tokenizer_folder
 from kilogpt.devices import host
 from kilogpt.keys.islands import are_on
 from kilogpt.parallel.apply import describe_layout, saved_parameters

@@ -6,10 +6,10 @@ import tempfile
 
 from data import hub
 from data.datasets import dataset_folder, find_shards, read_meta
-from data.json_tokenizer import JsonTokenizer, load_tokenizer
 from data.storage import is_url
-from data.tokenizer import get_tokenizer
-from data.tokenizer_base import tokenizer_folder
+from data.tokens import tokenizer_folder
+from data.tokens.json_tokenizer import JsonTokenizer, load_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 
 
 def find_tokenizer(name):

@@ -7,9 +7,9 @@ import tempfile
 import torch
 
 from data import hub
-from data.chat_template import DEFAULT_TEMPLATE, find_template
-from data.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
-from data.tokenizer_base import portable
+from data.tokens import portable
+from data.tokens.chat_template import DEFAULT_TEMPLATE, find_template
+from data.tokens.tokenizer import CharTokenizer, describe_tokenizer, get_tokenizer
 from kilogpt.configurator import announced
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import write_json

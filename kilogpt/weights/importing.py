@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from data import hub, storage
-from data.json_tokenizer import JsonTokenizer, load_tokenizer
-from data.tokenizer_base import copy_tokenizer, tokenizer_folder
+from data.tokens import copy_tokenizer, tokenizer_folder
+from data.tokens.json_tokenizer import JsonTokenizer, load_tokenizer
 from kilogpt.configurator import announced
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint

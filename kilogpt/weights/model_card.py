@@ -4,7 +4,7 @@ import os
 import subprocess
 
 from data import hub
-from data.tokenizer import describe_tokenizer
+from data.tokens.tokenizer import describe_tokenizer
 from kilogpt.weights.checkpoint_tensors import expected_shapes
 
 # The values of init_from that do not name weights.

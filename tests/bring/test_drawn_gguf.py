@@ -5,7 +5,7 @@ import sys
 import gguf
 import pytest
 
-from data.json_tokenizer import JsonTokenizer
+from data.tokens.json_tokenizer import JsonTokenizer
 from drawing import check_draws
 from helpers import ROOT
 from kilogpt.weights.gguf.files import read_gguf, write_gguf

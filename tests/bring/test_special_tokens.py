@@ -6,8 +6,8 @@ import shutil
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from data.json_tokenizer import JsonTokenizer
-from data.special_tokens import ADDED, CONFIG, MAP
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.special_tokens import ADDED, CONFIG, MAP
 from drawing import check_draws
 
 AutoTokenizer = pytest.importorskip('transformers').AutoTokenizer

@@ -18,9 +18,9 @@ from test_json_tokenizer import byte_level, sentence_piece
 from test_weights import MIXED, randomize
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from data.bpe import PATTERNS
-from data.json_tokenizer import JsonTokenizer
-from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
+from data.tokens.bpe import PATTERNS
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt.weights.gguf.files import read_gguf, write_gguf
 from kilogpt.weights.gguf.tokenizer import IGNORE_MERGES, PRE_TOKENIZERS, PROBE, build_pre_tokenizer
 from kilogpt.weights.gguf.tokenizer import find_pre_tokenizer, tokenizer_from_gguf, tokenizer_to_gguf

@@ -11,8 +11,8 @@ from test_gguf import TEXTS
 from test_weights import model_from
 from tokenizers import pre_tokenizers
 
-from data.chat_template import ChatTemplate
-from data.json_tokenizer import JsonTokenizer
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.json_tokenizer import JsonTokenizer
 from helpers import ROOT, continue_texts, run_forked
 from kilogpt.weights.gguf.files import read_gguf, write_gguf
 from llama_cpp_runs import in_llama_cpp, needs_llama_cpp, worst_difference

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers import continue_texts, run_forked
 
-from data.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
+from data.tokens.tokenizer import ByteTokenizer, CharTokenizer, get_tokenizer
 from kilogpt.convert.__main__ import inspect
 from kilogpt.optim import build_adamw
 from kilogpt.run import checkpoint

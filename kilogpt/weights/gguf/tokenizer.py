@@ -8,10 +8,10 @@ import json
 import os
 import re
 
-from data.bpe import PATTERNS
-from data.chat_template import find_template
-from data.special_tokens import roles_of
-from data.tokenizer_base import BYTE_TO_UNICODE
+from data.tokens import BYTE_TO_UNICODE
+from data.tokens.bpe import PATTERNS
+from data.tokens.chat_template import find_template
+from data.tokens.special_tokens import roles_of
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # tokenizer.ggml.token_type
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -222,7 +222,7 @@ def tokenizer_to_gguf(folder, vocab_size):
     """
     if folder is None:
         return {'tokenizer.ggml.model': 'no_vocab'}
-    from data.json_tokenizer import JsonTokenizer
+    from data.tokens.json_tokenizer import JsonTokenizer
     tokenizer = JsonTokenizer(folder)
     backend, content = tokenizer.backend, json.loads(tokenizer.files['tokenizer.json'])
     path = os.path.join(folder, 'tokenizer.json')

@@ -18,10 +18,10 @@ import sys
 
 import numpy as np
 
-from data.chat_template import ChatTemplate
 from data.flags import flag_document
-from data.readers import read_rows
-from data.tokenizer_base import Tokenizer
+from data.make.readers import read_rows
+from data.tokens import Tokenizer
+from data.tokens.chat_template import ChatTemplate
 
 SHAREGPT_ROLES = dict(human='user', gpt='assistant', system='system', user='user', assistant='assistant',
                       tool='tool', observation='tool')

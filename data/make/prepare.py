@@ -23,10 +23,10 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from data.datasets import find_shards, places_of, read_meta
+from data.make.readers import DOCUMENTS, file_versions, form_of, read_pieces
 from data.storage import write_atomically
-from data.tokenizer_base import portable
-from data.readers import DOCUMENTS, file_versions, form_of, read_pieces
-from data.tokenizer import TOKEN_BYTES, describe_tokenizer
+from data.tokens import portable
+from data.tokens.tokenizer import TOKEN_BYTES, describe_tokenizer
 
 LONGEST_PART = 2 ** 24  # characters of a text that are encoded in one piece
 

@@ -8,15 +8,15 @@ import json
 import os
 import re
 
-from data.special_tokens import add_tokens, read_json, roles_of
-from data.tokenizer_base import BYTE_TO_UNICODE, FILES, Tokenizer
+from data.tokens import BYTE_TO_UNICODE, FILES, Tokenizer
+from data.tokens.special_tokens import add_tokens, read_json, roles_of
 
 # The entries of tokenizer.json that decide which ids a text has, and so are in the digest.
 DECISIVE = 'normalizer', 'pre_tokenizer', 'model', 'added_tokens'
 # Usual names of the end-of-text token, for folders that do not say which one it is.
 END_TOKENS = '<|endoftext|>', '<|end_of_text|>', '</s>', '<eos>', '<|im_end|>'
 UNICODE_TO_BYTE = {char: byte for byte, char in BYTE_TO_UNICODE.items()}
-# A text with the borders at which data.prepare cuts a document.
+# A text with the borders at which data.make.prepare cuts a document.
 PROBE = "It's 12345 words.\nThe second line,\nthird 'line'\n2 more\nand ÄÖ\nlast\n"
 MOST_PROBED = 500  # tokens
 
@@ -91,7 +91,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def can_cut(self):
-        """Whether a text may be cut where data.prepare cuts it, without a change of its ids.
+        """Whether a text may be cut where data.make.prepare cuts it, without a change of its ids.
 
         A tokenizer of SentencePiece, for example, puts a space before each text.
         """

@@ -1,4 +1,4 @@
-"""The command data/corpus/prepare.py: the steps of data/pipeline.py, one after the other, and what they wrote."""
+"""The command data/corpus/prepare.py: the steps of data/make/pipeline.py, one after the other, and what they wrote."""
 import hashlib
 import json
 import math
@@ -7,12 +7,12 @@ import pathlib
 import shutil
 
 from data.datasets import places_of
-from data.storage import write_atomically
-from data.tokenizer_base import copy_tokenizer, portable
-from data.pipeline import (
+from data.make.pipeline import (
     DIGESTS_AT_ONCE, find_copies, mark_copies, processes_engine, ray_engine, run_tasks, tokenize, write_shard)
-from data.prepare import check_unused, publish
-from data.readers import MOST_PROBLEMS, file_versions, find_files
+from data.make.prepare import check_unused, publish
+from data.make.readers import MOST_PROBLEMS, file_versions, find_files
+from data.storage import write_atomically
+from data.tokens import copy_tokenizer, portable
 
 SHARD_BYTES = 2 ** 28  # of input files for a train shard
 

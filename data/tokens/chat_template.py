@@ -10,7 +10,7 @@ import json
 import os
 import re
 
-from data.special_tokens import read_json, roles_of
+from data.tokens.special_tokens import read_json, roles_of
 
 MAX_STEPS = 2 ** 20  # rounds of loops and calls in one rendering; a template with more is taken not to end
 ROLES = 'system', 'user', 'assistant', 'tool', 'developer', 'function'  # of OpenAI's protocol

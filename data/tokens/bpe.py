@@ -4,7 +4,7 @@ import os
 import re
 import tempfile
 
-from data.tokenizer_base import Tokenizer, bytes_to_unicode
+from data.tokens import Tokenizer, bytes_to_unicode
 
 # gigatoken 0.10 caches every word it has seen, with up to 5 bytes of memory for each byte of text. To bound
 # the cache, its tokenizer is rebuilt after this many bytes of text.

@@ -28,10 +28,10 @@ from concurrent.futures.process import BrokenProcessPool
 import numpy as np
 
 from data import storage
+from data.make.prepare import cut_text, start_worker
+from data.make.readers import DOCUMENTS, form_of, read_pieces
 from data.storage import write_atomically
-from data.prepare import cut_text, start_worker
-from data.readers import DOCUMENTS, form_of, read_pieces
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 
 # Of a document: its shard (0 = val), its place in the shard, its number in the file, its tokens in the file
 INDEX = np.dtype([('shard', '<u4'), ('key', '<u8'), ('number', '<u4'), ('begin', '<u8'), ('length', '<u4')])
@@ -279,7 +279,7 @@ def ray_engine(address, num_proc):
         import ray
     except ImportError:
         raise ImportError('ray needs the package: pip install "ray[default]"') from None
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    root = str(pathlib.Path(__file__).absolute().parents[2])
     ray.init(address, log_to_driver=False, runtime_env=dict(env_vars=dict(PYTHONPATH=root)))
 
     def run(function, numbers):

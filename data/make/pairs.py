@@ -13,10 +13,10 @@ import re
 
 import numpy as np
 
-from data.chat_template import check_messages
 from data.flags import REJECTED, flag_document
-from data.messages import ConversationEncoder, more_of, name_unused_fields, renamed_turns, with_system
-from data.readers import read_rows
+from data.make.messages import ConversationEncoder, more_of, name_unused_fields, renamed_turns, with_system
+from data.make.readers import read_rows
+from data.tokens.chat_template import check_messages
 
 HH_TURN = re.compile(r'\n\n(Human|Assistant):')
 HH_ROLES = dict(Human='user', Assistant='assistant')

@@ -1,4 +1,9 @@
-"""The base class of all tokenizers, and the files of those that have files."""
+"""Text as tokens and back: tokenizers, special tokens and chat templates.
+
+This file has the base class of all tokenizers, and the files of those that have files. tokenizer.py finds the tokenizer
+that a dataset or a model names; bpe.py and json_tokenizer.py have the kinds that need a library; special_tokens.py and
+chat_template.py read what comes with weights.
+"""
 import codecs
 import contextlib
 import json
@@ -25,7 +30,7 @@ class Tokenizer:
     eot = bos = None
     special_ids = frozenset()
     files = {}  # {name: text} of the files that a dataset must have to use this tokenizer
-    can_cut = True  # whether the parts of a text, as data.prepare cuts it, have the ids of the text
+    can_cut = True  # whether the parts of a text, as data.make.prepare cuts it, have the ids of the text
     gains_from_processes = True  # False = encoding takes no longer than sending the text to another process
 
     @property

@@ -7,7 +7,7 @@ import json
 import os
 
 from data import storage
-from data.tokenizer_base import FILES, Tokenizer, bytes_to_unicode
+from data.tokens import FILES, Tokenizer, bytes_to_unicode
 
 JSON = FILES[0]  # the name of the tokenizers that come with weights, and of their file
 
@@ -87,18 +87,18 @@ def get_tokenizer(meta):
     if not meta.get('tokenizer'):
         return IdTokenizer(meta['vocab_size'])
     if meta['tokenizer'] == JSON and 'digest' in meta:
-        from data.json_tokenizer import open_tokenizer
+        from data.tokens.json_tokenizer import open_tokenizer
         return open_tokenizer(meta)
     if os.path.exists(meta['tokenizer']):
-        from data.json_tokenizer import load_tokenizer
+        from data.tokens.json_tokenizer import load_tokenizer
         return load_tokenizer(meta['tokenizer'])
     if meta['tokenizer'] == 'bytes':
         return ByteTokenizer()
     if meta['tokenizer'] == 'gpt2-gigatoken':
-        from data.bpe import GigatokenTokenizer
+        from data.tokens.bpe import GigatokenTokenizer
         return GigatokenTokenizer.named('gpt2')
     if meta['tokenizer'] != 'char':
-        from data.bpe import BPETokenizer
+        from data.tokens.bpe import BPETokenizer
         return BPETokenizer.named(meta['tokenizer'])
     if not meta.get('chars'):
         raise ValueError("tokenizer 'char' needs its alphabet, which is in `chars` of a dataset's meta.json: "
