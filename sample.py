@@ -20,7 +20,7 @@ from kilogpt.devices.cpu_step import prepare_for_text
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.generate.engine import Engine, ModelReader, Request
-from kilogpt.loaded.load import load_model, separator_in
+from kilogpt.loading import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
 from kilogpt.settings import check_sampling
@@ -107,7 +107,7 @@ with exit_on_error():
     separator = separator_in(state)
     template = None
     if chat or serve:
-        from data.chat_template import ChatTemplate
+        from data.tokens.chat_template import ChatTemplate
         from kilogpt.chat import terminal
         template = ChatTemplate(tokenizer)
     if template and config['dtype'] == 'auto' and device.type == 'cpu' and model.num_params() < SMALL:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers import continue_texts, run_forked, start_script
 
-from data.chat_template import ChatTemplate
-from data.tokenizer import CharTokenizer
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.tokenizer import CharTokenizer
 from kilogpt.chat import terminal
 from kilogpt.chat.conversation import Conversation
 from kilogpt.generate import engine as module
