@@ -24,8 +24,8 @@ STRING, ARRAY = 8, 9  # types of metadata, besides the numbers, which are given 
 PLAIN = {'F32': ('<f4', torch.float32), 'F16': ('<f2', torch.float16), 'BF16': ('<i2', torch.bfloat16)}
 DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16', 'q8_0': 'Q8_0'}
 FILE_TYPES = {'float32': 0, 'float16': 1, 'q8_0': 7, 'bfloat16': 32}  # general.file_type
-# Tensors that llama.cpp keeps in float32: routers and positions, besides norms and biases.
-ALWAYS_FLOAT32 = 'ffn_gate_inp.weight', 'position_embd.weight'
+# Tensors that llama.cpp keeps in float32: routers, positions, convolutions, besides norms, biases and vectors.
+ALWAYS_FLOAT32 = 'ffn_gate_inp.weight', 'position_embd.weight', 'ssm_conv1d.weight'
 
 
 def import_gguf():
@@ -212,7 +212,7 @@ def add_entry(writer, key, value):
 def choose_type(name, shape, dtype):
     gguf = import_gguf()
     kinds = gguf.GGMLQuantizationType
-    if len(shape) == 1 or name.endswith(('_norm.weight', *ALWAYS_FLOAT32)):
+    if len(shape) == 1 or not name.endswith('.weight') or name.endswith(('_norm.weight', *ALWAYS_FLOAT32)):
         return kinds.F32
     if dtype == 'q8_0' and shape[-1] % 32:
         return kinds.F16
