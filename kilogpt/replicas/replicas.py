@@ -184,7 +184,8 @@ class Replicas:
                 run.log.lead() if self.is_lead else run.log.follow()
             has_failed = torch.tensor([float(self.is_lead and run.ending.exit_code == 1)], device=self.processes.device)
             wait = self.members.add_up([has_failed])
-            is_here = wait is not None and wait()
+            with run.cluster.watchdog.suspended():
+                is_here = wait is not None and wait()
             if self.members.vote() and is_here:
                 if has_failed and run.ending.exit_code != 1:
                     run.ending = run.ending._replace(exit_code=1)

@@ -1,7 +1,8 @@
-"""Processes of replicas die by SIGKILL in phases that a test chooses. This file also works as a config file.
+"""Processes of replicas die by SIGKILL, or hang, in phases that a test chooses. This file also works as a config file.
 
 A process dies some time after it enters a phase, if the file KILLS/<replica>.<rank>.<phase> exists. The file has the
-seconds until then, and is renamed to killed.<replica>.<rank>.<phase> at the end. A process writes KILLS/member.<pid>
+seconds until then, and is renamed to killed.<replica>.<rank>.<phase> at the end. With 'hang' in the file, the main
+thread sleeps instead, while the other threads of the process go on. A process writes KILLS/member.<pid>
 after an update in which it has taken part, and KILLS/lead has the number of the replica that writes the log.
 """
 import os
@@ -38,6 +39,9 @@ def make_mortal(phase, place, name):
     function, order = getattr(place, name), _folder / f'{_replica}.{_rank}.{phase}'
 
     def enter_phase(*args, **options):
+        if order.exists() and order.read_text() == 'hang':
+            order.unlink()
+            time.sleep(1e6)
         if order.exists():
             threading.Thread(target=die, args=[order]).start()
         result = function(*args, **options)

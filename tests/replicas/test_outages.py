@@ -2,7 +2,6 @@
 import contextlib
 import os
 import resource
-import signal
 import subprocess
 import sys
 import time
@@ -26,33 +25,28 @@ def test_launcher_reads_replica_timeout_from_a_config_file(dataset, tmp_path):
         assert run.lighthouse()[1][-1] == '7500'
 
 
-@needs_torchft
-@pytest.mark.slow
-def test_hung_process_is_left_out_then_named_and_its_replica_comes_back(dataset, tmp_path, train):
-    """The other process of the replica waits for the one that hangs, and its server still answers."""
-    (tmp_path / 'impatient.py').write_text('replica_timeout, comm_timeout = 2.0, 6\n')
-    keys = ['--max_iters=120', '--lr_decay_iters=120', '--eval_interval=40', '--zero_stage=2']
-    with ReplicaRun(tmp_path, dataset, str(tmp_path / 'impatient.py'), *keys, nproc=2) as run:
-        run.wait_for(lambda: len(run.updates()) > 3 and run.updates()[-1]['members'] == 2)
-        survivors = {worker: pid for worker, pid in run.workers().items() if worker[0] == 0}
-        began = time.monotonic()
-        os.kill(run.workers()[1, 1], signal.SIGSTOP)
-        run.wait_for_members(1)
-        assert time.monotonic() - began < 20  # the lighthouse and the others wait 2 seconds, not 60
-        run.wait_for_members(2)
-        assert survivors.items() <= run.workers().items()
+def process_hangs(dataset, folder, train, request):
+    """Other threads of the process that hangs go on, such as the one that tells the lighthouse that it lives."""
+    (folder / 'impatient.py').write_text('replica_timeout, comm_timeout = 2.0, 8\n')
+    keys = ['--max_iters=90', '--lr_decay_iters=90', '--eval_interval=40']
+    with ReplicaRun(folder, dataset, str(folder / 'impatient.py'), *keys, replicas=3) as run:
+        run.wait_for_members(3)
+        others = {worker: pid for worker, pid in run.workers().items() if worker[0] != 1}
+        (run.kills / '1.0.forward').write_text('hang')
+        run.wait_for_members(2)  # the lighthouse and the others wait for 2 seconds each, and not for 60
+        assert 'no progress' not in run.log.read_text()
+        run.wait_for_members(3)
+        assert others.items() <= run.workers().items()
         ended = run.end()
-    assert ' -> 1 (lost: replica 1)\n' in ended.text and ' -> 2 (joined: replica 1)\n' in ended.text
-    assert 'error: no progress for 6 seconds (comm_timeout). Hung: rank 1' in ended.text
-    assert_same_run(ended, train(DOUBLE, *keys[:3]))
+    assert '3 -> 2 (lost: replica 1)\n' in ended.text and '2 -> 3 (joined: replica 1)\n' in ended.text
+    assert 'error: no progress for 8 seconds (comm_timeout). Hung: rank 0 (host ' in ended.text
+    assert_same_run(ended, train(DOUBLE, *keys))
 
 
-@needs_torchft
-@pytest.mark.slow
-def test_what_a_full_disk_keeps_from_the_log_is_written_by_the_next_leader(dataset, tmp_path, train):
+def disk_is_full_until_another_leads(dataset, folder, train, request):
     """The files of replica 0 cannot grow. Then it is killed, and comes back with room again."""
     keys = ['--max_iters=60', '--lr_decay_iters=60', '--eval_interval=6']
-    with ReplicaRun(tmp_path, dataset, *keys) as run:
+    with ReplicaRun(folder, dataset, *keys) as run:
         run.wait_for(lambda: len(run.updates()) > 3 and run.updates()[-1]['members'] == 2)
         resource.prlimit(run.workers()[0, 0], resource.RLIMIT_FSIZE, (1, resource.RLIM_INFINITY))
         run.wait_for(lambda: 'could not be saved (' in run.log.read_text())
@@ -67,10 +61,8 @@ def test_what_a_full_disk_keeps_from_the_log_is_written_by_the_next_leader(datas
     assert_same_run(ended, train(DOUBLE, *keys))
 
 
-@needs_torchft
-@pytest.mark.slow
-def test_run_whose_last_checkpoint_finds_no_room_fails(dataset, tmp_path):
-    with ReplicaRun(tmp_path, dataset) as run:
+def last_checkpoint_finds_no_room(dataset, folder, train, request):
+    with ReplicaRun(folder, dataset) as run:
         run.wait_for_members(2)
         resource.prlimit(run.workers()[0, 0], resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         ended = run.end(1)
@@ -78,19 +70,17 @@ def test_run_whose_last_checkpoint_finds_no_room_fails(dataset, tmp_path):
     assert ended.text.count(sentence) == 1 and 'Traceback' not in ended.text
 
 
-@needs_torchft
-@pytest.mark.slow
-@pytest.mark.skipif(os.name != 'posix' or os.getuid() != 0, reason='only root can make network namespaces')
-def test_replica_that_the_network_cuts_off_catches_up(dataset, tmp_path, train, two_nodes):
+def network_is_cut(dataset, folder, train, request):
     """Two nodes with a replica each. The lighthouse is on the first, which goes on alone meanwhile."""
+    two_nodes = request.getfixturevalue('two_nodes')
     keys = ['--max_iters=60', '--lr_decay_iters=60', '--eval_interval=20']
     command = [sys.executable, 'train.py', DOUBLE, PACED, *TINY, *keys, f'--dataset={dataset}',
-               f'--out_dir={tmp_path / "out"}', '--fault_tolerance=replicas', '--replica_timeout=2']
-    environment = dict(os.environ, OMP_NUM_THREADS='1', HURRY=str(tmp_path / 'hurry'), NUM_REPLICA_GROUPS='2',
-                       TORCHFT_LIGHTHOUSE='http://node0:29510')
+               f'--out_dir={folder / "out"}', '--fault_tolerance=replicas', '--replica_timeout=2']
+    environment = dict(os.environ, OMP_NUM_THREADS='1', HURRY=str(folder / 'hurry'), NUM_REPLICA_GROUPS='2',
+                       TORCHFT_LIGHTHOUSE='http://node0:29510', RUST_LOG='error')
 
     def start(node, command, **more):
-        with open(tmp_path / f'log{node}', 'a') as file:
+        with open(folder / f'log{node}', 'a') as file:
             process = subprocess.Popen(two_nodes(node, command), cwd=ROOT, stdin=subprocess.PIPE, stdout=file,
                                        stderr=file, env=environment | more)
         stack.callback(process.kill)
@@ -102,10 +92,10 @@ def test_replica_that_the_network_cuts_off_catches_up(dataset, tmp_path, train, 
 
     def wait_for_members(count):
         def is_reached():
-            found = read_updates(tmp_path / 'out')
+            found = read_updates(folder / 'out')
             return found and found[-1]['members'] == count
 
-        wait_for(is_reached, lambda: [log.read_text() for log in tmp_path.glob('log?')])
+        wait_for(is_reached, lambda: [log.read_text() for log in folder.glob('log?')])
 
     with contextlib.ExitStack() as stack:
         start(0, [sys.executable, '-c', LIGHTHOUSE, '0.0.0.0:29510', '2000'])
@@ -116,9 +106,20 @@ def test_replica_that_the_network_cuts_off_catches_up(dataset, tmp_path, train, 
         time.sleep(8)
         set_link('up')
         wait_for_members(2)
-        (tmp_path / 'hurry').touch()
+        (folder / 'hurry').touch()
         assert [replica.wait(timeout=200) for replica in replicas] == [0, 0]
-    text = (tmp_path / 'log1').read_text()
+    text = (folder / 'log1').read_text()
     assert text.count('the lighthouse at http://node0:29510 does not answer (') == 1
-    updates = read_updates(tmp_path / 'out')
-    assert_same_run(SimpleNamespace(**vars(read_run(tmp_path / 'out')), updates=updates), train(DOUBLE, *keys))
+    updates = read_updates(folder / 'out')
+    assert_same_run(SimpleNamespace(**vars(read_run(folder / 'out')), updates=updates), train(DOUBLE, *keys))
+
+
+@needs_torchft
+@pytest.mark.slow
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize('outage', [
+    process_hangs, disk_is_full_until_another_leads, last_checkpoint_finds_no_room,
+    pytest.param(network_is_cut, marks=pytest.mark.skipif(os.getuid() != 0, reason='only root can cut a network'))],
+    ids=lambda outage: outage.__name__)
+def test_outage(dataset, tmp_path, train, request, outage):
+    outage(dataset, tmp_path, train, request)
