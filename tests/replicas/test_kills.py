@@ -15,9 +15,9 @@ import pytest
 
 from replica_run import DOUBLE, ReplicaRun, assert_same_run, needs_torchft
 
-COUNT = int(os.environ.get('REPLICA_KILLS', 3))
-ITERATIONS = 300 if COUNT > 3 else 120
-PACE = 0.8  # seconds between two updates, so that the iterations last until the end of the kills
+COUNT = int(os.environ.get('REPLICA_KILLS', 2))
+ITERATIONS = 300 if COUNT > 2 else 60
+PACE = 0.6  # seconds between two updates, so that the iterations last until the end of the kills
 LAYOUTS = '--zero_stage=3', '--tp=2', '--pp=2', '--cp=2', '--ep=2'
 MOE = '--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16'  # with ep
 OF_ANY = 'forward', 'backward', 'sum', 'vote', 'update', 'quorum', 'evaluation'
