@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from helpers import ROOT, copy_repository, run_forked
 
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 
 PAGES = [pathlib.Path(ROOT, 'README.md'), *sorted(pathlib.Path(ROOT, 'docs').glob('*.md'))]
 FENCE = re.compile(r'^```(\w*)\n(.*?)^```$', re.M | re.S)

@@ -2,7 +2,7 @@
 import json
 import os
 
-from kilogpt.metrics import Metrics
+from kilogpt.run.metrics import Metrics
 from kilogpt.run.signals import SIGNALS, Signals
 
 TAIL_BYTES = 2 ** 20  # of the end of metrics.jsonl, in which a new leader looks for lines

@@ -5,14 +5,14 @@ import sys
 import gguf
 import pytest
 
-from data.json_tokenizer import JsonTokenizer
+from data.tokens.json_tokenizer import JsonTokenizer
 from drawing import check_draws
 from helpers import ROOT
-from kilogpt.convert.gguf_files import read_gguf, write_gguf
+from kilogpt.weights.gguf.files import read_gguf, write_gguf
 from llama_cpp_runs import in_llama_cpp, worst_difference
 
 pytest.importorskip('xllamacpp', reason='xllamacpp, which has llama.cpp, is not installed')
-sys.path[:0] = [f'{ROOT}/tests/convert', f'{ROOT}/tests']
+sys.path[:0] = [f'{ROOT}/tests/weights', f'{ROOT}/tests']
 from test_chat_template import FAMILIES, write_folder  # noqa: E402
 from test_gguf import FORMS, PROMPT, change, limit_of, make_model, save  # noqa: E402
 from test_weights import model_from  # noqa: E402
