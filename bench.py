@@ -39,7 +39,7 @@ import tempfile
 from collections.abc import Callable
 from typing import NamedTuple
 
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 from kilogpt import launch_train
 from kilogpt.configurator import expect_closed_pipe
 from kilogpt.machines import Machine, write_machine
@@ -108,9 +108,9 @@ def roofline(arguments, config):
     {} if the device's peak is unknown.
     """
     # These modules import torch, which takes seconds.
-    from kilogpt.metrics import peak_flops
     from kilogpt.parallel.processes import find_device, resolve_dtype
     from kilogpt.plan import calibrate
+    from kilogpt.run.metrics import peak_flops
     device = find_device(config['device'])
     dtype = resolve_dtype(config['dtype'], device)
     peak = peak_flops(device, dtype)

@@ -307,7 +307,7 @@ class GPT(nn.Module):
             if config.lora_rank:
                 from kilogpt.layers.lora import add_adapters
                 add_adapters(self, self.transformer.h.values(), config)
-        self.to_empty(device=torch.get_default_device())
+        self._apply(lambda x: torch.empty(x.shape, dtype=x.dtype))  # to_empty imports sympy, which takes 0.3 s
         self.loss = Loss(config)
         self.preferences = None  # a PreferenceLoss or RewardLoss, which take the losses of single tokens
         self.build_mask = build_mask

@@ -20,7 +20,7 @@ from kilogpt.devices.cpu_step import prepare_for_text
 from kilogpt.devices.host import prepare as prepare_host
 from kilogpt.devices.parts import replace_all
 from kilogpt.generate.engine import Engine, ModelReader, Request
-from kilogpt.loaded.load import load_model, separator_in
+from kilogpt.loading import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
 from kilogpt.settings import check_sampling
@@ -83,6 +83,9 @@ with exit_on_error():
     if interactive + chat + serve > 1:
         raise ValueError(f'interactive={interactive}, chat={chat} and serve={serve} are three ways to give prompts: '
                          'set one of them')
+    if system and not chat:
+        raise ValueError(f'system is {system!r}, but only --chat reads it' + (
+            ': clients of the server send their own' if serve else ''))
     if quantize not in ('none', 'int8'):
         raise ValueError(f'quantize is {quantize!r}: choose none or int8')
     device = find_device(device)
@@ -91,6 +94,9 @@ with exit_on_error():
         raise ValueError(f'quantize=int8 works only on CPUs, but the device is {device}: '
                          'set --dtype=bfloat16 instead, or --device=cpu')
     dtype = getattr(torch, resolve_dtype(dtype, device))
+    if serve:  # before the model is read: a port may be taken
+        from kilogpt.chat import server
+        listening = server.bind(host, port)
     if init_from == 'resume' and not checkpoint.choose(out_dir):
         raise ValueError(f'there is no checkpoint to sample from in {out_dir}/ckpt: '
                          'train one, or set --out_dir')
@@ -101,8 +107,8 @@ with exit_on_error():
     separator = separator_in(state)
     template = None
     if chat or serve:
-        from data.chat_template import ChatTemplate
-        from kilogpt.chat import server, terminal
+        from data.tokens.chat_template import ChatTemplate
+        from kilogpt.chat import terminal
         template = ChatTemplate(tokenizer)
     if template and config['dtype'] == 'auto' and device.type == 'cpu' and model.num_params() < SMALL:
         dtype = torch.float32
@@ -169,7 +175,7 @@ if template:
     with exit_on_error():
         if serve:
             name = served_name or os.path.basename(os.path.abspath(source))
-            server.run(engine, template, name, host, port, api_key, *sampling)
+            server.run(engine, template, name, listening, host, api_key, *sampling)
         else:
             terminal.talk(engine, template, system, *sampling)
 elif interactive:

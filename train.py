@@ -80,13 +80,13 @@ gc.disable()  # until the loop: imports and set-up leave little garbage
 import torch
 
 from data.splits import TrainingData
-from kilogpt.metrics import Meter
 from kilogpt.optim import build_optimizer
 from kilogpt.parallel.apply import Parallel, take_means
 from kilogpt.parallel.bits_per_byte import BitsPerByte
+from kilogpt.run.metrics import Meter
 from kilogpt.training.cluster import Cluster
 from kilogpt.training.run import Run
-from kilogpt.start import find_start
+from kilogpt.training.start import find_start
 from model import GPT, GPTConfig
 
 # --- set-up -------------------------------------------------------------------------------------------------

@@ -13,14 +13,16 @@ import sys
 from typing import NamedTuple
 
 from data import storage
-from data.storage import write_atomically
-from data.tokenizer_base import FILES
 from data.mixtures import parse_mixture
-from data.tokenizer import CharTokenizer, describe_tokenizer
+from data.storage import write_atomically
+from data.tokens import FILES
+from data.tokens.tokenizer import CharTokenizer, describe_tokenizer
 
 DATA = os.path.dirname(os.path.abspath(__file__))
 NUMBERS, TEACHER_FILE = 'train.teacher', 'teacher.json'  # beside train.bin: what a teacher gives its tokens
 REFERENCE = '.reference'  # the log-probabilities of pairs are in train.bin.reference, beside train.bin
+REFERENCE_FILE = 'reference.json'  # in a dataset of pairs: of which weights the log-probabilities are
+TOKENIZER_KEYS = ('tokenizer', 'chars', 'digest', 'folder')  # of a meta
 SMALL_DATASETS = ('shakespeare_char', 'shakespeare')  # a run prepares these itself if they are missing
 # The digest of a shard covers this many blocks, spread evenly from its beginning to its end.
 DIGEST_BLOCKS, DIGEST_BLOCK_BYTES = 8, 4096
@@ -194,6 +196,22 @@ def _convert_meta(theirs):
     meta = dict(vocab_size=vocab_size, dtype='uint16' if vocab_size <= 65536 else 'uint32')
     is_char = chars and all(isinstance(char, str) and len(char) == 1 for char in chars)
     return CharTokenizer(chars).meta() | meta if is_char else meta
+
+
+def join_tokenizers(model_meta, source, meta, dataset,
+                    advice='set --dataset to data with the tokenizer of the model, or --init_from=scratch'):
+    """The dataset's meta, with the tokenizer of the model's meta if the dataset does not name one.
+
+    ValueError if both name one and they differ. source, dataset: names of the model and of the dataset.
+    advice: what the sentence of the error says to do.
+    """
+    theirs, ours = describe_tokenizer(model_meta), describe_tokenizer(meta)
+    if theirs and ours and theirs != ours:
+        raise ValueError(
+            f'the model of {source} has the tokenizer {theirs}, but dataset {dataset!r} has {ours}: {advice}')
+    if theirs and not ours:
+        return meta | {key: model_meta[key] for key in TOKENIZER_KEYS if key in model_meta}
+    return meta
 
 
 def find_shards(folder, split):

@@ -13,7 +13,7 @@ import numpy as np
 
 from data.flags import begins_of, ids_of, targets_of
 from data.loader import TokenLoader, shuffled
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 
 GROUP = 128  # sequences whose documents are arranged anew
 BLOCK = 64  # groups whose rows are shuffled together

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from filelock import FileLock
 
 from data.storage import write_atomically
-from data.tokenizer_base import FILES
+from data.tokens import FILES
 
 GPT2_NAMES = ('gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl')  # the only names that are known without their org/
 NAME = re.compile(r'[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*')

@@ -22,7 +22,7 @@ from data.flags import REJECTED, begins_of, ids_of, pair_begins_of, targets_of
 from data.loader import TokenLoader
 from data.mixtures import parse_mixture
 from data.names import prepared_datasets
-from data.tokenizer import describe_tokenizer, get_tokenizer
+from data.tokens.tokenizer import describe_tokenizer, get_tokenizer
 from kilogpt.configurator import exit_on_error, expect_closed_pipe
 
 PIECES = 64  # of a split that is not read as a whole

@@ -20,7 +20,7 @@ import triton
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 
 QUIET = '--max_iters=6 --log_interval=6 --eval_iters=0 --keep_checkpoints=0 --device=cuda'.split()
 CUOBJDUMP = pathlib.Path(triton.__file__).parent / 'backends/nvidia/bin/cuobjdump'

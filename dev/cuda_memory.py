@@ -17,7 +17,7 @@ import tempfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 
 LLAMA = '--pos=rope --norm=rmsnorm --mlp=swiglu --tie_weights=False --n_kv_head=8'
 SHAPES = {

@@ -34,7 +34,6 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from data.datasets import dataset_folder, read_meta
 from data.loader import TokenLoader
-from kilogpt import metrics
 from kilogpt.compare import recipes
 from kilogpt.compare.candidates import cost_of_reaching
 from kilogpt.compare.report import table
@@ -42,6 +41,7 @@ from kilogpt.configurator import config_of
 from kilogpt.launch_train import timed, train_command
 from kilogpt.parallel.processes import resolve_dtype
 from kilogpt.plot.sources import read_run
+from kilogpt.run import metrics
 
 CPU = torch.device('cpu')
 EVALUATIONS = 15  # of a run, besides the one at its start

@@ -12,7 +12,7 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from kilogpt.metrics import read_metrics
+from kilogpt.run.metrics import read_metrics
 
 SHAPE = ('--device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 --n_embd=128 --block_size=64 '
          '--batch_size=12 --gradient_accumulation_steps=2 --eval_iters=0 --keep_checkpoints=0').split()

@@ -35,7 +35,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data.datasets import dataset_folder
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 from kilogpt.configurator import config_of
 from kilogpt.launch_train import ROOT, as_arguments, timed, train, train_command
 
@@ -73,13 +73,13 @@ def compare_train(nanogpt, arguments, options, folder):
         dataset=data, out_dir=os.path.join(folder, 'theirs'), wandb_log=False, log_interval=1, eval_iters=1,
         eval_interval=10 ** 9, always_save_checkpoint=False, max_iters=options.warmup + options.iters - 1)
     command = ['train.py', *shared, *options.theirs, *only_train]
-    # Runs a script, then gets the memory from our metrics.py. Modules in nanoGPT's folder hide ours.
+    # Runs a script, then gets the memory from our run/metrics.py. Modules in nanoGPT's folder hide ours.
     script = '''if True:
         import runpy, sys, torch
-        from kilogpt import metrics
         sys.argv = sys.argv[1:]
         runpy.run_path(sys.argv[0], run_name="__main__")
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+        from kilogpt.run import metrics
         print("peak GB", metrics.peak_memory_gb(device))'''
 
     def theirs():
@@ -108,7 +108,6 @@ TRANSFORMERS_LOOP = """if True:
     import sys, time
     import torch
     from transformers import AutoModelForCausalLM
-    from kilogpt import metrics
     folder, data, dtype = sys.argv[1:4]
     B, T, iters, rank = map(int, sys.argv[4:])
     tokens = torch.from_file(data, size=B * T * iters, dtype=torch.int16).view(torch.uint16).long()
@@ -129,6 +128,7 @@ TRANSFORMERS_LOOP = """if True:
         optimizer.zero_grad()
         loss = loss.item()
         print(f"time {1000 * (time.perf_counter() - start):.2f}ms", flush=True)
+    from kilogpt.run import metrics
     print("peak GB", metrics.peak_memory_gb(torch.device(device)))"""
 
 

@@ -40,7 +40,7 @@ def run_ours(path, numbers, n_threads):
 
     from kilogpt.devices.cpu_step import prepare_for_text
     from kilogpt.devices.host import prepare
-    from kilogpt.loaded.load import load_model
+    from kilogpt.loading import load_model
     torch.set_num_threads(n_threads)
     prepare(lambda line: None)
     model = load_model(path)[0]

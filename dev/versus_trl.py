@@ -31,9 +31,9 @@ import torch
 
 from data.datasets import find_sources
 from data.splits import open_training_split
-from kilogpt import metrics
 from kilogpt.configurator import config_of
 from kilogpt.launch_train import as_arguments, timed, train
+from kilogpt.run import metrics
 
 KEYS = dict(documents='pack', block_size=256, batch_size=4, gradient_accumulation_steps=1, learning_rate=1e-4,
             weight_decay=0.0, dropout=0.0, dtype='float32', device='cpu', eval_iters=0, keep_checkpoints=0,

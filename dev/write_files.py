@@ -10,7 +10,7 @@ TITLE = '''# Every file
 about one subject; `python -m pydoc kilogpt.parallel`, for example, says which file of it to read first. Who may
 import whom is in `tests/test_house.py`.
 '''
-FOLDERS = '.', 'data', 'kilogpt'
+FOLDERS = '.', 'data', 'data/make', 'data/tokens', 'kilogpt'
 
 
 def first_line(path):
@@ -33,7 +33,7 @@ def section(folder):
 
 def page():
     """The whole page."""
-    rooms = sorted({path.parent for path in (ROOT / 'kilogpt').glob('*/*.py')})
+    rooms = sorted({path.parent for path in (ROOT / 'kilogpt').glob('*/**/*.py')})
     return TITLE + ''.join(map(section, [*(ROOT / name for name in FOLDERS), *rooms]))
 
 

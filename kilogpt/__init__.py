@@ -1,6 +1,6 @@
 """The library of kiloGPT: train.py uses it to run on any number of processes and to survive their failures.
 
-The files of this folder serve a single run (optim.py, metrics.py, checkpoint.py, guard.py, ...). Each
+The files of this folder are what many subjects share (configurator.py, settings.py, optim.py, ...). Each
 subfolder has one subject; its __init__.py describes it and says which file to read first. docs/files.md lists
 all files.
 """
@@ -17,5 +17,5 @@ def load(source, which='best', tokenizer='', device='auto'):
     device: as the key of sample.py.
     ValueError, OSError or ImportError, each with one sentence, if the input is wrong or missing.
     """
-    from kilogpt.loaded.load import LoadedRun  # takes seconds, because it imports torch
+    from kilogpt.loading import LoadedRun  # takes seconds, because it imports torch
     return LoadedRun(source, which, tokenizer, device)

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from kilogpt.configurator import configure, exit_on_error
 from kilogpt.machines import write_machine
-from kilogpt.metrics import synchronize
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes
 from kilogpt.plan import calibrate
+from kilogpt.run.metrics import synchronize
 
 device = 'auto'  # 'cpu' or 'cuda'; 'auto' = CUDA if available
 backend = 'auto'  # 'nccl' or 'gloo'; 'auto' follows the device

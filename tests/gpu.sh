@@ -22,7 +22,7 @@ part() {  # title, then a command
 
 python - "$work" <<'PYTHON'
 import os, sys
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 for name, length in (('stream', 0), ('documents', 256)):
     os.makedirs(os.path.join(sys.argv[1], name))
     write_random_tokens(os.path.join(sys.argv[1], name), 50257, document_length=length, draws_lengths=length > 0)

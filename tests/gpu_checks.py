@@ -21,8 +21,8 @@ import numpy as np
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from data.flags import BEGIN, CONTEXT, REJECTED, pair_begins_of
-from data.prepare import write_random_tokens
-from kilogpt.metrics import read_metrics
+from data.make.prepare import write_random_tokens
+from kilogpt.run.metrics import read_metrics
 
 SHAPE = ('--n_layer=4 --n_head=4 --n_embd=128 --block_size=256 --batch_size=8 '
          '--gradient_accumulation_steps=2 --max_iters=12 --lr_decay_iters=12 --warmup_iters=2 '

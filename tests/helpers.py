@@ -16,10 +16,10 @@ from types import SimpleNamespace
 
 import torch
 
-from kilogpt.metrics import read_metrics
 from kilogpt.prove.compare import GRAD_NORM, LOSS, compare_curves
 from kilogpt.prove.forked import free_ports
 from kilogpt.run import checkpoint
+from kilogpt.run.metrics import read_metrics
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TESTS = pathlib.Path(ROOT, 'tests')

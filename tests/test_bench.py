@@ -9,8 +9,8 @@ from helpers import ROOT, TINY, run_script
 import bench
 from kilogpt import launch_train
 from kilogpt.configurator import config_of
-from kilogpt.metrics import flops_per_token
 from kilogpt.run import profiler
+from kilogpt.run.metrics import flops_per_token
 from model import GPT, GPTConfig
 
 ARGUMENTS = [argument for argument in TINY if not argument.startswith(('--max_iters', '--eval', '--log'))]

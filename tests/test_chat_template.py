@@ -8,12 +8,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from data import chat_template
-from data.chat_template import ChatTemplate
 from data.flags import BEGIN, CONTEXT, ids_of
-from data.json_tokenizer import JsonTokenizer
-from data.messages import ConversationEncoder
-from data.tokenizer import CharTokenizer, get_tokenizer
+from data.make.messages import ConversationEncoder
+from data.tokens import chat_template
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.tokenizer import CharTokenizer, get_tokenizer
 
 # {family: (its template, special tokens with that which ends a turn first, bos, eos)}
 FAMILIES = dict(

@@ -268,7 +268,7 @@ WITHOUT_UNIX = """
 import sys
 sys.modules['fcntl'] = sys.modules['resource'] = None
 import kilogpt.convert.__main__
-from kilogpt.convert import weights
+from kilogpt.weights.gguf import files
 from kilogpt.training.cluster import lock_folder
 lock_folder(sys.argv[1], patience=0)
 lock_folder(sys.argv[1], patience=0)

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from data.batches import Batches
-from data.chat_template import ChatTemplate
 from data.datasets import find_sources
 from data.documents import DocumentLoader, PackedLoader
 from data.flags import BEGIN, CONTEXT, begins_of, ids_of, targets_of
 from data.loader import TokenLoader
-from data.messages import ConversationEncoder, conversation_splits, more_of, read_conversations, to_messages
-from data.prepare import write_dataset
-from data.tokenizer import CharTokenizer
+from data.make.messages import ConversationEncoder, conversation_splits, more_of, read_conversations, to_messages
+from data.make.prepare import write_dataset
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.tokenizer import CharTokenizer
 from helpers import curve, run_forked
 from kilogpt.parallel.layout import Layout
 from model import GPT, GPTConfig

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies
 
-from data import pipeline
-from data.corpus_job import prepare_corpus
-from data.tokenizer import get_tokenizer
+from data.make import pipeline
+from data.make.corpus_job import prepare_corpus
+from data.tokens.tokenizer import get_tokenizer
 from helpers import run_script
 
 SEED, EOT = 5, 50256
@@ -34,7 +34,7 @@ def serially(function, numbers):
 def prepare(folder, out, monkeypatch=None, **keys):
     """Prepare all files of a folder, in this process if there is a monkeypatch; returns {name: content}."""
     if monkeypatch:
-        monkeypatch.setattr('data.corpus_job.processes_engine', lambda num_proc: serially)
+        monkeypatch.setattr('data.make.corpus_job.processes_engine', lambda num_proc: serially)
     prepare_corpus(str(folder), out=str(out), **KEYS | keys)
     return read(out)
 
@@ -97,7 +97,7 @@ def as_tokens(texts):
 def test_files_are_those_of_the_reference(tmp_path, monkeypatch, deduplicate, shuffle, segment):
     folder, texts = make_corpus(tmp_path / 'in')
     monkeypatch.setattr(pipeline, 'SEGMENT_TOKENS', segment)
-    monkeypatch.setattr('data.corpus_job.DIGESTS_AT_ONCE', 37)  # copies are found in nine parts
+    monkeypatch.setattr('data.make.corpus_job.DIGESTS_AT_ONCE', 37)  # copies are found in nine parts
     found = prepare(folder, tmp_path / 'out', monkeypatch, deduplicate=deduplicate, shuffle=shuffle)
     sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
     expected = reference(texts, deduplicate, shuffle, 0.1, 3, sizes)
@@ -162,15 +162,15 @@ def test_processes_and_restarts_change_no_byte(tmp_path, monkeypatch):
                     raise KeyboardInterrupt
                 done.append(number)
                 yield number, function(number)
-        monkeypatch.setattr('data.corpus_job.processes_engine', lambda num_proc: ending)
+        monkeypatch.setattr('data.make.corpus_job.processes_engine', lambda num_proc: ending)
         out = tmp_path / f'ended-{steps}'
         with pytest.raises((KeyboardInterrupt, OSError)):
             with monkeypatch.context() as patch:
                 if steps == 15:
-                    patch.setattr('data.prepare.shutil', SimpleNamespace(rmtree=_fail))
+                    patch.setattr('data.make.prepare.shutil', SimpleNamespace(rmtree=_fail))
                 prepare_corpus(str(folder), out=str(out), **KEYS)
         repeated = []
-        monkeypatch.setattr('data.corpus_job.processes_engine', lambda num_proc: lambda function, numbers: (
+        monkeypatch.setattr('data.make.corpus_job.processes_engine', lambda num_proc: lambda function, numbers: (
             repeated.append(number) or (number, function(number)) for number in numbers))
         prepare_corpus(str(folder), out=str(out), **KEYS)
         assert read(out) == expected
@@ -179,7 +179,7 @@ def test_processes_and_restarts_change_no_byte(tmp_path, monkeypatch):
     # Other keys begin anew, and other files as well.
     with gzip.open(folder / 'd0.jsonl.gz', 'at') as file:
         file.write('{"text": "one more"}\n')
-    monkeypatch.setattr('data.corpus_job.processes_engine', lambda num_proc: serially)
+    monkeypatch.setattr('data.make.corpus_job.processes_engine', lambda num_proc: serially)
     prepare_corpus(str(folder), out=str(tmp_path / 'one'), **KEYS)
     assert read(tmp_path / 'one') != expected
 
@@ -246,7 +246,7 @@ def test_wrong_keys_get_a_sentence(tmp_path, monkeypatch, keys, sentence):
     keys = {key: value.format(**files) if key == 'filter' else value
             for key, value in keys.items()}
     with pytest.raises(ValueError, match=sentence):
-        monkeypatch.setattr('data.corpus_job.processes_engine', lambda num_proc: serially)
+        monkeypatch.setattr('data.make.corpus_job.processes_engine', lambda num_proc: serially)
         prepare_corpus(**dict(input=str(folder), out=str(tmp_path / 'out')) | KEYS | keys)
 
 

@@ -8,7 +8,7 @@ import pytest
 from data import checks, datasets
 from data.datasets import Source, find_dataset, fingerprint, places_of, read_meta
 from data.loader import TokenLoader
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 
 U16 = dict(vocab_size=65536, dtype='uint16')
 GPT2 = dict(vocab_size=50257, dtype='uint16', tokenizer='gpt2', separator=50256)

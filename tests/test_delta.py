@@ -10,7 +10,7 @@ import torch
 
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers import delta
-from kilogpt.metrics import flops_per_token
+from kilogpt.run.metrics import flops_per_token
 from model import GPT, GPTConfig
 
 HYBRID = dict(block_size=96, vocab_size=61, n_layer=3, n_head=2, n_embd=32, pos='rope', norm='rmsnorm', bias=False)

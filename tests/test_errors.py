@@ -16,7 +16,7 @@ from data.datasets import find_sources, fingerprint
 from data.loader import SCAN_TOKENS
 from helpers import (FAULTS, ROOT, TINY, curve, first_iterations, newest_state, run_script, saved_iterations,
                      side_by_side)
-from kilogpt.convert.nanogpt import packed_in_memory
+from kilogpt.weights.nanogpt import packed_in_memory
 from model import GPT, GPTConfig
 
 

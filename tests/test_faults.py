@@ -14,8 +14,8 @@ import torch
 from helpers import (FAULTS, ROOT, TESTS, TINY, curve, free_port, kill_node, read_metrics, read_run,
                      read_tensors, run_script, saved_iterations, side_by_side, torchrun, wait_until,
                      worker_pids)
-from kilogpt.metrics import Metrics
 from kilogpt.run import checkpoint
+from kilogpt.run.metrics import Metrics
 
 OPTIONS = ['--dropout=0.1', '--eval_interval=20', '--lr_decay_iters=100']
 WITH_FAULT = TESTS / 'with_fault.py'

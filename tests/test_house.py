@@ -15,16 +15,16 @@ from kilogpt.configurator import read_pages
 
 # Rooms from the ground up. A folder is a room, and so are the files of kilogpt/ that share a floor.
 FLOORS = [
-    {'data/storage.py', 'kilogpt/devices/cpus.py', 'kilogpt/keys', 'kilogpt/trackers'},
-    {'data', 'kilogpt/configurator.py', 'kilogpt/learning_rate.py', 'kilogpt/machines.py',
-     'kilogpt/metrics.py', 'kilogpt/layers', 'kilogpt/optim.py', 'kilogpt/settings.py'},
-    {'kilogpt/devices', 'model.py'},
+    {'data/fetch.py', 'data/storage.py', 'kilogpt/devices/cpus.py', 'kilogpt/keys', 'kilogpt/trackers'},
+    {'data/tokens'},
+    {'data', 'kilogpt/configurator.py', 'kilogpt/learning_rate.py', 'kilogpt/machines.py', 'kilogpt/layers',
+     'kilogpt/optim.py', 'kilogpt/settings.py'},
+    {'data/make', 'kilogpt/devices', 'model.py'},
     {'kilogpt/parallel'},
     {'kilogpt/generate', 'kilogpt/run', 'kilogpt/launch_train.py'},
-    {'kilogpt/convert', 'kilogpt/plot', 'kilogpt/report'},
-    {'kilogpt/start.py'},
-    {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/islands', 'kilogpt/loaded', 'kilogpt/plan', 'kilogpt/prove',
-     'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
+    {'kilogpt/plot', 'kilogpt/report', 'kilogpt/weights'},
+    {'kilogpt/chat', 'kilogpt/compare', 'kilogpt/convert', 'kilogpt/islands', 'kilogpt/loading.py',
+     'kilogpt/plan', 'kilogpt/prove', 'kilogpt/replay', 'kilogpt/replicas', 'kilogpt/scaling'},
     {'kilogpt/evaluate'},
     {'kilogpt/learn'},
     {'kilogpt/training'},
@@ -66,14 +66,14 @@ def room_of(path):
     if path in FLOORS[0]:
         return path
     parts = path.split('/')
-    if parts[0] == 'kilogpt' and len(parts) > 2:
+    if len(parts) > 2 and (parts[0] == 'kilogpt' or parts[1] in ('make', 'tokens')):
         return '/'.join(parts[:2])
     return parts[0] if len(parts) > 1 and parts[0] != 'kilogpt' else path
 
 
 def floor_of(path):
     """The number of a file's floor, 0 for the ground floor. A dataset's prepare.py and data/look.py are scripts."""
-    if path.startswith('data/') and (path.count('/') == 2 or path == 'data/look.py'):
+    if path == 'data/look.py' or path.count('/') == 2 and room_of(path) == 'data':
         return len(FLOORS) - 1
     numbers = [number for number, rooms in enumerate(FLOORS) if room_of(path) in rooms]
     assert len(numbers) == 1, f'{path} needs one place in FLOORS'
@@ -88,7 +88,7 @@ for path, tree in TREES.items():
 
 @pytest.mark.parametrize('path', [path for path in PATHS if not path.endswith('__init__.py')])
 def test_file_imports_only_its_own_room_and_lower_floors(path):
-    flat = {'kilogpt', '.'}  # the files of kilogpt/ on one floor form a room together
+    flat = {'data', 'kilogpt', '.'}  # the files of such a folder on one floor form a room together
     for imported in OURS[path]:
         is_own_room = room_of(path) == room_of(imported)
         is_own_room |= str(pathlib.Path(path).parent) in flat and str(pathlib.Path(imported).parent) in flat
@@ -108,6 +108,13 @@ def test_every_room_says_what_happens_in_it_and_where_to_begin():
         files = {other.name for other in (HOME / path).parent.glob('*.py')}
         text = ast.get_docstring(TREES[path])
         assert any(name in text for name in files - {'__init__.py'}), f'{path} names no file to read first'
+
+
+def test_gguf_is_imported_for_its_files_alone():
+    for path, tree in TREES.items():
+        at_once = ast.Module([node for node in tree.body if isinstance(node, (ast.Import, ast.ImportFrom))], [])
+        needs_gguf = any(module.startswith('kilogpt.weights.gguf') for module in modules_imported(at_once))
+        assert not needs_gguf or path.startswith('kilogpt/weights/gguf/'), path
 
 
 def test_commands_are_listed():
@@ -168,7 +175,7 @@ def test_quick_start_loads_what_it_uses(dataset, tmp_path):
                 if line.startswith('import time:')} - {None}
     assert {'model.py', 'kilogpt/run/state.py'} <= imported
     rooms = {room_of(path) for path in imported if not path.endswith('__init__.py')}
-    assert not rooms & {'kilogpt/islands', 'kilogpt/convert', 'kilogpt/evaluate', 'kilogpt/prove', 'kilogpt/chat'}
+    assert not rooms & {'kilogpt/islands', 'kilogpt/weights', 'kilogpt/evaluate', 'kilogpt/prove', 'kilogpt/chat'}
     assert len(imported) <= 60 and sum(TEXTS[path].count('\n') for path in imported) <= 10000
 
 

@@ -7,13 +7,13 @@ import pytest
 from helpers import run_forked, run_script
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from data.tokens import until_end
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.tokenizer import describe_tokenizer, get_tokenizer
 import kilogpt
-from data.json_tokenizer import JsonTokenizer
-from data.tokenizer import describe_tokenizer, get_tokenizer
-from data.tokenizer_base import until_end
-from kilogpt.convert.any_tokenizer import find_meta
-from kilogpt.convert.exporting import export_weights
-from kilogpt.convert.weights import import_weights
+from kilogpt.weights.any_tokenizer import find_meta
+from kilogpt.weights.exporting import export_weights
+from kilogpt.weights.importing import import_weights
 
 WORDS = "the quick brown fox's 12345 words.\nIt was a dark and stormy night\nÄÖ are not in it\n" * 20
 TEXT = 'It was <|end|> a fox\'s "night" 🙂 \x00 foo\n'

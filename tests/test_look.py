@@ -8,7 +8,7 @@ from helpers import ROOT, run_forked, run_script
 
 from data.flags import REJECTED, flag_document
 from data.look import show
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 
 META = dict(vocab_size=256, dtype='uint16', tokenizer='bytes', separator=0)
 

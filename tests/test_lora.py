@@ -11,7 +11,7 @@ from helpers import (FAULTS, assert_same_tensors, curve, newest_state, newest_te
 from kilogpt.devices.frozen_products import keep_no_copies
 from kilogpt.layers.lora import FrozenLinear, quantize, scale_of, widened
 from kilogpt.layers.options import GROUPS
-from kilogpt.loaded.load import load_model
+from kilogpt.loading import load_model
 from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
 from test_guard import LONG, SEQUENCES, SPIKES, move_position, plant

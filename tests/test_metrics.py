@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from helpers import ROOT
-from kilogpt import metrics
 from kilogpt.plan import calibrate
+from kilogpt.run import metrics
 from kilogpt.trackers import trackers
 from kilogpt.training.cluster import set_aside
 
@@ -197,7 +197,7 @@ def test_peak_memory_is_measured_and_is_0_if_unknown(monkeypatch):
 @pytest.mark.slow
 def test_peak_memory_leaves_out_that_of_the_parent():
     """Linux's getrusage starts at the peak of the process that launched this one."""
-    code = 'import torch; from kilogpt import metrics; print(metrics.peak_memory_gb(torch.device("cpu")))'
+    code = 'import torch; from kilogpt.run import metrics; print(metrics.peak_memory_gb(torch.device("cpu")))'
     held = bytearray(os.urandom(1000) * 1_500_000)
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert 0.05 < float(done.stdout) < len(held) / 2e9

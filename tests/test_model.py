@@ -15,13 +15,13 @@ from helpers import ROOT, continue_texts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from kilogpt.convert.tensors import pad_rows
-from kilogpt.convert.weights import read_weights
 from kilogpt.generate.draw import draw_alike, uniform
 from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.layers.rope import rope_tables, rotate
-from kilogpt.metrics import flops_per_token
 from kilogpt.parallel.dtensor import fill
+from kilogpt.run.metrics import flops_per_token
+from kilogpt.weights.importing import read_weights
+from kilogpt.weights.tensors import pad_rows
 from model import GPT, GPTConfig
 
 TINY = dict(block_size=16, vocab_size=97, n_layer=2, n_head=4, n_embd=32)  # 97 rows are padded to 128
@@ -129,8 +129,8 @@ def test_incomplete_folders_are_refused(tmp_path, missing, present):
 @pytest.mark.slow
 def test_a_name_that_cannot_be_downloaded_is_exit_on_error(tmp_path):  # without a network: test_errors.py
     code = ('from kilogpt import configurator\n'
-            'from kilogpt.convert import weights\n'
-            'with configurator.exit_on_error(): weights.read_weights("gpt2")')
+            'from kilogpt.weights import importing\n'
+            'with configurator.exit_on_error(): importing.read_weights("gpt2")')
     done = subprocess.run([sys.executable, '-c', code], cwd=ROOT, capture_output=True, text=True,
                           env=dict(PATH='/usr/bin:/bin', HOME=str(tmp_path), HF_HOME=str(tmp_path),
                                    HF_HUB_OFFLINE='1'))

@@ -8,17 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from data.datasets import REFERENCE, find_sources
+from data.datasets import REFERENCE, REFERENCE_FILE, find_sources
 from data.flags import BEGIN, CONTEXT, REJECTED, begins_of, ids_of, pair_begins_of, targets_of
-from data.json_tokenizer import JsonTokenizer
-from data.messages import ConversationEncoder, conversation_splits
+from data.make.messages import ConversationEncoder, conversation_splits
+from data.make.pairs import PairEncoder, read_pairs, to_pair
+from data.make.prepare import write_dataset
 from data.pair_loader import PairLoader
-from data.pairs import PairEncoder, read_pairs, to_pair
-from data.prepare import write_dataset
-from data.tokenizer import CharTokenizer
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.tokenizer import CharTokenizer
 import kilogpt
 from helpers import assert_near, curve, first_iterations, run_forked
-from kilogpt.start import REFERENCE_FILE
 from kilogpt.evaluate.reference import reference_of
 from kilogpt.layers.preferences import PreferenceLoss, use_preferences
 from model import GPT, GPTConfig

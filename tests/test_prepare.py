@@ -17,8 +17,8 @@ import pytest
 from helpers import ROOT
 from hypothesis import given, settings, strategies
 
-from data import prepare, readers
-from data.tokenizer import CharTokenizer, bytes_of_tokens, get_tokenizer
+from data.make import prepare, readers
+from data.tokens.tokenizer import CharTokenizer, bytes_of_tokens, get_tokenizer
 
 NOWHERE = 'http://127.0.0.1:9'  # the discard port, where no one listens
 OFFLINE = {'HTTPS_PROXY': NOWHERE, 'https_proxy': NOWHERE, 'NO_PROXY': '', 'no_proxy': '',

@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from helpers import run_forked, saved_iterations, start_script
 
 

@@ -15,7 +15,7 @@ import test_corpus
 from data import cache, shards, storage
 from data.datasets import find_sources, fingerprint
 from data.splits import open_training_split
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from helpers import TINY, assert_same_tensors, newest_tensors, read_run, read_tensors, run_forked, run_script
 from kilogpt.run import checkpoint
 from kilogpt.run.remote import RemoteRun

@@ -6,8 +6,8 @@ import pytest
 from helpers import ROOT
 from hypothesis import given, settings, strategies
 
-import data.bpe
-from data.tokenizer import CharTokenizer, get_tokenizer
+import data.tokens.bpe
+from data.tokens.tokenizer import CharTokenizer, get_tokenizer
 
 pytestmark = pytest.mark.quick
 
@@ -63,7 +63,7 @@ def test_char_and_byte_tokenizers():
 
 def test_importing_the_tokenizer_is_cheap():
     slow = 'tiktoken', 'gigatoken', 'numpy', 'torch'
-    code = f'import sys, data.tokenizer; print([name for name in {slow} if name in sys.modules])'
+    code = f'import sys, data.tokens.tokenizer; print([name for name in {slow} if name in sys.modules])'
     assert subprocess.check_output([sys.executable, '-c', code], cwd=ROOT, text=True) == '[]\n'
 
 
@@ -81,7 +81,7 @@ def test_gigatoken_encodes_a_dataset_of_gpt2(gpt2, gigatoken):
 
 
 def test_cache_of_gigatoken_is_bounded(gigatoken, monkeypatch):
-    monkeypatch.setattr(data.bpe, 'GIGATOKEN_BYTES', gigatoken.encoded_bytes + 5)
+    monkeypatch.setattr(data.tokens.bpe, 'GIGATOKEN_BYTES', gigatoken.encoded_bytes + 5)
     for text, replaced in [('hélas', False), ('one', True), ('two', False)]:  # 6, 3 and 3 bytes
         former = gigatoken.gigatoken
         assert gigatoken.encode_to_numpy(text).tolist() == gigatoken.encode(text)

@@ -6,8 +6,8 @@ import pytest
 import regex
 from helpers import run_script
 
-from data.bpe import PATTERNS, train_bpe
-from data.json_tokenizer import JsonTokenizer
+from data.tokens.bpe import PATTERNS, train_bpe
+from data.tokens.json_tokenizer import JsonTokenizer
 
 TEXT = "The cat's 1234 caps:\r\n  the cart, THE CARTS!\n\nÄrger im Café 🙂🙂\n" * 3
 

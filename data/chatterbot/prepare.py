@@ -11,12 +11,12 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
 from data.fetch import CHATTERBOT_WHEEL, download_from_pypi
-from data.messages import ConversationEncoder, conversation_splits
-from data.pairs import PairEncoder, read_pairs
-from data.prepare import write_dataset
+from data.make.messages import ConversationEncoder, conversation_splits
+from data.make.pairs import PairEncoder, read_pairs
+from data.make.prepare import write_dataset
+from kilogpt.configurator import configure, exit_on_error
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 tokenizer = 'gpt2'  # that of the model to finetune: its folder, run or org/name, whose chat template is used
 out = 'chatterbot'  # output folder: a name in data/, or a path

@@ -2,19 +2,19 @@
 
     python data/conversations/prepare.py --input='chats/*.jsonl' --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --out=mychats
 
-A line of a .jsonl file (or a row of a .parquet file) is a conversation, in one of the forms that data/messages.py
+A line of a .jsonl file (or a row of a .parquet file) is a conversation, in one of the forms that data/make/messages.py
 lists, such as {"messages": [{"role": "user", "content": "Hello!"}, {"role": "assistant", "content": "Hi!"}]}.
 """
 import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.messages import ConversationEncoder, conversation_splits
+from data.make.prepare import check_unused, write_dataset
+from data.make.readers import file_versions, find_files
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.messages import ConversationEncoder, conversation_splits
-from data.prepare import check_unused, write_dataset
-from data.readers import file_versions, find_files
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 input = ''  # files, globs, folders of .jsonl or .parquet files, datasets on the hub (org/name); by commas
 out = 'conversations'  # output folder: a name in data/, or a path; train.py's --dataset

@@ -9,10 +9,10 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.corpus_job import prepare_corpus
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.corpus_job import prepare_corpus
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 input = ''  # files, globs, folders, URLs, or datasets on the hub (org/name), as docs/data.md lists them; by commas
 text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document

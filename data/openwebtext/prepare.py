@@ -6,11 +6,11 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.prepare import check_unused, load_rows, row_split, write_dataset
+from data.make.readers import file_versions, find_files
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.prepare import check_unused, load_rows, row_split, write_dataset
-from data.readers import file_versions, find_files
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 input = ''  # .jsonl, .parquet or .txt files to use instead of the hub's; or a folder, or globs
 out = 'openwebtext'  # output folder: a name in data/, or a path

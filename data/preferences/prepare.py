@@ -2,20 +2,20 @@
 
     python data/preferences/prepare.py --input='pairs/*.jsonl' --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct --out=mypairs
 
-A line of a .jsonl file (or a row of a .parquet file) is a pair, in one of the forms that data/pairs.py lists, such as
+A line of a .jsonl file (or a row of a .parquet file) is a pair, in one of the forms that data/make/pairs.py lists, such as
 {"prompt": "Name a colour.", "chosen": "Blue.", "rejected": "Monday."}.
 """
 import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.messages import conversation_splits
+from data.make.pairs import PairEncoder, read_pairs
+from data.make.prepare import check_unused, write_dataset
+from data.make.readers import file_versions, find_files
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.messages import conversation_splits
-from data.pairs import PairEncoder, read_pairs
-from data.prepare import check_unused, write_dataset
-from data.readers import file_versions, find_files
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 input = ''  # files, globs, folders of .jsonl or .parquet files, datasets on the hub (org/name); by commas
 out = 'preferences'  # output folder: a name in data/, or a path; train.py's --dataset

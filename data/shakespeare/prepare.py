@@ -3,12 +3,12 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from kilogpt.configurator import configure, exit_on_error
 from data.datasets import places_of
 from data.fetch import fetch_shakespeare
-from data.prepare import text_splits, write_dataset
-from data.readers import find_files, measure
-from data.tokenizer import get_tokenizer
+from data.make.prepare import text_splits, write_dataset
+from data.make.readers import find_files, measure
+from data.tokens.tokenizer import get_tokenizer
+from kilogpt.configurator import configure, exit_on_error
 
 input = ''  # text files to use instead; '' = input.txt in the output folder, downloaded if missing
 out = 'shakespeare'  # output folder: a name in data/, or a path

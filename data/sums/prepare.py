@@ -15,10 +15,10 @@ import random
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from kilogpt.configurator import configure, exit_on_error
 from data.datasets import places_of
-from data.prepare import write_dataset
-from data.tokenizer import CharTokenizer
+from data.make.prepare import write_dataset
+from data.tokens.tokenizer import CharTokenizer
+from kilogpt.configurator import configure, exit_on_error
 
 out = 'sums'  # output folder: a name in data/, or a path
 units_first = True  # False = write sums as people do, which takes longer to learn

@@ -11,8 +11,8 @@ import random
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.readers import find_files, measure, read_texts
 from kilogpt.configurator import configure, exit_on_error
-from data.readers import find_files, measure, read_texts
 
 input = ''  # files or globs, or folders with .txt, .md, .jsonl or .parquet files; separated by commas
 text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document

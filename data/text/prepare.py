@@ -8,12 +8,12 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.prepare import check_unused, text_splits, write_dataset
+from data.make.readers import DOCUMENTS, file_versions, find_files, form_of, measure, read_texts
+from data.tokens.tokenizer import CharTokenizer
 from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
 from kilogpt.devices.cpus import available_cpus
-from data.prepare import check_unused, text_splits, write_dataset
-from data.readers import DOCUMENTS, file_versions, find_files, form_of, measure, read_texts
-from data.tokenizer import CharTokenizer
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 input = ''  # files, globs, folders of .txt, .md, .jsonl or .parquet, datasets on the hub (org/name); by commas
 text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document

@@ -9,12 +9,12 @@ import sys
 import tempfile
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
+from data.make.prepare import text_splits
+from data.make.readers import find_files, measure
+from data.tokens.bpe import train_bpe
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.configurator import announced, configure, exit_on_error
-from data.bpe import train_bpe
-from data.json_tokenizer import JsonTokenizer
-from data.prepare import text_splits
-from data.readers import find_files, measure
-from data.tokenizer import get_tokenizer
 
 input = ''  # files or globs, or folders with .txt, .md, .jsonl or .parquet files; separated by commas
 text_field = 'text'  # the field of .jsonl, or column of .parquet, that holds the text of a document

@@ -4,7 +4,7 @@ import time
 import uuid
 from dataclasses import dataclass, field
 
-from data.chat_template import check_messages
+from data.tokens.chat_template import check_messages
 
 USED = {'model', 'max_tokens', 'max_completion_tokens', 'temperature', 'top_p', 'seed', 'stop', 'stream',
         'stream_options', 'n'}

@@ -46,18 +46,17 @@ class End(str):
     """Why a text ended."""
 
 
-def run(engine, template, name, host, port, api_key, max_new_tokens, temperature, top_k, top_p, seed):
+def run(engine, template, name, socket, host, api_key, max_new_tokens, temperature, top_k, top_p, seed):
     """Answer requests until Ctrl-C. engine: an Engine. template: a ChatTemplate. name: that of the model.
 
-    api_key: '' = none. The other arguments are the keys of sample.py, and seed is that of requests without one.
-    ImportError without the libraries, OSError if the port is taken.
+    socket: from bind(host, ...). api_key: '' = none. The other arguments are the keys of sample.py, and seed is
+    that of requests without one. ImportError without the libraries.
     """
     jobs = queue.SimpleQueue()
     defaults = dict(max_tokens=max_new_tokens, temperature=temperature, top_p=1.0 if top_p is None else top_p)
     app = build_app(jobs, name, api_key, defaults, host)
     import uvicorn
-    config = uvicorn.Config(app, host, port, log_level='warning', timeout_graceful_shutdown=1)
-    server, socket = uvicorn.Server(config), bind(host, port)
+    server = uvicorn.Server(uvicorn.Config(app, log_level='warning', timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
     thread.start()
     host, port = socket.getsockname()[:2]

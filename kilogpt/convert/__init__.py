@@ -1,6 +1,4 @@
-"""Reads and writes the weights of other programs: `python -m kilogpt.convert`.
+"""The command `python -m kilogpt.convert`: weights for other programs, and from them.
 
-weights.py opens and imports whole models, and exporting.py exports them; folders.py, safetensors_files.py and
-nanogpt.py read and write their files; families.py has the names of tensors and the config entries of each family;
-tensors.py has the tensors, which are read when they are needed. Read weights.py first; docs/weights.md has examples.
+__main__.py reads its arguments, and kilogpt/weights does the work. docs/weights.md has examples.
 """

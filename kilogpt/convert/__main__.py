@@ -15,14 +15,14 @@ import torch
 
 from data import hub
 from data.storage import is_url
-from data.tokenizer import describe_tokenizer
+from data.tokens.tokenizer import describe_tokenizer
 from kilogpt.configurator import announced, exit_on_error
-from kilogpt.convert.checkpoint_tensors import open_checkpoint
-from kilogpt.convert.exporting import export_weights
-from kilogpt.convert.nanogpt import load_nanogpt
-from kilogpt.convert.weights import check_finite_values, import_weights, is_nanogpt, read_weights
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import check_finite
+from kilogpt.weights.checkpoint_tensors import open_checkpoint
+from kilogpt.weights.exporting import export_weights
+from kilogpt.weights.importing import check_finite_values, import_weights, is_nanogpt, read_weights
+from kilogpt.weights.nanogpt import load_nanogpt
 from model import GPT, GPTConfig
 
 STATE_KEYS = ('iteration', 'tokens', 'val_loss', 'best_val_loss')

@@ -7,7 +7,6 @@ import warnings
 
 import torch
 
-from kilogpt import metrics
 from kilogpt.devices.parts import find_experts
 
 
@@ -18,6 +17,17 @@ def can_record(model, device, dtype):
     its `sums` would be added in the recording alone.
     """
     return device.type == 'cuda' and dtype != 'float16' and not find_experts(model) and not model.sums
+
+
+bytes_of_graphs = []  # that PyTorch's peak of memory leaves out
+
+
+def count_memory(pool):
+    """Count a CUDA graph's pool of memory from now on. PyTorch counts it in the recording alone."""
+    bytes_of_graphs.append(sum(
+        segment['total_size'] - segment['active_size'] for segment in torch.cuda.memory_snapshot()
+        if tuple(segment['segment_pool_id']) == tuple(pool)))
+    torch.cuda.reset_peak_memory_stats()  # the peak of the recording would count these bytes twice
 
 
 class GraphedPasses:
@@ -78,7 +88,7 @@ class GraphedPasses:
             raise RuntimeError('this model cannot be recorded as a CUDA graph: set cuda_graph to False '
                                f'({str(error).splitlines()[0]})') from error
         self._graph, self._recorded = graph, self._state(batch)
-        metrics.count_graph(graph.pool())
+        count_memory(graph.pool())
 
     def _state(self, batch):
         """What the passes depend on besides the values of tensors."""

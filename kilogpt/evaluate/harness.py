@@ -9,7 +9,7 @@ import io
 import logging
 from collections import Counter, defaultdict
 
-from data.tokenizer_base import until_end
+from data.tokens import until_end
 from kilogpt.evaluate.suite import Score
 from kilogpt.evaluate.tasks import Encoder, task_names
 from kilogpt.generate.engine import Request
@@ -30,7 +30,7 @@ MAX_LINES = 3  # questions that are left out and shown
 
 
 class HarnessModel(TemplateLM):
-    """A model as the harness sees it. scorer: a Scorer. tokenizer: a data.tokenizer.Tokenizer.
+    """A model as the harness sees it. scorer: a Scorer. tokenizer: a data.tokens.Tokenizer.
 
     unscored: {task: {number of a question: why it cannot be scored}}, whose answers mean nothing.
     """

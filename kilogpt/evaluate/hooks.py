@@ -1,11 +1,11 @@
 """Hooks that evaluate a run while it trains: scores on tasks, and samples of text."""
-from data.tokenizer import get_tokenizer
-from data.tokenizer_base import until_end
+from data.tokens import until_end
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.evaluate.suite import Suite, as_line, describe
 from kilogpt.generate.engine import Request
 from kilogpt.generate.layouts import generate_in_layout
-from kilogpt.loaded.load import separator_in
+from kilogpt.loading import separator_in
 from kilogpt.run import Hook
 
 SHOWN = 200  # characters of a sample on the console

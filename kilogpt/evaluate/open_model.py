@@ -3,9 +3,9 @@ from typing import NamedTuple
 
 import torch
 
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.devices import host
-from kilogpt.loaded.load import fill_model, open_source, separator_in
+from kilogpt.loading import fill_model, open_source, separator_in
 from kilogpt.parallel.apply import Parallel
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype

@@ -6,13 +6,14 @@ import time
 import numpy as np
 from tqdm import tqdm
 
-from data.datasets import REFERENCE, Source, find_dataset, find_shards, fingerprint, read_meta
+from data.datasets import (
+    REFERENCE, REFERENCE_FILE, Source, find_dataset, find_shards, fingerprint, join_tokenizers, read_meta)
 from data.storage import write_atomically
 from data.flags import begins_of, ids_of, targets_of
 from data.loader import TokenLoader
 from data.storage import is_url
-from kilogpt.start import REFERENCE_FILE, describe_weights, join_tokenizers
 from kilogpt.evaluate.batches import Request
+from kilogpt.weights.importing import describe_weights
 
 TOKENS_AT_A_TIME = 2 ** 16  # of the documents that are scored together
 

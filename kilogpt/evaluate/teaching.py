@@ -8,14 +8,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from data.datasets import NUMBERS, TEACHER_FILE, Source, find_dataset, fingerprint, read_meta
+from data.datasets import NUMBERS, TEACHER_FILE, Source, find_dataset, fingerprint, join_tokenizers, read_meta
 from data.flags import ids_of
 from data.loader import TokenLoader
 from data.storage import is_url, write_atomically
 from kilogpt.layers.attention import starts_of
 from kilogpt.layers.distillation import teacher_numbers
 from kilogpt.parallel.scoring import Scoring
-from kilogpt.start import describe_weights, join_tokenizers
+from kilogpt.weights.importing import describe_weights
 
 MAX_LOGITS, MAX_TOKENS = 2 ** 26, 2 ** 13  # elements and tokens at a time
 OTHER_TOKENIZER = 'a teacher needs the tokenizer of its student: choose another teacher, or prepare the data with its own'

@@ -1,6 +1,6 @@
 """The keys of the model for parts that families after GPT-2 have, for experts, and for adapters.
 
-`GPTConfig` in model.py has all of these fields, and train.py has them as keys. `kilogpt/convert/families.py` sets
+`GPTConfig` in model.py has all of these fields, and train.py has them as keys. `kilogpt/weights/families.py` sets
 them for the weights of each family. Any of them may be combined.
 """
 from dataclasses import dataclass

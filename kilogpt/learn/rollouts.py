@@ -11,14 +11,14 @@ import numpy as np
 
 from data.chat_template import ChatTemplate, check_messages
 from data.loader import shuffled
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.evaluate import batches
 from kilogpt.evaluate.hooks import SHOWN, Evaluation
 from kilogpt.evaluate.scorer import Scorer
 from kilogpt.generate.engine import Request
 from kilogpt.generate.layouts import generate_in_layout
 from kilogpt.learn.rewards import Rewards
-from kilogpt.loaded.load import separator_in
+from kilogpt.loading import separator_in
 from kilogpt.parallel.apply import exchanged_weights
 from kilogpt.run import Hook
 

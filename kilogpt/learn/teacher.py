@@ -2,11 +2,11 @@
 import numpy as np
 import torch
 
+from data.datasets import join_tokenizers
 from kilogpt.evaluate.teaching import MAX_LOGITS, OTHER_TOKENIZER
 from kilogpt.layers.distillation import teacher_numbers
 from kilogpt.layers.precision import at_least_float32
-from kilogpt.loaded.load import load_model
-from kilogpt.start import join_tokenizers
+from kilogpt.loading import load_model
 
 
 def open_teacher(run):

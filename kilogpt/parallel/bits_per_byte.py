@@ -2,7 +2,7 @@
 import numpy as np
 import torch
 
-from data.tokenizer import bytes_of_tokens
+from data.tokens.tokenizer import bytes_of_tokens
 
 
 class BitsPerByte:

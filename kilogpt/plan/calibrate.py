@@ -18,10 +18,10 @@ import torch.distributed as dist
 from kilogpt.configurator import announced
 from kilogpt.launch_train import ROOT, last_error
 from kilogpt.machines import Machine, read_machine, write_machine
-from kilogpt.metrics import peak_flops, synchronize
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.parallel.whole_matrices import all_gather
+from kilogpt.run.metrics import peak_flops, synchronize
 
 ROUNDS = 5  # the fastest round counts
 SIZES = (32, 64, 128, 256, 512, 1024, 2048)  # sizes of matrix products

@@ -31,13 +31,13 @@ from kilogpt.devices.cuda import flash_attention_runs, repeat_grouped_heads
 from kilogpt.devices.grouped_products import group_products
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.launch_train import ROOT, last_error
-from kilogpt.metrics import peak_memory_gb
 from kilogpt.optim import build_optimizer
 from kilogpt.parallel import apply, ddp
 from kilogpt.parallel.layout import CHECKED_KEYS, Layout
 from kilogpt.parallel.processes import Processes, resolve_dtype
 from kilogpt.plan.byte_counter import PARTS, ByteCounter
 from kilogpt.plan.models import model_config
+from kilogpt.run.metrics import peak_memory_gb
 from kilogpt.settings import check_settings
 from model import GPT, DotProductAttention
 

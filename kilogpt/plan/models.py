@@ -6,9 +6,9 @@ import sys
 from data import hub
 from data.datasets import dataset_folder, find_shards, read_meta
 from data.mixtures import parse_mixture
-from kilogpt.convert.weights import read_arguments, read_weights
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.run import checkpoint
+from kilogpt.weights.importing import read_arguments, read_weights
 from model import GPTConfig
 
 NEW_MODELS = 'scratch', 'resume', 'auto'  # values of init_from with which the keys say what the model is

@@ -11,11 +11,11 @@ from tqdm import tqdm
 from data.datasets import dataset_folder, find_shards, find_sources, read_meta
 from data.mixtures import parse_mixture
 from data.splits import open_training_split
-from kilogpt.metrics import flops_per_token
 from kilogpt.parallel.layout import CHECKED_KEYS, LAYOUT_KEYS, SPLIT_BACKWARD, Layout, check_layout
 from kilogpt.plan import memory_model, time_model
 from kilogpt.plan.models import model_config
 from kilogpt.plan.shape import Shape
+from kilogpt.run.metrics import flops_per_token
 from model import GPT
 
 SEARCHED_KEYS = (*LAYOUT_KEYS, 'batch_size', 'gradient_accumulation_steps', 'activation_checkpoint',

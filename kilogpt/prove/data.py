@@ -5,11 +5,11 @@ import os
 import numpy as np
 import torch
 
-from data.datasets import NUMBERS, REFERENCE, TEACHER_FILE, Source, fingerprint
+from data.datasets import NUMBERS, REFERENCE, REFERENCE_FILE, TEACHER_FILE, Source, fingerprint
 from data.flags import BEGIN, CONTEXT, REJECTED
-from data.prepare import write_random_tokens
+from data.make.prepare import write_random_tokens
 from kilogpt.layers.distillation import teacher_numbers
-from kilogpt.start import REFERENCE_FILE, describe_weights
+from kilogpt.weights.importing import describe_weights
 
 VOCABULARY = 61  # three of the embedding's 64 rows are padding
 N_TOKENS = 2 ** 14

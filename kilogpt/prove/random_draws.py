@@ -24,7 +24,7 @@ from kilogpt.prove.space import DRAWN, LAYOUT, count_processes, plain
 
 WORKERS = 2  # draws at a time
 MORE_MODULES = (  # that draws import with some keys
-    'data.documents', 'data.mixture_loader', 'data.pair_loader', 'kilogpt.convert.weights', 'kilogpt.devices.cpu',
+    'data.documents', 'data.mixture_loader', 'data.pair_loader', 'kilogpt.weights.importing', 'kilogpt.devices.cpu',
     'kilogpt.devices.cpu_attention', 'kilogpt.devices.grouped_products')
 
 

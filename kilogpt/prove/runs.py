@@ -15,10 +15,10 @@ from types import SimpleNamespace
 import torch
 
 from kilogpt.launch_train import ROOT, as_arguments, last_error
-from kilogpt.metrics import read_metrics
 from kilogpt.prove import compare, forked, observer
 from kilogpt.run import checkpoint
 from kilogpt.run.checkpoint_files import safe_reader
+from kilogpt.run.metrics import read_metrics
 
 CRASHES = {-signal.SIGABRT, -signal.SIGBUS, -signal.SIGSEGV}  # exit codes of processes that crashed
 FIRST_PORT, N_PORTS = 15_000, 5_000

@@ -8,11 +8,11 @@ from data import storage
 from data.datasets import find_sources
 from data.schedule import DataSchedule
 from data.splits import open_training_split
-from data.tokenizer import get_tokenizer
+from data.tokens.tokenizer import get_tokenizer
 from kilogpt.learning_rate import decay_iters
-from kilogpt.metrics import read_metrics
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
+from kilogpt.run.metrics import read_metrics
 
 # Keys of train.py that do not change what an iteration computes.
 FREE_KEYS = {

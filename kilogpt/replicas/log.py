@@ -2,7 +2,7 @@
 import json
 import os
 
-from kilogpt.metrics import Metrics
+from kilogpt.run.metrics import Metrics
 from kilogpt.run.signals import SIGNALS, Signals
 
 TAIL_BYTES = 2 ** 20  # of the end of metrics.jsonl, in which a new leader looks for lines
@@ -44,6 +44,11 @@ class ReplicaLog(Metrics):
         """Forget what was written before an update on which all have agreed."""
         del self.pending[:self._n_written]
         self._n_written, self._is_checked = 0, self.file is not None
+
+    @property
+    def is_unwritten(self):
+        """Whether lines of this leader wait in its memory for room on the disk."""
+        return self.file is not None and self.disk_is_full
 
     def _open(self):
         Metrics.__init__(self, self.out_dir, True, self.config, None, self.iteration, prints=True)

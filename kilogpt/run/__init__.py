@@ -1,4 +1,4 @@
-"""The parts of a run of train.py: its state, hooks, guard, signals, watchdog and checkpoints. Start with state.py.
+"""The parts of a run of train.py: state, log, hooks, guard, signals, watchdog and checkpoints. Start with state.py.
 
 A hook acts between the iterations of a run. To add one, write a subclass of Hook and append it to `hooks` in
 train.py.

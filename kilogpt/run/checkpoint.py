@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 
 from data import storage
-from data.tokenizer_base import tokenizer_folder
+from data.tokens import tokenizer_folder
+from kilogpt.configurator import announced
 from kilogpt.run.checkpoint_files import (
     ShardWriter, becomes_true, check_finite, checksum, safe_reader, size_of, sync_folder, write_file, write_json)
-from kilogpt.configurator import announced
 
 warnings.filterwarnings('ignore', 'torch.distributed is disabled')  # DCP warns about a run of one process
 

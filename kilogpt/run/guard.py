@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch.profiler import record_function
 
-from kilogpt.metrics import HostCopy
 from kilogpt.optim import set_lr
+from kilogpt.run.metrics import HostCopy
 
 NO_LIMIT = torch.finfo(torch.float32).max  # any finite norm is at most this; infinity and NaN are not
 # {quantity: what it often is if it is not finite, and what to do}

@@ -10,7 +10,7 @@ import pathlib
 import uuid
 
 from data import storage
-from data.tokenizer_base import tokenizer_folder
+from data.tokens import tokenizer_folder
 
 LOGS = 'config.json', 'metrics.jsonl', 'samples.jsonl'
 

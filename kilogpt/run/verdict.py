@@ -3,8 +3,8 @@ import os
 from typing import NamedTuple
 
 from data.storage import is_url
-from kilogpt import metrics
 from kilogpt.parallel.layout import Layout
+from kilogpt.run import metrics
 
 DOMINATES = 0.3  # the least share of the time that decides
 CLEARLY = 1.25  # how many times as much as the next kind of work the largest has to take

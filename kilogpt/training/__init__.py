@@ -1,1 +1,1 @@
-"""What train.py builds its run of: a Cluster, and on it a Run. Start with run.py."""
+"""What train.py builds its run of: a Cluster, a Start, and on both a Run. Start with run.py."""

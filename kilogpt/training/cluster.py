@@ -10,15 +10,15 @@ import torch
 from filelock import FileLock, SoftFileLock, Timeout
 
 from data.storage import local_folder
-from data.tokenizer_base import copy_tokenizer, tokenizer_folder
+from data.tokens import copy_tokenizer, tokenizer_folder
 from kilogpt.devices import host
 from kilogpt.keys.islands import are_on
-from kilogpt.metrics import Metrics, available_memory
 from kilogpt.parallel.apply import describe_layout, saved_parameters
 from kilogpt.parallel.layout import Layout
 from kilogpt.parallel.processes import Processes, make_deterministic, resolve_dtype
 from kilogpt.plan.fits import describe_memory
 from kilogpt.run import checkpoint
+from kilogpt.run.metrics import Metrics, available_memory
 from kilogpt.run.signals import Signals, StopRequest
 from kilogpt.run.watchdog import Watchdog
 

@@ -5,9 +5,9 @@ import time
 
 from kilogpt.configurator import is_to_say
 from kilogpt.keys.islands import are_on
-from kilogpt.metrics import synchronize
 from kilogpt.run import Hooks, checkpoint
 from kilogpt.run.guard import Guard
+from kilogpt.run.metrics import synchronize
 from kilogpt.run.state import Ending, Progress
 
 LEAST_ITERATIONS = 20  # of a run that says what bounds it

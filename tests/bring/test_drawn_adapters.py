@@ -9,12 +9,12 @@ import torch
 
 from drawing import check_draws
 from helpers import ROOT
-from kilogpt.convert.weights import read_adapter, read_weights
-from kilogpt.convert.tensors import pad_rows
+from kilogpt.weights.importing import read_adapter, read_weights
+from kilogpt.weights.tensors import pad_rows
 from model import GPT, GPTConfig
 
 peft = pytest.importorskip('peft')
-sys.path.insert(0, f'{ROOT}/tests/convert')
+sys.path.insert(0, f'{ROOT}/tests/weights')
 from test_families import CASES, make_theirs  # noqa: E402
 
 TOKENS = torch.randint(97, (2, 40), generator=torch.Generator().manual_seed(0))

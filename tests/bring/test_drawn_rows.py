@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from data.chat_template import ChatTemplate
-from data.json_tokenizer import JsonTokenizer
-from data.messages import read_conversations
-from data.pairs import read_pairs
+from data.make.messages import read_conversations
+from data.make.pairs import read_pairs
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.json_tokenizer import JsonTokenizer
 from drawing import check_draws
 from helpers import ROOT
 

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
-from data.chat_template import ChatTemplate
-from data.json_tokenizer import JsonTokenizer
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.json_tokenizer import JsonTokenizer
 from drawing import check_draws
 from helpers import ROOT
 

@@ -5,7 +5,7 @@ import random
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from data.json_tokenizer import JsonTokenizer
+from data.tokens.json_tokenizer import JsonTokenizer
 from drawing import check_draws
 
 AutoTokenizer = pytest.importorskip('transformers').AutoTokenizer

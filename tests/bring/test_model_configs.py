@@ -13,7 +13,7 @@ from helpers import ROOT
 transformers = pytest.importorskip('transformers')
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
-sys.path.insert(0, f'{ROOT}/tests/convert')
+sys.path.insert(0, f'{ROOT}/tests/weights')
 from test_families import CASES, LINEAR, LLAMA3, MODERN, YARN  # noqa: E402
 from test_weights import model_from, randomize  # noqa: E402
 

@@ -6,8 +6,8 @@ import shutil
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from data.json_tokenizer import JsonTokenizer
-from data.special_tokens import ADDED, CONFIG, MAP
+from data.tokens.json_tokenizer import JsonTokenizer
+from data.tokens.special_tokens import ADDED, CONFIG, MAP
 from drawing import check_draws
 
 AutoTokenizer = pytest.importorskip('transformers').AutoTokenizer
@@ -128,7 +128,7 @@ def test_two_tokens_with_one_id_are_refused(tmp_path):
     ('<|a|> <b> $A', {}, 'puts <|a|> <b> before each text'), ('$A <b>', dict(eos_token='<|a|>'), 'puts <b> after each'),
 ])
 def test_gguf_has_the_beginning_that_only_the_post_processor_adds(tmp_path, capsys, single, named, warning):
-    from kilogpt.convert.gguf_tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
+    from kilogpt.weights.gguf.tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
     folder = write(dict(own={name: dict(special=True) for name in NAMES[:2]}, config=named), tmp_path / 'brought')
     ours = JsonTokenizer(str(folder))
     ours.backend.post_processor = processors.TemplateProcessing(
@@ -149,7 +149,7 @@ def test_gguf_has_the_beginning_that_only_the_post_processor_adds(tmp_path, caps
 
 
 def test_gguf_says_what_it_cannot_keep_of_special_tokens(tmp_path, capsys):
-    from kilogpt.convert.gguf_tokenizer import tokenizer_to_gguf
+    from kilogpt.weights.gguf.tokenizer import tokenizer_to_gguf
     folder = write(dict(own={'<b>': dict(special=True, lstrip=True)}), tmp_path / 'strips')
     tokenizer_to_gguf(str(folder), 260)
     assert 'warning: <b> swallow the white space beside them' in capsys.readouterr().out

@@ -406,10 +406,11 @@ def test_client_that_vanishes_ends_its_text_and_more_than_64_are_refused(trained
             assert time.monotonic() < deadline
 
 
-@pytest.mark.slow
-def test_port_that_is_taken_is_named(server, trained):  # noqa: F811
-    done = run_forked('sample.py', f'--out_dir={trained}', '--device=cpu', '--serve', f'--port={server.port}', check=False)
-    assert done.returncode == 1 and f'cannot listen at port {server.port} of 127.0.0.1' in done.stderr
+def test_port_that_is_taken_is_named_before_the_model_is_read(tmp_path):
+    with socket.create_server(('127.0.0.1', 0)) as other:
+        port = other.getsockname()[1]
+        done = run_forked('sample.py', f'--out_dir={tmp_path}', '--device=cpu', '--serve', f'--port={port}', check=False)
+    assert done.returncode == 1 and f'cannot listen at port {port} of 127.0.0.1' in done.stderr
 
 
 @pytest.mark.parametrize('port', [80000, -1])

@@ -9,8 +9,8 @@ import pytest
 import torch
 from helpers import continue_texts, run_forked, start_script
 
-from data.chat_template import ChatTemplate
-from data.tokenizer import CharTokenizer
+from data.tokens.chat_template import ChatTemplate
+from data.tokens.tokenizer import CharTokenizer
 from kilogpt.chat import terminal
 from kilogpt.chat.conversation import Conversation
 from kilogpt.generate import engine as module
@@ -218,3 +218,8 @@ def test_ctrl_c_ends_only_the_answer(trained):
 def test_bad_input_is_refused_in_one_sentence(trained, arguments, words):
     done = chat(trained, '', *arguments, check=False)
     assert done.returncode == 1 and words in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_message_that_nobody_reads_is_refused(tmp_path):
+    done = run_forked('sample.py', f'--out_dir={tmp_path}', '--device=cpu', '--system=Be kind', check=False)
+    assert done.returncode == 1 and "system is 'Be kind', but only --chat reads it" in done.stderr

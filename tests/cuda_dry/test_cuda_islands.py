@@ -40,4 +40,4 @@ def test_islands_exchange_in_one_order_and_wait_in_exchanges_alone(dry_run, sett
     assert waits_of(run, between) == {}
     for iteration in with_exchange:
         assert {place.split()[0] for place in waits_of(run, [iteration])} == {
-            'kilogpt/islands/outer_optimizer.py', 'kilogpt/metrics.py'}
+            'kilogpt/islands/outer_optimizer.py', 'kilogpt/run/metrics.py'}

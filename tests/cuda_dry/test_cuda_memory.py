@@ -13,7 +13,7 @@ LAYOUTS = {'': 1, '--activation_checkpoint=selective': 1, '--activation_checkpoi
 
 @pytest.fixture(scope='session')
 def tokens(tmp_path_factory):
-    from data.prepare import write_random_tokens
+    from data.make.prepare import write_random_tokens
     folder = tmp_path_factory.mktemp('tokens')
     write_random_tokens(folder, 50257, 2 ** 16)
     return folder

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from kilogpt import metrics
+from kilogpt.devices import cuda_graph
 from kilogpt.devices.cuda_graph import GraphedPasses, can_record
 from kilogpt.layers.preferences import use_preferences
+from kilogpt.run import metrics
 from model import GPT, GPTConfig
 
 pytestmark = pytest.mark.quick
@@ -49,7 +50,7 @@ def passes(monkeypatch):
 
     segments = [dict(segment_pool_id=(0, 1), total_size=9e9, active_size=2e9),
                 dict(segment_pool_id=(0, 0), total_size=100e9, active_size=100e9)]
-    monkeypatch.setattr(metrics, '_bytes_of_graphs', [])
+    monkeypatch.setattr(cuda_graph, 'bytes_of_graphs', [])
     monkeypatch.setattr(torch.cuda, 'max_memory_allocated', lambda device: 3e9)
     monkeypatch.setattr(torch.cuda, 'CUDAGraph', lambda: SimpleNamespace(pool=lambda: (0, 1)))
     monkeypatch.setattr(torch.cuda, 'memory_snapshot', lambda: segments)

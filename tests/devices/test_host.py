@@ -6,7 +6,7 @@ import pytest
 from helpers import ROOT, TINY, run_script
 
 from kilogpt.devices.cpus import available_cpus
-from kilogpt.metrics import read_metrics
+from kilogpt.run.metrics import read_metrics
 
 LINUX = pytest.mark.skipif(not os.path.exists('/proc/self/schedstat'), reason='needs Linux and its schedstat')
 

@@ -8,9 +8,9 @@ import statistics
 import pytest
 
 from helpers import run_forked
+from data.tokens.tokenizer import CharTokenizer
 from kilogpt.evaluate.core import read_core
 from kilogpt.evaluate.tasks import Encoder, Score, encode_task, mean_ratio, read_task, score_task
-from data.tokenizer import CharTokenizer
 
 TOKENIZER = CharTokenizer.from_text(map(chr, range(32, 128)))
 pytestmark = pytest.mark.quick

@@ -12,9 +12,9 @@ import torch
 from torch.nn import functional as F
 
 from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights
-from kilogpt.metrics import flops_per_token
 from kilogpt.prove import observer
 from kilogpt.prove.compare import relative_error
+from kilogpt.run.metrics import flops_per_token
 from model import GPT, GPTConfig
 
 MOE = ('--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --n_shared_experts=1 '

@@ -12,11 +12,11 @@ from published import ROWS, predict
 from test_parallel import BASE, MODELS, MODERN
 from torch.distributed.pipelining import schedules
 
-from data.prepare import write_random_tokens
-from kilogpt.plan import memory_model, time_model
-from kilogpt.plan.shape import Shape
+from data.make.prepare import write_random_tokens
 from kilogpt.configurator import config_of
 from kilogpt.parallel.layout import SCHEDULES, SPLIT_BACKWARD, Layout
+from kilogpt.plan import memory_model, time_model
+from kilogpt.plan.shape import Shape
 from model import GPT, GPTConfig
 
 # --- memory -------------------------------------------------------------------------------------------------

@@ -87,9 +87,9 @@ MISTAKES = {
          "        x = self.transformer.ln_f(x)\n": "        x = self.transformer.ln_f(self.ln_0(x))\n"},
         'pp2', ['ln_0.weight is in no block, so every pipeline stage has a copy']),
     'one layer in two blocks': (
-        {"        self.to_empty(device=torch.get_default_device())\n":
+        {"        self._apply(lambda x:":
          "        self.transformer.h['1'].mlp = self.transformer.h['0'].mlp\n"
-         "        self.to_empty(device=torch.get_default_device())\n"},
+         "        self._apply(lambda x:"},
         'dp2; pp2', ['transformer.h.0.mlp.c_fc.weight = transformer.h.1.mlp.c_fc.weight',
                      'one parameter has two names']),
     'something kept from one micro-batch to the next': (
