@@ -13,12 +13,12 @@ import os
 import sys
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', '..'))
-from kilogpt.configurator import configure, exit_on_error
-from kilogpt.convert.any_tokenizer import find_tokenizer
-from kilogpt.learn.reward_process import open_task
 from data.datasets import places_of
-from data.messages import ConversationEncoder
-from data.prepare import check_unused, write_dataset
+from data.make.messages import ConversationEncoder
+from data.make.prepare import check_unused, write_dataset
+from kilogpt.configurator import configure, exit_on_error
+from kilogpt.learn.reward_process import open_task
+from kilogpt.weights.any_tokenizer import find_tokenizer
 
 task = ''  # a task of reasoning-gym, such as chain_sum
 options = ''  # of the task, such as 'max_terms=2, max_digits=2'; '' = those of reasoning-gym

@@ -9,7 +9,7 @@ import statistics
 
 import numpy as np
 
-from data.chat_template import ChatTemplate, check_messages
+from data.tokens.chat_template import ChatTemplate, check_messages
 from data.loader import shuffled
 from data.tokens.tokenizer import get_tokenizer
 from kilogpt.evaluate import batches
