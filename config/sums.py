@@ -16,5 +16,5 @@ dtype = 'float32'
 # The run ends long before the decay does: what a low learning rate finds, the noise of rewards destroys at once.
 learning_rate, min_lr, warmup_iters, lr_decay_iters = 4e-3, 4e-4, 20, 1000
 weight_decay = 0.0
-max_iters = 340
-eval_interval, eval_iters, log_interval = 340, 5, 50
+max_iters = 350
+eval_interval, eval_iters, log_interval = 350, 5, 50

@@ -374,3 +374,17 @@ def test_prompts_that_cannot_be_get_a_sentence(train, start, tmp_path, row, sent
 def test_keys_that_do_not_fit_get_a_sentence(train, start, keys, sentence):
     run = train(*arguments_of(start), *keys, check=False)
     assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr
+
+
+@pytest.mark.slow
+def test_model_learns_to_add_by_rewards_alone(tmp_path):
+    """A short form of docs/rewards.md. Each mean is of 5,120 texts, so that its standard error is below 0.006."""
+    sums, out = tmp_path / 'sums', tmp_path / 'out'
+    run_script('data/sums/prepare.py', f'--out={sums}')
+    run_script('train.py', 'config/sums.py', f'--dataset={sums}', f'--out_dir={out}', '--device=cpu', '--max_iters=350')
+    run_script('train.py', 'config/sums_rewards.py', f'--init_from={out}', f'--out_dir={out}-rewards', '--device=cpu',
+               f'--dataset={sums}', f'--rl_prompts={sums}/train.jsonl', '--rl_val_prompts=', '--max_iters=60',
+               '--lr_decay_iters=450', '--eval_interval=60', '--eval_iters=0', '--keep_checkpoints=0')
+    lines = [json.loads(line) for line in (tmp_path / 'out-rewards' / 'metrics.jsonl').read_text().splitlines()]
+    passed = [line['passed'] for line in lines if 'without_reward' in line]
+    assert len(passed) == 60 and np.mean(passed[-10:]) > np.mean(passed[:10]) + 0.02
