@@ -344,7 +344,7 @@ NEEDS = {
     'python -m kilogpt.plot out-peers': 'the runs of the command before',
     'python -m kilogpt.plan config/gpt_70b_3d.py --gpus=1024 --gpu=H100 --as_given --mtbf': 'no more than '
     'tests/plan/test_failures.py does',
-    **dict.fromkeys(('python -m kilogpt.replicas', 'torchft_lighthouse', 'export TORCHFT_LIGHTHOUSE',
+    **dict.fromkeys(('python -m kilogpt.replicas', 'RUST_LOG=error torchft_lighthouse', 'export TORCHFT_LIGHTHOUSE',
                      'torchrun --nproc_per_node=8 --max-restarts=100'), 'torchft: tests/replicas starts them'),
     'python train.py config/quickstart.py --mixer_pattern=DDDA': 'trained by the draws of prove, and read by tests/test_delta.py',
     'python sample.py --out_dir=out-hybrid': 'the run of the command before',

@@ -57,8 +57,9 @@ def _report_error(kind, error, trace):
 def follows_from_another(error):
     """Whether an exception, or one that caused it, is that another process has ended."""
     while error is not None:
-        if re.search('gloo.*(peer|closure|Socket closed|Broken pipe|Timed out|Read error|Write error)',
-                     str(error)):
+        # A transport error is that of the manager of replicas (kilogpt/replicas), in the main process.
+        if re.search('gloo.*(peer|closure|Socket closed|Broken pipe|Timed out|Read error|Write error)|'
+                     'transport error', str(error)):
             return True
         # Other errors of communication have causes of their own, unless another process has failed before.
         if isinstance(error, dist.DistError) and not _is_first_error():

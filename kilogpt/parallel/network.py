@@ -30,18 +30,20 @@ def describe_nodes(out_dir, data_dir):
     return [f'nodes       all share {shared}; {data} {data_dir}']
 
 
-def choose_gloo_interface():
+def choose_gloo_interface(meeting_point=None):
     """On several nodes, set GLOO_SOCKET_IFNAME to the interface that other nodes reach, unless it is set.
 
+    meeting_point: a host that other nodes reach, if not only the nodes of this torchrun take part.
+
     By default gloo listens at the address of the host's name, which on Debian is 127.0.1.1. The interface
-    that is chosen is the one whose route leads to the first node (MASTER_ADDR). On the first node itself,
+    that is chosen is the one whose route leads to the first node (MASTER_ADDR), or to the meeting point. On the first node itself,
     whose name may have a loopback address, the default route's interface is chosen. If neither is known,
     nothing is set.
     """
-    if not spans_nodes() or 'GLOO_SOCKET_IFNAME' in os.environ:
+    if not (spans_nodes() or meeting_point) or 'GLOO_SOCKET_IFNAME' in os.environ:
         return
     # The second address is reserved for documentation (RFC 5737): only the default route leads there.
-    for host in (os.environ.get('MASTER_ADDR'), '192.0.2.1'):
+    for host in (meeting_point or os.environ.get('MASTER_ADDR'), '192.0.2.1'):
         name = interface_to(host)
         if name:
             os.environ['GLOO_SOCKET_IFNAME'] = name

@@ -66,9 +66,12 @@ class Group:
             RANK=str(rank), LOCAL_RANK=str(self.number * count + rank))) for rank in range(count)]
 
     def exit_code(self):
-        """None while all run, then the first exit code other than 0, or 0 if all have ended with it."""
+        """None while all run, then the lowest exit code other than 0, or 0 if all have ended with it.
+
+        The code of a process that was killed is negative. That of another, which noticed it, is not.
+        """
         codes = [process.poll() for process in self.processes]
-        return next((code for code in codes if code), None if None in codes else 0)
+        return min((code for code in codes if code), default=None if None in codes else 0)
 
     def send(self, number):
         for process in self.processes:
@@ -102,10 +105,11 @@ def main():
     port, received = free_port(), []
     for name in ('SIGTERM', 'SIGINT'):
         signal.signal(getattr(signal, name), lambda number, frame: received.append(number))
-    lighthouse = start_lighthouse(port, timeout)
-    # The lighthouse must be found by its clients as soon as they start, which takes them longer.
-    environment = os.environ | dict(NUM_REPLICA_GROUPS=str(options.replicas), REPLICAS_BEGAN=str(time.time()),
-                                    TORCHFT_LIGHTHOUSE=f'http://127.0.0.1:{port}')
+    lighthouse = start_lighthouse(port, timeout)  # its clients find it, since they take longer to start
+    # With stack traces of connections to a lost process, warnings of torch would hide the lines that matter.
+    environment = dict(TORCH_CPP_LOG_LEVEL='ERROR') | os.environ | dict(
+        NUM_REPLICA_GROUPS=str(options.replicas), REPLICAS_BEGAN=str(time.time()),
+        TORCHFT_LIGHTHOUSE=f'http://127.0.0.1:{port}')
     groups = [Group(number, options, environment) for number in range(options.replicas)]
     codes, deadline, n_told = [], float('inf'), 0
     while groups and time.monotonic() < deadline:

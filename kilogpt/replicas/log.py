@@ -45,6 +45,11 @@ class ReplicaLog(Metrics):
         del self.pending[:self._n_written]
         self._n_written, self._is_checked = 0, self.file is not None
 
+    @property
+    def is_unwritten(self):
+        """Whether lines of this leader wait in its memory for room on the disk."""
+        return self.file is not None and self.disk_is_full
+
     def _open(self):
         Metrics.__init__(self, self.out_dir, True, self.config, None, self.iteration, prints=True)
         if self.begin is None:

@@ -4,10 +4,14 @@ torchft (github.com/pytorch/torchft, BSD) has the servers: a lighthouse that all
 manager for each replica, whose processes vote on each update. Only its `coordination` interface, its process
 groups and its HTTP transport are used.
 """
+import math
 import os
 import pickle
 import socket
+import sys
+import threading
 import time
+import urllib.parse
 import urllib.request
 import uuid
 import warnings
@@ -21,6 +25,8 @@ from torch.distributed._serialization import _streaming_load
 from torchft.checkpointing import HTTPTransport
 from torchft.coordination import ManagerClient, ManagerServer
 from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+from kilogpt.parallel.network import choose_gloo_interface
 
 CONNECT_SECONDS = 5  # in which the members of a new quorum connect; one of them may have been lost since
 warnings.filterwarnings('ignore', 'The given buffer is not writable')  # of a received tensor, which is only read
@@ -56,11 +62,11 @@ class SafeTransport(HTTPTransport):
 class Membership:
     """The part of this replica in the quorums of all. All processes of the replica make the same calls.
 
-    processes: those of the replica. name: a string, unique for each start; the smallest name leads.
+    processes: those of the replica. name: of `unique_name`; the smallest leads.
     lighthouse: its URL. timeout: seconds after which an operation with other replicas has failed.
 
     index, count: this replica among the members of the last quorum. step: the number of updates on which the
-    replicas have agreed. names: those of the members.
+    replicas have agreed. names: those of the members, each with the address of its store.
     """
 
     def __init__(self, processes, name, lighthouse, timeout):
@@ -68,6 +74,10 @@ class Membership:
         self.index, self.count, self.step, self.names = 0, 1, 0, []
         self.failures = 0  # in a row; tells the lighthouse to connect the members again
         self._quorum, self._is_broken = None, False
+        self._asked_at = math.inf  # when this replica has asked for the quorum that it waits for
+        host = urllib.parse.urlsplit(lighthouse).hostname
+        if host != '127.0.0.1':  # that of a launcher, all of whose replicas are on this machine
+            choose_gloo_interface(host)
         on_gpu = processes.device.type == 'cuda'
         self.group = with_timeout(ProcessGroupNCCL if on_gpu else ProcessGroupGloo)(
             timedelta(seconds=timeout if on_gpu else min(timeout, CONNECT_SECONDS)))
@@ -78,13 +88,30 @@ class Membership:
             host = socket.gethostname()
             self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
             self._server = ManagerServer(
-                replica_id=name, lighthouse_addr=lighthouse, hostname=host, bind='[::]:0',
+                replica_id=f'{name}@{host}:{self._store.port}', lighthouse_addr=lighthouse, hostname=host, bind='[::]:0',
                 store_addr=f'{host}:{self._store.port}', world_size=processes.world_size,
                 heartbeat_interval=timedelta(milliseconds=100), connect_timeout=self.timeout,
                 # The manager waits QUORUM_SECONDS / (retries + 1) before it asks a lighthouse again that has failed.
                 quorum_retries=5 * QUORUM_SECONDS)
             addresses = self._server.address()
+            threading.Thread(target=self._watch_lighthouse, args=[lighthouse], daemon=True).start()
         self._client = ManagerClient(processes.share(addresses), connect_timeout=self.timeout)
+
+    def _watch_lighthouse(self, url):
+        """Say, from a thread, that this replica waits for a lighthouse that does not answer; once each time."""
+        address, is_told = urllib.parse.urlsplit(url), False
+        while True:
+            time.sleep(1)
+            if time.monotonic() - self._asked_at < CONNECT_SECONDS:
+                is_told = False
+                continue
+            try:
+                socket.create_connection((address.hostname, address.port), CONNECT_SECONDS).close()
+            except OSError as error:
+                if not is_told:
+                    print(f'the lighthouse at {url} does not answer ({error.strerror or error}): waiting for it',
+                          file=sys.stderr, flush=True)
+                is_told = True
 
     def meet(self, state, load):
         """Form a quorum with the replicas that ask for one, and connect to its members.
@@ -94,10 +121,12 @@ class Membership:
         """
         has_loaded = False
         while True:
+            self._asked_at = time.monotonic()
             quorum = self._client._quorum(
                 group_rank=self.processes.rank, step=self.step, checkpoint_metadata=self._transport.metadata(),
                 shrink_only=False, timeout=timedelta(seconds=QUORUM_SECONDS), commit_failures=self.failures,
                 init_sync=False)
+            self._asked_at = math.inf
             is_new = (quorum.quorum_id, quorum.replica_ids) != self._quorum
             if quorum.recover_dst_replica_ranks:
                 self._transport.send_checkpoint(
@@ -121,11 +150,21 @@ class Membership:
         self.names = list(quorum.replica_ids)
         if is_new:
             self._quorum, self._is_broken = (quorum.quorum_id, quorum.replica_ids), False
+            self._knock()
             # A lighthouse that was started again counts from 1, but the store still has the addresses of old groups.
             unique = uuid.uuid5(uuid.NAMESPACE_OID, f'{quorum.max_step} {self.names}').hex
             self.group.configure(
                 f'{quorum.store_address}/{quorum.quorum_id}/{unique}/{self.processes.rank}', self.names[self.index],
                 self.index, self.count, quorum.quorum_id, self.processes.rank, self.processes.world_size)
+
+    def _knock(self):
+        """Raise OSError if a member is gone already. Otherwise the others would wait for CONNECT_SECONDS or longer.
+
+        The store of each member is in its main process.
+        """
+        for name in self.names:
+            host, _, port = name.partition('@')[2].rpartition(':')
+            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
 
     def _receive(self, quorum):
         peer = ManagerClient(quorum.recover_src_manager_address, connect_timeout=self.timeout)

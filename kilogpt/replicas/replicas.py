@@ -21,6 +21,7 @@ from kilogpt.replicas.log import ReplicaLog, ReplicaSignals
 from kilogpt.run import checkpoint
 
 VARIABLES = 'REPLICA_GROUP_ID', 'NUM_REPLICA_GROUPS', 'TORCHFT_LIGHTHOUSE'  # as torchft's own launchers set them
+ALONE_BYTES = 2 ** 20  # from which on copying a gradient takes longer than a message of its own
 LAST_SECONDS = 3600.0  # for which the other replicas wait for the last checkpoint
 
 
@@ -94,7 +95,8 @@ class Replicas:
         if not set(names_before) <= set(members.names):  # perhaps one was lost after the last update
             self.failed_at = self.failed_at or began
         if names_before and members.names != names_before:
-            self.processes.say(f'members at iteration {run.iteration}: {len(names_before)} -> {members.count}')
+            self.processes.say(f'members at iteration {run.iteration}: {len(names_before)} -> {members.count} '
+                               f'({describe_change(names_before, members.names)})')
         self.owes_save |= self.is_lead and not led_before and self.lead_saves
         if self.processes.is_main:
             run.log.lead() if self.is_lead else run.log.follow()
@@ -112,7 +114,8 @@ class Replicas:
                   for router in routers.values()]
         is_leader = self.is_lead and self.processes.is_main
         wants_save = is_leader and (run.wants_save() or self.owes_save)
-        numbers = [is_leader and run.saver.under_way, is_leader and run.log.begin, *run.signals.here(wants_save)]
+        numbers = [is_leader and run.saver.under_way, is_leader and run.log.begin,
+                   is_leader and run.log.is_unwritten, *run.signals.here(wants_save)]
         numbers = torch.tensor(numbers, dtype=torch.float64)
         names = sorted(sums)
         vector = torch.cat([part.detach().double().reshape(-1).to(loss_sum.device) for part in [
@@ -132,9 +135,10 @@ class Replicas:
             stage.sums[name] = value.squeeze().float()
         for router, value in zip(routers.values(), parts[2 + len(names):]):
             router.n_tokens = value.round().to(torch.int64)
-        lead_saves, begin, *run.signals.agreed = parts[0].tolist()
+        lead_saves, begin, is_unwritten, *run.signals.agreed = parts[0].tolist()
         self.lead_saves, run.log.begin, self.owes_save = bool(lead_saves), int(begin), False
-        run.log.agreed()
+        if is_leader or not is_unwritten:  # the others keep what only the leader's memory has
+            run.log.agreed()
         now = time.perf_counter()
         self.processes.record_wait(began, now)
         self.recovered_ms = 1000 * (now - self.failed_at) if self.failed_at else 0.0
@@ -149,18 +153,17 @@ class Replicas:
             yield parameter
 
     def _add_up_gradients(self, gradients, vector):
-        """Sum gradients in buckets, of which one is under way while the next is filled, and a vector."""
+        """Sum gradients, of which one message is under way while the next is filled, and a vector.
+
+        A large gradient is summed where it is. The others are copied into buckets.
+        """
         waits = [(self.members.add_up([vector]), [], None)]
-        buckets, room = [], 0
-        for gradient in gradients:
-            if gradient.nbytes > room or buckets[-1][0].dtype != gradient.dtype:
-                buckets.append([])
-                room = BUCKET_BYTES
-            buckets[-1].append(gradient)
-            room -= gradient.nbytes
-        for bucket in buckets if self.members.count > 1 else ():
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-            waits.append((self.members.add_up([flat]), bucket, flat))
+        for bucket in _buckets(gradients) if self.members.count > 1 else ():
+            if len(bucket) == 1 and bucket[0].is_contiguous():
+                waits.append((self.members.add_up([bucket[0].view(-1)]), [], None))
+            else:
+                flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+                waits.append((self.members.add_up([flat]), bucket, flat))
             if len(waits) > 2 and not _finish(*waits.pop(0)):
                 return False
         return all(_finish(*each) for each in waits)
@@ -170,15 +173,22 @@ class Replicas:
         return dict(members=self.members.count, recovered_ms=self.recovered_ms)
 
     def finish(self):
-        """Wait until all replicas get here, and until the one that leads has saved the last checkpoint."""
+        """Wait until all replicas get here, and until the one that leads has saved the last checkpoint.
+
+        All end with exit code 1 if it could not.
+        """
         run = self.run
         self.members.group.seconds = LAST_SECONDS
         while True:
             if self.processes.is_main:
                 run.log.lead() if self.is_lead else run.log.follow()
-            wait = self.members.add_up([torch.zeros(1, device=self.processes.device)])
-            is_here = wait is not None and wait()
+            has_failed = torch.tensor([float(self.is_lead and run.ending.exit_code == 1)], device=self.processes.device)
+            wait = self.members.add_up([has_failed])
+            with run.cluster.watchdog.suspended():
+                is_here = wait is not None and wait()
             if self.members.vote() and is_here:
+                if has_failed and run.ending.exit_code != 1:
+                    run.ending = run.ending._replace(exit_code=1)
                 return
             self.begin()
             saved = [checkpoint.iteration_of(path) for path in checkpoint.find(run.cluster.out_dir)]
@@ -230,6 +240,29 @@ class Replicas:
         run.signals.agreed = tuple(own['agreed'])
         run.log.pending = [tuple(pair) for pair in own['pending']] if self.processes.is_main else []
         run.log.begin = own['begin']
+
+
+def _buckets(gradients):
+    """Yield lists of gradients, each of one dtype. A large gradient is alone."""
+    bucket, room = [], BUCKET_BYTES
+    for gradient in gradients:
+        if gradient.nbytes >= ALONE_BYTES:
+            yield [gradient]
+            continue
+        if bucket and (gradient.nbytes > room or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, room = [], BUCKET_BYTES
+        bucket.append(gradient)
+        room -= gradient.nbytes
+    if bucket:
+        yield bucket
+
+
+def describe_change(before, after):
+    """Which replicas the names of members say are lost, and which have joined."""
+    changes = dict(lost=set(before) - set(after), joined=set(after) - set(before))
+    numbers = {change: sorted(int(name.split('-')[1]) for name in names) for change, names in changes.items()}
+    return '; '.join(f'{change}: replica {", ".join(map(str, found))}' for change, found in numbers.items() if found)
 
 
 def _finish(wait, gradients, flat):

@@ -35,8 +35,8 @@ class Watchdog:
         self.rank, self.world_size, self.folder = processes.rank, processes.world_size, folder
         self.later_limit, self.limit = limit, 3 * limit
         self.last_beat = time.monotonic()
-        if self.world_size > 1:
-            store = dist.distributed_c10d._get_default_store()
+        if self.world_size * processes.replicas > 1:
+            store = dist.distributed_c10d._get_default_store() if self.world_size > 1 else dist.HashStore()
             if hasattr(store, 'clone'):  # a second connection, since the main thread may hang in the first
                 store = store.clone()
             self.store = dist.PrefixStore('watchdog', store)
@@ -180,8 +180,10 @@ def culprits(reports, world_size):
 
     These are the ranks that do not wait for others; without any, those that sent no report; without any,
     those that have not reached a collective in which others wait, and wait in collectives that all have
-    reached.
+    reached. A process alone, which is a replica of others, holds them up.
     """
+    if world_size == 1:
+        return [0]
     busy = [rank for rank, report in reports.items() if not report['waits']]
     silent = [rank for rank in range(world_size) if rank not in reports]
     waits_for = {rank: set() for rank in reports}  # {rank: the ranks that it waits for}

@@ -1,4 +1,4 @@
-"""Each update takes 300 ms longer until the file HURRY exists. This file also works as a config file."""
+"""Each update takes 300 ms longer (PACE seconds) until the file HURRY exists. This file also works as a config file."""
 import os
 import time
 
@@ -9,7 +9,7 @@ _exchange = Signals.exchange
 
 def _paced_exchange(*args, **options):  # train.py calls it once an iteration
     if not os.path.exists(os.environ['HURRY']):
-        time.sleep(0.3)
+        time.sleep(float(os.environ.get('PACE', 0.3)))
     return _exchange(*args, **options)
 
 
