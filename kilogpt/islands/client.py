@@ -1,9 +1,10 @@
-"""The client of an island that is a job of its own: how its processes talk to the server of server.py.
+"""The client of an island that is a job of its own: how it talks to the server of server.py.
 
 Client and server first prove to each other that they know KILOGPT_SECRET. After that, a message is the length
 of a JSON object, the object, and raw bytes whose sizes the object names. Nothing that arrives is unpickled.
 Messages are neither encrypted nor signed, which is the task of a tunnel (docs/islands.md).
 """
+import hashlib
 import hmac
 import json
 import os
@@ -11,9 +12,9 @@ import socket
 import struct
 import threading
 import time
-from typing import NamedTuple
+import uuid
 
-MAGIC = b'kiloGPT islands 1\n'
+MAGIC = b'kiloGPT islands 2\n'
 HANDSHAKE_TIMEOUT = 10  # seconds in which the other end must prove that it knows the secret
 SILENCE_TIMEOUT = 60  # seconds without a byte after which a connection counts as lost
 PERIOD = 2  # seconds within which the server answers each request, and an island sends a sign of life
@@ -128,52 +129,27 @@ def receive_bytes(connection, size, on_progress=lambda: None):
 
 # --- an island ----------------------------------------------------------------------------------------------
 
-class ExchangeResult(NamedTuple):
-    """The result of an exchange: {island: uint8 tensor} of its members, and the islands that join."""
-    payloads: dict
-    joining: list
-
-
-class JoinState(NamedTuple):
-    """What a joining island takes over from a member: plain values, and a payload, a uint8 tensor."""
-    state: dict
-    payload: object
-
-
-class PendingRequest:
-    """A request that a thread repeats until the island has taken the answer. kind: 'exchange' or 'join'."""
-
-    def __init__(self, kind, payload=None):
-        self.kind, self.payload = kind, payload
-        self.answers = {}  # {mark: (header, payloads)}; several if the server was restarted
-        self.mark = 0  # the mark of the newest answer
-        self.is_taken = threading.Event()
-
-
 class IslandClient:
-    """The connection of one rank to the ranks of the other islands that hold the same part of the parameters.
+    """The connection of an island to the server, through which it exchanges with the others.
 
     address: HOST:PORT of the server. island: the number of this island.
-    place, places: the ranks of an island that exchange have the places 0, 1, ..., places - 1.
-    job: a random name, the same on all ranks of the island. Of two jobs of one island, the later one counts.
     settings: plain values in which all islands must agree, `islands` and `outer_timeout` among them.
     number, history: the next exchange, and the `history` that a checkpoint kept; 0 and () at the beginning.
     say(text): prints.
     ValueError if the secret is missing; `register` raises it if the server cannot be reached or refuses.
-
-    Each answer of the server has a mark, a number that names the decision in it: after a restart, the server
-    may decide an exchange again. All ranks of an island must take an answer of the same mark.
     """
 
-    def __init__(self, address, island, place, places, job, settings, number=0, history=(), say=print):
+    def __init__(self, address, island, settings, number=0, history=(), say=print):
         self.address, self.secret = parse_address(address), read_secret()
-        self.introduction = dict(island=island, place=place, job=job, settings=settings | dict(places=places))
-        self.island, self.places, self.say = island, places, say
-        self.position = number, list(history or (0, ''))  # the next exchange, and the history before it
+        # Of two jobs of one island, the one that has registered later counts.
+        self.introduction = dict(island=island, job=uuid.uuid4().hex, settings=settings)
+        self.island, self.say = island, say
+        self.position = [number, list(history or (0, ''))]  # the next exchange, and the history before it
         self.last_progress = time.monotonic()  # when the server last sent or took a byte
         self.is_waiting_for_server = False  # whether the log says that the server does not answer
-        self.request, self.mark = None, 0
         self.is_member = False  # whether the other islands may expect this one at the next exchange
+        self.payload = None  # what this island has sent in the last exchange
+        self.answer = None  # (header, payloads) for the request under way, once they have arrived
         self.state_sender = None  # the thread of `send_state`
 
     @property
@@ -182,7 +158,7 @@ class IslandClient:
         return self.position[1]
 
     def register(self, patience=10):
-        """Introduce this rank to the server.
+        """Introduce this island to the server.
 
         Returns whether the island continues from its own state. If not, other islands are ahead of it, and it
         has to join them. patience: seconds in which the server must be reached.
@@ -191,9 +167,7 @@ class IslandClient:
         while True:
             try:
                 with self._connect() as connection:
-                    send(connection, self._message('hello'))
-                    header, _ = receive(connection)
-                self._raise_if_refused(header)
+                    header, _ = self._ask(connection, dict(kind='hello', position=self.position))
                 break
             except Refused as error:
                 raise ValueError(f'outer_store={self._name()} refuses this island: {error}') from None
@@ -203,53 +177,45 @@ class IslandClient:
                         f'outer_store={self._name()} cannot be reached ({error}): start '
                         'python -m kilogpt.islands there, or set another --outer_store') from None
                 time.sleep(0.5)
-        self.last_progress = time.monotonic()
         self.is_member = header['status'] == 'start'
-        if self.introduction['place'] == 0:
-            threading.Thread(target=self._send_signs_of_life, daemon=True).start()
+        threading.Thread(target=self._send_signs_of_life, daemon=True).start()
         return self.is_member
 
     def start(self, number, payload):
-        """Start exchange `number` with this rank's payload, a 1-D uint8 CPU tensor that must not change."""
+        """Start exchange `number` with a payload, a 1-D uint8 CPU tensor that must not change."""
         assert number == self.position[0]
-        self._start_request(PendingRequest('exchange', memoryview(payload.numpy())))
+        self.payload = payload
+        self._start_request('exchange', payload)
 
     def start_joining(self):
         """Start to wait for the next exchange of the others, and for the state to take over after it."""
         self.is_member = False
-        self._start_request(PendingRequest('join'))
+        self._start_request('join')
 
-    def arrived_mark(self):
-        """The mark of the newest answer, or 0 without one. The ranks of an island must compare these."""
-        self.mark = self.request.mark
-        return self.mark
+    def has_arrived(self):
+        """Whether the server has answered what was started."""
+        return self.answer is not None
 
     def result(self):
-        """Take the answer of the last `arrived_mark`, which must be the same on all ranks of the island.
+        """Take the answer that has arrived: (facts, payloads), the payloads as uint8 tensors.
 
-        After `start`: an ExchangeResult, or None if the others continued without this island, which has to
-        join. After `start_joining`: a JoinState, or None if nobody is ahead any more, so that the island
-        continues from its own state.
+        After `start`: the facts are `islands`, whose payloads these are, and `joining`. They are None if the
+        others continued without this island, which has to join.
+        After `start_joining`: the facts are the state to take over, with one payload. They are None if nobody
+        is ahead any more, so that the island continues from its own state.
         """
-        request, self.request = self.request, None
-        request.is_taken.set()
-        header, payloads = request.answers[self.mark]
-        if header['status'] == 'behind':
-            return None
-        self.is_member = True
-        if header['status'] == 'start':
-            return None
-        self.position = header['number'], header['history']
+        header, payloads = self.answer
+        payloads = [_as_tensor(payload) for payload in payloads]
+        self.is_member = header['status'] != 'behind'
+        if header['status'] in ('behind', 'start'):
+            return None, []
+        self.position = header['position']
         if header['status'] == 'state':
-            return JoinState(header['state'], _as_tensor(payloads[0]))
-        members = header['members']
-        if len(payloads) < len(members):  # the answer leaves out the island's own payload
-            others = [island for island in members if island != self.island]
-            by_island = dict(zip(others, map(_as_tensor, payloads)))
-            by_island[self.island] = _as_tensor(request.payload)
-        else:
-            by_island = dict(zip(members, map(_as_tensor, payloads)))
-        return ExchangeResult({island: by_island[island] for island in sorted(by_island)}, header['joining'])
+            return header['state'], payloads
+        by_island = dict(zip(header['islands'], payloads))
+        by_island.setdefault(self.island, self.payload)  # which the server does not send back
+        islands = sorted(by_island)
+        return dict(islands=islands, joining=header['joining']), [by_island[island] for island in islands]
 
     def send_state(self, state, payload):
         """Send the state after the last exchange to the islands that join, while training continues.
@@ -257,8 +223,13 @@ class IslandClient:
         state: plain values. payload: a uint8 CPU tensor, which must not change. After the next exchange the
         state is out of date, and is not sent any more.
         """
-        self.state_sender = threading.Thread(target=self._send_state, args=(self.position, state, payload),
-                                             daemon=True)
+        position = self.position
+
+        def is_wanted():
+            return position == self.position
+
+        self.state_sender = threading.Thread(target=self._request, daemon=True,
+                                             args=('state', payload, is_wanted, dict(state=state)))
         self.state_sender.start()
 
     def wait_until_state_is_sent(self):
@@ -272,36 +243,37 @@ class IslandClient:
 
     # --- in threads -----------------------------------------------------------------------------------------
 
-    def _start_request(self, request):
-        self.request, self.last_progress = request, time.monotonic()
-        threading.Thread(target=self._repeat, args=(request,), daemon=True).start()
+    def _start_request(self, kind, payload=None):
+        self.answer, self.last_progress = None, time.monotonic()
 
-    def _repeat(self, request):
-        """Repeat a request until it is answered, or, with several ranks, until the answer is taken."""
-        while not request.is_taken.is_set():
+        def wait_for_answer():
+            self.answer = self._request(kind, payload)
+
+        threading.Thread(target=wait_for_answer, daemon=True).start()
+
+    def _request(self, kind, payload=None, is_wanted=lambda: True, fields={}):
+        """Repeat a request until it is answered; returns (header, payloads), or None if not wanted any more.
+
+        The server asks for the payload unless it has one with this digest already.
+        """
+        message, parts = dict(kind=kind, position=self.position, **fields), []
+        if payload is not None:
+            parts = [memoryview(payload.numpy())]
+            message |= dict(digest=hashlib.sha256(parts[0]).hexdigest())
+        while is_wanted():
             try:
                 with self._connect() as connection:
-                    while not request.is_taken.is_set() and not (request.mark and self.places == 1):
-                        self._ask(connection, request)
-                    return
+                    header, payloads = self._ask(connection, message)
+                    while header['status'] in ('wait', 'send'):
+                        is_asked = header['status'] == 'send'
+                        header, payloads = self._ask(connection, message, parts if is_asked else ())
+                return header, payloads
             except (OSError, ValueError) as error:
-                self._report_silence(error)
-                request.is_taken.wait(1)
-
-    def _ask(self, connection, request):
-        send(connection, self._message(request.kind, have=request.mark))
-        header, payloads = receive(connection, self._note_progress)
-        self._raise_if_refused(header)
-        if self.is_waiting_for_server:
-            self.is_waiting_for_server = False
-            self.say(f'outer_store {self._name()} answers again')
-        if header['status'] == 'send':
-            send(connection, self._message('payload'), [request.payload], self._note_progress)
-        elif header['status'] == 'same':  # another rank of this island is still waiting for the answer
-            request.is_taken.wait(PERIOD)
-        elif header['status'] != 'wait':
-            request.answers[header['mark']] = header, payloads
-            request.mark = header['mark']
+                if not self.is_waiting_for_server:
+                    self.is_waiting_for_server = True
+                    self.say(f'outer_store {self._name()} does not answer ({error}): trying again')
+                time.sleep(1)
+        return None
 
     def _send_signs_of_life(self):
         """Tell the server every PERIOD that this island is alive, and at which exchange."""
@@ -310,26 +282,15 @@ class IslandClient:
                 with self._connect() as connection:
                     while True:
                         if self.is_member:
-                            send(connection, self._message('here'))
-                            self._raise_if_refused(receive(connection)[0])
+                            message = dict(kind='here', position=self.position)
+                            send(connection, message)
+                            _raise_if_refused(receive(connection)[0])
                         time.sleep(PERIOD)
             except (OSError, ValueError):
                 time.sleep(PERIOD)
 
-    def _send_state(self, position, state, payload):
-        message = dict(kind='state', number=position[0], history=position[1], state=state)
-        while position == self.position:
-            try:
-                with self._connect() as connection:
-                    send(connection, message, [memoryview(payload.numpy())])
-                    self._raise_if_refused(receive(connection)[0])
-                return
-            except (OSError, ValueError) as error:
-                self._report_silence(error)
-                time.sleep(1)
-
     def _connect(self):
-        """Connect and introduce this rank to the server; returns the socket."""
+        """Connect and introduce this island to the server; returns the socket."""
         connection = socket.create_connection(self.address, HANDSHAKE_TIMEOUT)
         try:
             authenticate(connection, self.secret, is_server=False)
@@ -339,24 +300,26 @@ class IslandClient:
             raise
         return connection
 
-    def _message(self, kind, **fields):
-        number, history = self.position
-        return dict(kind=kind, number=number, history=history, **fields)
+    def _ask(self, connection, message, parts=()):
+        """(header, payloads) of the server's answer to a message; Refused if it refuses this island."""
+        send(connection, message, parts, self._note_progress)
+        header, payloads = receive(connection, self._note_progress)
+        _raise_if_refused(header)
+        if self.is_waiting_for_server:
+            self.is_waiting_for_server = False
+            self.say(f'outer_store {self._name()} answers again')
+        return header, payloads
 
     def _note_progress(self):
         self.last_progress = time.monotonic()
 
-    def _raise_if_refused(self, header):
-        if header['status'] == 'refused':
-            raise Refused(header['reason'])
-
-    def _report_silence(self, error):
-        if not self.is_waiting_for_server:
-            self.is_waiting_for_server = True
-            self.say(f'outer_store {self._name()} does not answer ({error}): trying again')
-
     def _name(self):
         return '{}:{}'.format(*self.address)
+
+
+def _raise_if_refused(header):
+    if header['status'] == 'refused':
+        raise Refused(header['reason'])
 
 
 def _as_tensor(buffer):

@@ -6,14 +6,13 @@ the islands' parameters. Streaming DiLoCo (Douillard et al. 2025, arXiv 2501.185
 in fragments, one after the other, while the islands continue to train.
 
 Each process exchanges its part of the parameters with the processes of the same rank in the other islands,
-over a link:
+over a link. All processes of an island make the same calls:
 
-    link.start(number, payload)   start exchange 0, 1, ... with a payload (uint8, on the CPU); returns at once
+    link.start(number, payload)   start exchange 0, 1, ... with a payload (uint8, on the CPU, may be empty)
     link.is_done()                whether the payloads of the others have arrived
     link.result()                 wait for the payloads, and return an ExchangeResult
 
-TorchrunLink connects islands of one torchrun. Islands that are jobs of their own have an IslandClient
-(jobs.py).
+TorchrunLink connects islands of one torchrun. Islands that are jobs of their own have a ServerLink (jobs.py).
 """
 import contextlib
 import os
@@ -27,7 +26,6 @@ import torch.distributed as dist
 
 from data import storage
 from data.schedule import ranges
-from kilogpt.islands.client import ExchangeResult
 from kilogpt.islands.outer_optimizer import OuterOptimizer
 from kilogpt.keys.islands import INTERVAL
 from kilogpt.parallel.apply import refresh, saved_parameters
@@ -37,6 +35,7 @@ from kilogpt.run import Hook
 # A run continues to the bit from a checkpoint with islands only if these keys are the same.
 FIXED_KEYS = ('islands', 'outer_interval', 'outer_fragments', 'outer_compress', 'batch_size',
               'gradient_accumulation_steps', 'block_size')
+EMPTY = torch.empty(0, dtype=torch.uint8)  # the payload of a process whose parameters another one sends
 
 
 class IslandSettings(NamedTuple):
@@ -64,6 +63,12 @@ class IslandSettings(NamedTuple):
     def of(cls, config):
         """Pick the settings from all keys of train.py."""
         return cls(**{key: config[key] for key in cls._fields})
+
+
+class ExchangeResult(NamedTuple):
+    """The result of an exchange: {island: uint8 tensor} of its members, and the islands that join."""
+    payloads: dict
+    joining: list
 
 
 class TorchrunLink:
@@ -210,7 +215,7 @@ class Islands(Hook):
         for number in range(self.started if self.resend_from is None else self.resend_from, self.started):
             self._send(number)
             if number < self.merged:
-                self._receive()
+                self.link.result()
 
     def needed_checkpoint(self):
         """The checkpoint that must be kept for the other islands, or None. To be called after each save."""
@@ -272,24 +277,19 @@ class Islands(Hook):
         wait_began = time.perf_counter()
         if not self._wait_for_others(run):
             return None
-        result, waited = self._receive(), time.perf_counter() - wait_began
+        result, waited = self.link.result(), time.perf_counter() - wait_began
         self.processes.waited['others'] += waited
         return self._merge(iteration, result, waited)
 
     def _send(self, number):
-        self._bytes_sent = 0
-        if self._is_sender:
-            payload = self.optimizer.payload(number)
-            self._bytes_sent = len(payload) * self.n_receivers
-            self.link.start(number, payload)
-
-    def _receive(self):
-        return self.link.result() if self._is_sender else ExchangeResult({}, [])
+        payload = self.optimizer.payload(number) if self._is_sender else EMPTY
+        self._bytes_sent = len(payload) * self.n_receivers
+        self.link.start(number, payload)
 
     def _wait_for_others(self, run):
         """Wait until all processes have what the other islands send. False if the run ends meanwhile."""
         polls = 0
-        while not self._has_arrived():
+        while not self.signals.all_agree(self.link.is_done()):
             if self.signals.stop or run.ending:
                 return False
             self.signals.watchdog.beat()
@@ -299,9 +299,6 @@ class Islands(Hook):
             time.sleep(0.002 if polls < 500 else 0.05)
         return True
 
-    def _has_arrived(self):
-        return self.signals.all_agree(not self._is_sender or self.link.is_done())
-
     def _end_if_abandoned(self, run):
         """Stop this process, and so all others, if an island has ended without starting this exchange."""
         if self.processes.is_main and self.link.is_abandoned(self.merged):
@@ -310,7 +307,7 @@ class Islands(Hook):
     def _merge(self, iteration, result, waited):
         """Take the outer step; returns the line for the log. waited: seconds."""
         number, means, distance, size = self.merged, {}, 0.0, 0.0
-        members, joining = self.processes.share((sorted(result.payloads), result.joining))
+        members, joining = sorted(result.payloads), result.joining
         if self._is_sender:
             means, distance, size = self.optimizer.mean(number, result.payloads)
         if self._replica_group:

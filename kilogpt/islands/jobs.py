@@ -5,18 +5,77 @@ An island that was left out joins the others: after their next exchange, it take
 the momentum and the place in the data from one of them.
 """
 import hashlib
-import math
 import time
-import uuid
+
+import torch
+import torch.distributed as dist
 
 from kilogpt.islands.client import IslandClient, parse_address, read_secret
-from kilogpt.islands.islands import Islands, IslandSettings
+from kilogpt.islands.islands import EMPTY, ExchangeResult, Islands, IslandSettings
 from kilogpt.parallel.apply import refresh
 from kilogpt.run import checkpoint
 
 # These must be the same on all islands, as must the keys in islands.FIXED_KEYS.
 COMMON_KEYS = ('seed', 'outer_lr', 'outer_momentum', 'outer_delay', 'outer_mix', 'outer_timeout')
 COMMON_DEGREES = ('zero_stage', 'dp_replicate', 'tp', 'cp', 'ep', 'pp')
+
+
+class ServerLink:
+    """The link of an island that is a job: its main process exchanges with the server, for all its processes.
+
+    What the server gets are the payloads of all processes, one after the other. So an island has one
+    connection, and its processes cannot learn of different decisions.
+
+    client: the IslandClient on the main process, None on the others.
+    """
+
+    def __init__(self, processes, client):
+        self.processes, self.client = processes, client
+
+    def start(self, number, payload):
+        """Start an exchange. payload: the part of this process, which may be empty."""
+        self._size = len(payload)
+        whole = self.gather(payload)
+        if self.client:
+            self.client.start(number, whole)
+
+    def is_done(self):
+        """Whether the server has answered."""
+        return not self.client or self.client.has_arrived()
+
+    def result(self):
+        """An ExchangeResult with the parts of this process; None if the other islands are ahead."""
+        facts, parts = self.receive(self._size)
+        return facts and ExchangeResult(dict(zip(facts['islands'], parts)), facts['joining'])
+
+    def receive(self, size):
+        """(facts, parts) of the server's answer. size: the bytes of each part, which belongs to this process."""
+        facts, payloads = self.client.result() if self.client else (None, [])
+        facts, count = self.processes.share((facts, len(payloads)))
+        sizes = [int(each) for each in self.processes.gather(size)]
+        parts = torch.empty(count, size, dtype=torch.uint8)
+        if self.client and count:
+            by_rank = list(zip(*(payload.split(sizes) for payload in payloads)))
+            parts = by_rank[0]
+            for rank in range(1, len(sizes)):
+                if sizes[rank]:
+                    dist.send(torch.stack(by_rank[rank]), rank)
+        elif len(parts.flatten()):
+            dist.recv(parts, 0)
+        return facts, parts
+
+    def gather(self, part):
+        """The bytes of all processes, one after the other, on the main process; None on the others."""
+        sizes = [int(size) for size in self.processes.gather(len(part))]
+        if self.client:
+            parts = [part, *(torch.empty(size, dtype=torch.uint8) for size in sizes[1:])]
+            for rank in range(1, len(sizes)):
+                if sizes[rank]:
+                    dist.recv(parts[rank], rank)
+            return torch.cat(parts)
+        if len(part):
+            dist.send(part, 0)
+        return None
 
 
 class IslandJob(Islands):
@@ -33,14 +92,13 @@ class IslandJob(Islands):
 
     def _connect(self, state):
         """Introduce this island to the server."""
-        are_senders = self.processes.gather(self._is_sender)
-        job = self.processes.share(uuid.uuid4().hex)
-        if self._is_sender:
-            place, places = int(sum(are_senders[:self.processes.rank])), int(sum(are_senders))
+        client, others_are_ahead = None, False
+        if self.processes.is_main:
             history = state.get('history') or (0, f'{self.base:09d}')
-            self.link = IslandClient(self.settings.outer_store, self.island, place, places, job,
-                                     self._common_settings(), self.merged, history, self.processes.say)
-        others_are_ahead = self._is_sender and not self.link.register()
+            client = IslandClient(self.settings.outer_store, self.island, self._common_settings(),
+                                  self.merged, history, self.processes.say)
+            others_are_ahead = not client.register()
+        self.link = ServerLink(self.processes, client)
         if self.processes.any(others_are_ahead):
             self._start_joining()
         else:
@@ -58,7 +116,7 @@ class IslandJob(Islands):
 
     def state(self):
         """What state.json of a checkpoint keeps."""
-        history = self.processes.share(self.link.history if self._is_sender else None)
+        history = self.processes.share(self.link.client and self.link.client.history)
         return super().state() | dict(history=history)
 
     def is_due(self, run):
@@ -78,10 +136,10 @@ class IslandJob(Islands):
                     return False
                 waited += time.perf_counter() - wait_began
                 self.processes.waited['others'] += waited
-                join_state = self._receive()
+                state, parts = self.link.receive(self.optimizer.snapshot_size() if self._is_sender else 0)
                 self.is_joining = False
-                if not self.processes.share(join_state is None):
-                    self._take_over(run, join_state)
+                if state is not None:
+                    self._take_over(run, state, parts[0])
                     return True
                 self._resend()
             line = self._exchange(run)
@@ -92,46 +150,35 @@ class IslandJob(Islands):
 
     def _end_if_abandoned(self, run):
         """End the run if the server does not answer within comm_timeout."""
-        seconds = self.processes.max(self.link.seconds_silent() if self._is_sender else 0)
+        seconds = self.processes.max(self.link.client.seconds_silent() if self.link.client else 0)
         if seconds > self.settings.comm_timeout:
             message = (f'outer_store={self.settings.outer_store} did not answer for {seconds:.0f} seconds '
                        '(comm_timeout): start the server again, then continue with --init_from=auto')
             run.end('failed', message, exit_code=1)
 
-    def _has_arrived(self):
-        mark = self.link.arrived_mark() if self._is_sender else None
-        if not self.signals.all_agree(not self._is_sender or mark):
-            return False
-        if self.processes.world_size == 1:
-            return True
-        # After a restart of the server, processes may have the results of two decisions on one exchange.
-        greatest = self.processes.max(mark if self._is_sender else -math.inf)
-        least = -self.processes.max(-mark if self._is_sender else -math.inf)
-        return greatest == least
-
     def _merge(self, iteration, result, waited):
-        if self.processes.share(result is None):
+        if result is None:
             self._start_joining()
             return None
         line = super()._merge(iteration, result, waited)
-        joining = self.processes.share(result.joining)
-        if joining and self.island == line['islands'][0] and self._is_sender:
+        if result.joining and self.island == line['islands'][0]:
             state = dict(iteration=iteration, base=self.base, merged=self.merged, shares=self.schedule.parts)
-            self.link.send_state(state, self.optimizer.snapshot())
+            whole = self.link.gather(self.optimizer.snapshot() if self._is_sender else EMPTY)
+            if self.link.client:
+                self.link.client.send_state(state, whole)
         return line
 
     def _start_joining(self):
         self.is_joining = True
-        if self._is_sender:
-            self.link.start_joining()
+        if self.link.client:
+            self.link.client.start_joining()
         self.processes.say(f'island {self.island} is behind the others: '
                            'it joins them after their next exchange')
 
-    def _take_over(self, run, join_state):
-        """Continue from the state of another island."""
-        state = self.processes.share(join_state.state if self._is_sender else None)
+    def _take_over(self, run, state, snapshot):
+        """Continue from the state of another island. snapshot: of its outer optimizer, for this process."""
         if self._is_sender:
-            self.optimizer.load_snapshot(join_state.payload)
+            self.optimizer.load_snapshot(snapshot)
         if self._replica_group:
             self.optimizer.broadcast_state(self._replica_group, self.processes.device)
         self.optimizer.reset(to_outer=True)
@@ -154,8 +201,8 @@ class IslandJob(Islands):
 
         The server finds out by itself that this island has ended.
         """
-        if self._is_sender:
-            self.link.wait_until_state_is_sent()
+        if self.link.client:
+            self.link.client.wait_until_state_is_sent()
 
 
 def open_islands(processes, layout, config):

@@ -168,11 +168,15 @@ class OuterOptimizer:
         tensors = self._local['outer'] + self._local['momentum']
         return torch.cat([tensor.flatten().cpu().view(torch.uint8) for tensor in tensors])
 
+    def snapshot_size(self):
+        """The bytes of a `snapshot`."""
+        return sum(tensor.nbytes for tensor in self._local['outer'] + self._local['momentum'])
+
     @torch.no_grad()
     def load_snapshot(self, snapshot):
         """Take over the outer parameters and the momentum from the `snapshot` of another island."""
         tensors = self._local['outer'] + self._local['momentum']
-        for tensor, part in zip(tensors, snapshot.split([t.numel() * t.element_size() for t in tensors])):
+        for tensor, part in zip(tensors, snapshot.split([tensor.nbytes for tensor in tensors])):
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
     def broadcast_means(self, number, means, group, device):

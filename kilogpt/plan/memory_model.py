@@ -1,8 +1,8 @@
 """Predict the memory of an iteration under a layout: bytes on the fullest process, by part.
 
-This file has formulas only and does not import torch. The formulas follow this repository's code:
-`kilogpt/parallel/apply.py` decides what each process holds; `ddp.py`, `expert.py` and `pipeline.py` decide
-what it sends. Source of the activations: Korthikanti et al. 2022 (4.1).
+This file has formulas; what latent attention and recurrences keep is measured by measured.py. The formulas
+follow this repository's code: `kilogpt/parallel/apply.py` decides what each process holds; `ddp.py`, `expert.py`
+and `pipeline.py` decide what it sends. Source of the activations: Korthikanti et al. 2022 (4.1).
 
     shape = Shape(model)             # shape.py: any GPT, on the meta device too
     work = Work(micro_batch=2, micro_steps=16, block_size=4096)
@@ -141,8 +141,11 @@ def phases(shape, layout, work, rank):
     """
     stages = shape.stages(layout, work.block_size)[rank]
     merged = Stage.sum(stages)
-    kinds = dict(dense=merged.n_dense, sparse=merged.n_sparse)
-    kinds = {kind: count for kind, count in kinds.items() if count}
+    kinds = {}  # {(has experts, letter of the mixer): blocks}, as if experts and mixers were independent
+    for has_experts, count in enumerate((merged.n_dense, merged.n_sparse)):
+        for mixer, of_mixer in merged.n_mixers.items():
+            if count and of_mixer:
+                kinds[has_experts, mixer] = count * of_mixer / merged.n_blocks
     sharded = state(shape, layout, work, rank)
     accumulates = work.micro_steps > 1
     replicates = layout.world_size > 1 and not layout.uses_fsdp
@@ -150,7 +153,7 @@ def phases(shape, layout, work, rank):
     gradients, gathered, reduced_unit, reduced_ends = _whole_bytes(shape, layout, work, stages)
     gradients_before = gradients if accumulates or replicates else 0  # at the start of the backward pass
 
-    of_kind = {kind: block_activations(shape.config, layout, work, kind == 'sparse') for kind in kinds}
+    of_kind = {kind: block_activations(shape.config, layout, work, *kind) for kind in kinds}
     kept = sum(count * of_kind[kind].kept for kind, count in kinds.items())
     products = sum(count * of_kind[kind].products for kind, count in kinds.items())
     in_flight = micro_batches_in_flight(layout, work.micro_steps, rank)
@@ -256,6 +259,8 @@ def _whole_bytes(shape, layout, work, stages):
     # FSDP2 gathers and reduces a block's experts and its other parameters as separate units.
     units = ['dense'] * (merged.n_dense > 0) + ['sparse', 'experts'] * (merged.n_sparse > 0)
     table = shape.trained.counts('tables', layout).gathered if merged.n_tables else 0
+    table += max((shape.trained.counts(mixer, layout).gathered for mixer, count in merged.n_mixers.items() if count),
+                 default=0)
     largest_unit = max((shape.trained.counts(unit, layout).gathered + table * (unit != 'experts')
                         for unit in units), default=0)
     splits_backward = layout.splits_backward(work.activation_checkpoint)
@@ -300,8 +305,8 @@ class BlockActivations(NamedTuple):
     freed: float  # share of `kept` that is free once the gradients of the block's first matrices are whole
 
 
-def block_activations(config, layout, work, has_experts):
-    """The BlockActivations of a block with experts or without."""
+def block_activations(config, layout, work, has_experts, mixer='A'):
+    """The BlockActivations of a block with experts or without, by the letter of its mixer in mixer_pattern."""
     s, width, tp = tokens_of(layout, work), work.width, layout.tp
     on_cpu = work.device == 'cpu'
     C, F = config.n_embd, config.n_hidden
@@ -338,6 +343,10 @@ def block_activations(config, layout, work, has_experts):
         is_fused = not on_cpu and (width == FLOAT32 or not layout.uses_fsdp)
         attention += FLOAT32 * (heads + kv_heads) * (1 if is_fused or is_frozen else 2)
         attention += width * heads * (not is_fused)
+    mixer_products, result = width * ((heads + 2 * kv_heads) / tp + C), width * heads + FLOAT32 * config.n_head
+    if mixer == 'D' or config.kv_latent:
+        from kilogpt.plan.measured import mixer_activations
+        attention, mixer_products, result = mixer_activations(config, layout, work.width, mixer, attention)
     # Tensors of the width of an MLP's hidden layer; half of them are results of products.
     n_hidden = 4 if config.is_gated else 2
     if has_experts:
@@ -355,14 +364,14 @@ def block_activations(config, layout, work, has_experts):
     whole = n_norms * norm_input / tp + width * C * bool(keeps_input) + attention / tp + mlp
     if config.dropout:
         whole += 2 * C / tp * (width if on_cpu else 1)
-    products = width * ((heads + 2 * kv_heads) / tp + C) + mlp_products
+    products = mixer_products + mlp_products
     kept = whole
     if work.activation_checkpoint == 'full':
         kept = residual * C / tp
         if has_experts:  # the indices of the experts that each token goes to
             kept += INT64 * config.n_active_experts
     elif work.activation_checkpoint == 'selective':  # keeps the results of products and of attention
-        kept = products - mlp_products + mlp_selective + (width * heads + FLOAT32 * config.n_head) / tp
+        kept = mixer_products + mlp_selective + result / tp
         kept += residual * C / tp
         if has_experts:  # attention and experts are checkpointed, the norms are not
             kept += (2 * norm_input - residual * C) / tp + width * C

@@ -46,9 +46,6 @@ class Planner:
         self.machine, self.gpus = machine, gpus
         with torch.device('meta'):
             self.model = GPT(model_config(config), seed=None)
-        if self.model.config.n_layer_of('D'):
-            raise ValueError(f'mixer_pattern is {config["mixer_pattern"]}, but the formulas for memory and time do not '
-                             'count Gated DeltaNet: set mixer_pattern to A for a plan of the model with attention alone')
         self.shape = Shape(self.model)
         seen = self.model.config.mean_seen(lengths)  # once, and not for each layout of a search
         self.config = config | dict(load_imbalance=load_imbalance, seen=seen)

@@ -17,6 +17,7 @@ class Stage(NamedTuple):
     n_dense: int  # blocks without experts
     n_sparse: int  # blocks with experts
     n_tables: int  # blocks with an embedding of their own
+    n_recurrent: int  # blocks with a recurrence in the place of attention
     has_head: bool
 
     @classmethod
@@ -29,10 +30,15 @@ class Stage(NamedTuple):
         return self.n_dense + self.n_sparse
 
     @property
+    def n_mixers(self):
+        """{letter of mixer_pattern: how many blocks of the stage have such a mixer}."""
+        return dict(A=self.n_blocks - self.n_recurrent, D=self.n_recurrent)
+
+    @property
     def parts(self):
         """{part of a Shape: how many of them the stage has}."""
         return dict(before=int(self.has_embedding), dense=self.n_dense, sparse=self.n_sparse,
-                    experts=self.n_sparse, tables=self.n_tables, after=int(self.has_head))
+                    experts=self.n_sparse, tables=self.n_tables, after=int(self.has_head), **self.n_mixers)
 
 
 class Counts(NamedTuple):
@@ -52,8 +58,9 @@ class Shape:
 
     parts: {part: [(name, shape, dimension that tp splits, or None)]}. The parts are 'before' and 'after' (the
     parameters before and after the blocks), 'dense' (one block without experts), 'sparse' and 'experts' (one
-    block with experts: the experts' matrices, and everything else in it), and 'tables' (the embedding of a
-    block that has one, which is in no other part).
+    block with experts: the experts' matrices, and everything else in it), 'tables' (the embedding of a
+    block that has one, which is in no other part), and 'A' and 'D' (the mixer of a block by its letter in
+    mixer_pattern, which is in no other part either).
     trained: the Shape of the trained parameters alone, which is another one if the model has adapters (LoRA).
     frozen: the Shape of the weights of FrozenLinears, which lora_base_dtype may make narrow.
     counts(parameter): whether a parameter counts; all do if it is None.
@@ -73,13 +80,19 @@ class Shape:
         self.is_sparse = [self.config.has_experts(int(number)) for number in blocks]
         self.has_table = [any(name in plan['tables'] for name, _ in block.named_modules())
                           for block in blocks.values()]
-        self.parts = {part: [] for part in ('before', 'dense', 'sparse', 'experts', 'tables', 'after')}
+        self.is_recurrent = [self.config.mixer_of(int(number)) == 'D' for number in blocks]
+        self.parts = {part: [] for part in ('before', 'dense', 'sparse', 'experts', 'tables', 'A', 'D', 'after')}
         # Blocks of one kind have the same parameters, so the first block of each kind is enough.
         first_blocks = {}  # {prefix of the names of its parameters: whether it has experts}
         for kind in set(self.is_sparse):
             first_blocks[f'{plan["blocks"]}.{self.is_sparse.index(kind)}.'] = kind
+        mixers = {}  # {prefix of the names of its parameters: letter}
+        for is_recurrent in set(self.is_recurrent):
+            first = self.is_recurrent.index(is_recurrent)
+            mixers[f'{plan["blocks"]}.{first}.attn.'] = 'D' if is_recurrent else 'A'
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            block = next((prefix for prefix in first_blocks if name.startswith(prefix)), '')
+            mixer = next((prefix for prefix in mixers if name.startswith(prefix)), '')
+            block = next((prefix for prefix in first_blocks if name.startswith(prefix)), mixer[:-len('attn.')])
             entry = name, tuple(parameter.shape)
             module, _, kind = name.removeprefix(block).rpartition('.')
             if counts and not counts(parameter):
@@ -98,7 +111,10 @@ class Shape:
                 tp_dimension = 0
             elif module in plan['rowwise'] and kind == 'weight':
                 tp_dimension = 1
-            if block:
+            if module.startswith('attn.'):
+                if mixer:
+                    self.parts[mixers[mixer]].append((*entry, tp_dimension))
+            elif block:
                 self.parts['sparse' if first_blocks[block] else 'dense'].append((*entry, tp_dimension))
             elif name.startswith(plan['before_blocks']):
                 self.parts['before'].append((*entry, tp_dimension))
@@ -178,13 +194,13 @@ class Shape:
         lengths = [self.n_blocks + 2]
         if pp > 1:
             lengths = stage_lengths(self.model, layout.n_stages, block_size)
-        stages, blocks = [], iter(zip(self.is_sparse, self.has_table))
+        stages, blocks = [], iter(zip(self.is_sparse, self.has_table, self.is_recurrent))
         for index, length in enumerate(lengths):
             is_first, is_last = index == 0, index == len(lengths) - 1
             n_blocks = length - is_first - is_last
             kinds = [*itertools.islice(blocks, n_blocks)]
-            n_sparse, n_tables = (sum(kind) for kind in zip(*kinds)) if kinds else (0, 0)
-            stages.append(Stage(is_first, n_blocks - n_sparse, n_sparse, n_tables, is_last))
+            n_sparse, n_tables, n_recurrent = (sum(kind) for kind in zip(*kinds)) if kinds else (0, 0, 0)
+            stages.append(Stage(is_first, n_blocks - n_sparse, n_sparse, n_tables, n_recurrent, is_last))
         stages_of_ranks = []
         for rank in range(pp):
             stages_of_ranks.append(tuple(stages[index] for index in layout.stages_of(rank)))
@@ -219,10 +235,11 @@ def _gathered_in_two_blocks(shape, layout, stage):
     """The most elements of two successive blocks of a stage, but the experts of only one."""
     dense, sparse, experts, table = (shape.counts(part, layout).gathered
                                      for part in ('dense', 'sparse', 'experts', 'tables'))
+    of_mixers = [shape.counts(mixer, layout).gathered for mixer, count in stage.n_mixers.items() if count]
     two_blocks = [0]
     if stage.n_dense:
         two_blocks.append(2 * dense)
     if stage.n_sparse:
         two_blocks.append(2 * sparse + experts)
     n_tables = max(map(sum, itertools.pairwise(shape.has_table)), default=sum(shape.has_table))
-    return max(two_blocks) + min(n_tables, stage.n_tables) * table
+    return max(two_blocks) + 2 * max(of_mixers, default=0) + min(n_tables, stage.n_tables) * table

@@ -74,10 +74,11 @@ def _step_seconds(shape, layout, work, machine, stage):
     config, s, tp = shape.config, tokens_of(layout, work), layout.tp
     forward = backward = 0.0
     for has_experts, count in enumerate((stage.n_dense, stage.n_sparse)):
-        if count:
-            of_block = _block_seconds(shape, layout, work, machine, bool(has_experts))
-            forward += count * of_block[0]
-            backward += count * of_block[1]
+        for mixer, of_mixer in stage.n_mixers.items():
+            if count and of_mixer:  # as if blocks with experts and without had the same mixers
+                of_block = _block_seconds(shape, layout, work, machine, bool(has_experts), mixer)
+                forward += count * of_mixer / stage.n_blocks * of_block[0]
+                backward += count * of_mixer / stage.n_blocks * of_block[1]
     if stage.has_head:
         vocabulary = config.padded_vocab_size / tp
         rate = machine.rate(work.dtype, min(s, config.n_embd, vocabulary))
@@ -107,14 +108,14 @@ def _step_seconds(shape, layout, work, machine, stage):
                 total=forward + backward + tp_seconds + cp_seconds + ep_seconds)
 
 
-def _block_seconds(shape, layout, work, machine, has_experts):
-    """Seconds of computation of a block for a micro-batch: (forward, backward)."""
+def _block_seconds(shape, layout, work, machine, has_experts, mixer):
+    """Seconds of computation of a block for a micro-batch: (forward, backward). mixer: its letter."""
     config, s, tp = shape.config, tokens_of(layout, work), layout.tp
     dtype = 'float8' if work.fp8 else work.dtype
     products = of_frozen = 0.0
     part = 'sparse' if has_experts else 'dense'
-    trained = {name for each in (part, 'experts') for name, *_ in shape.trained.parts[each]}
-    for name, sizes, tp_dimension in shape.parts[part]:
+    trained = {name for each in (part, mixer, 'experts') for name, *_ in shape.trained.parts[each]}
+    for name, sizes, tp_dimension in shape.parts[part] + shape.parts[mixer]:
         if len(sizes) > 1:
             sizes = _divided(sizes, tp_dimension, tp)
             seconds = 2 * s * math.prod(sizes) / machine.rate(dtype, min(s, *sizes))
@@ -132,8 +133,13 @@ def _block_seconds(shape, layout, work, machine, has_experts):
         operators = [count + routed for count, routed in zip(operators, ROUTED_OPERATORS)]
     heads = config.n_head * config.head_width
     seen = work.seen or config.mean_seen([work.block_size])
-    attention = 4 * s * seen * heads / tp / machine.attention[work.dtype]
-    whole = block_activations(config, layout, work, has_experts).whole
+    if mixer == 'D':  # three products with a state for each token, as step by step
+        states = config.delta_heads * config.delta_key_width * config.delta_value_width
+        attention = 6 * s * states / tp / machine.attention[work.dtype]
+    else:  # `seen` is a mean over all blocks, of which some do not have attention
+        seen *= config.n_layer / config.n_layer_of('A')
+        attention = 4 * s * seen * heads / tp / machine.attention[work.dtype]
+    whole = block_activations(config, layout, work, has_experts, mixer).whole
     pointwise = [passes * whole / machine.bandwidth for passes in TRAFFIC[work.compile]]
     forward = products + attention + pointwise[0]
     backward = 2 * products - of_frozen + 2.5 * attention + pointwise[1]
@@ -200,8 +206,9 @@ def _data_parallel_seconds(shape, layout, work, machine, step):
 
     def of_blocks(gathered, width):
         """Seconds of the collectives of all blocks. gathered: {part: elements}. width: of an element."""
-        of_part = dict(dense=collective_seconds(width * gathered['dense']),
-                       sparse=collective_seconds(width * gathered['sparse']),
+        mixer = sum(count * gathered[letter] for letter, count in stage.n_mixers.items()) / max(1, n_blocks)
+        of_part = dict(dense=collective_seconds(width * (gathered['dense'] + mixer)),
+                       sparse=collective_seconds(width * (gathered['sparse'] + mixer)),
                        experts=collective_seconds(width * gathered['experts'], spacing=layout.ep),
                        tables=collective_seconds(width * gathered['tables']))
         return sum(stage.parts[part] * seconds for part, seconds in of_part.items())
@@ -247,7 +254,9 @@ def _optimizer_seconds(shape, layout, work, machine):
     if work.optimizer == 'muon':  # five Newton-Schulz steps on each matrix, which one process computes
         flops = matrix_bytes = 0
         # AdamW updates the embeddings in blocks, which are therefore not among the matrices.
-        all_blocks = Stage(False, shape.is_sparse.count(False), shape.is_sparse.count(True), 0, False)
+        n_recurrent = shape.is_recurrent.count(True)
+        n_dense, n_sparse = (shape.is_sparse.count(kind) for kind in (False, True))
+        all_blocks = Stage(False, n_dense, n_sparse, 0, n_recurrent, False)
         for part, count in all_blocks.parts.items():
             for _, sizes, _ in shape.trained.parts[part]:
                 if count and len(sizes) > 1:

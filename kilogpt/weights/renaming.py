@@ -191,10 +191,10 @@ def pack_latent(tensors, config):
 
 
 def shift_norms(tensors, amount):
-    """Add a number to the weights of all norms: Gemma's norms multiply by 1 + weight."""
+    """Add a number to the weights of norms: Gemma's multiply by 1 + weight, Gated DeltaNet's own does not."""
     found = dict(tensors)
     for name, stored in tensors.items():
-        if 'norm' in name:
+        if 'norm' in name and '.linear_attn.' not in name:
             shifted = mapped(stored, lambda tensor: tensor.float() + amount)
             found[name] = shifted._replace(dtype=torch.float32)
     return found

@@ -31,6 +31,12 @@ VALUES = {
     'final_logit_softcapping': [None, 5.0], 'attn_logit_softcapping': [None, 5.0], 'rope.freq_base_swa': [None, 300.0],
     'attention.scale': [None, 0.1], 'embedding_scale': [None, 3.0], 'residual_scale': [None, 0.2],
     'logit_scale': [None, 2.0], 'use_parallel_residual': [None, True], 'expert_feed_forward_length': [None],
+    'attention.sliding_window_pattern': [None, 1, 3], 'full_attention_interval': [None, 1, 2],
+    'attention.q_lora_rank': [None, 0], 'attention.kv_lora_rank': [None], 'attention.key_length_mla': [None],
+    'attention.value_length_mla': [None], 'rope.scaling.yarn_log_multiplier': [None, 0.05],
+    'expert_shared_feed_forward_length': [None], 'ssm.inner_size': [None], 'ssm.state_size': [None],
+    'ssm.group_count': [None, 1], 'ssm.time_step_rank': [None], 'ssm.conv_kernel': [None],
+    'rope.dimension_sections': [None, [11, 11, 10, 0], [2, 1, 1, 0], [0, 0, 0, 4]],
 }
 OF_TOKENIZER = {'tokenizer.ggml.add_bos_token': [None, True, False], 'tokenizer.ggml.bos_token_id': [None, 1, 2],
                 'tokenizer.ggml.eos_token_id': [None, 0, 1], 'tokenizer.ggml.add_eos_token': [True, False],
@@ -43,6 +49,8 @@ def draw(generator):
     moved |= {key: generator.choice(OF_TOKENIZER[key]) for key in generator.sample(sorted(OF_TOKENIZER), generator.choice([0, 1, 2]))}
     if form.startswith('phi3'):  # whose windows llama.cpp does not compute, as it says
         moved.pop('attention.sliding_window', None)
+    if form.startswith(('qwen3_next', 'qwen3_5')):  # of whose keys llama.cpp takes it for the smallest length
+        moved.pop('attention.layer_norm_rms_epsilon', None)
     return dict(form=form, sentence_piece=generator.random() < 0.4, moved=moved)
 
 

@@ -148,11 +148,11 @@ def test_jobs_equal_islands_of_one_torchrun_to_the_bit(train, server, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('layout', [
-    ('--outer_fragments=2', '--outer_compress=int8', '--outer_delay=1'),
-    ('--zero_stage=3', '--outer_mix=0.5')], ids=lambda layout: layout[0][2:])
-def test_jobs_of_other_layouts_equal_islands_of_one_torchrun(train, server, tmp_path, layout):
-    assert_jobs_equal_one_torchrun(train, server, tmp_path, *layout, nproc=2 if 'zero' in layout[0] else 1)
+@pytest.mark.parametrize('nproc, layout', [
+    (1, '--outer_fragments=2 --outer_compress=int8 --outer_delay=1'), (2, '--zero_stage=3 --outer_mix=0.5'),
+    (2, '--pp=2')])
+def test_jobs_of_other_layouts_equal_islands_of_one_torchrun(train, server, tmp_path, nproc, layout):
+    assert_jobs_equal_one_torchrun(train, server, tmp_path, *layout.split(), nproc=nproc)
 
 
 # --- kills, stops, restarts -------------------------------------------------------------------------------

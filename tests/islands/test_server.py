@@ -55,46 +55,45 @@ def server(tmp_path):
     server.kill()
 
 
-def register(server, island, place=0, places=1, job=None, islands=3, timeout=60.0, **options):
-    """A rank of an island that has registered; `continues` is what `register` of its client returned."""
-    settings = dict(islands=islands, outer_timeout=timeout, outer_interval=10)
-    rank = IslandClient(server.address, island, place, places, job or f'job of {island}', settings, **options)
-    rank.continues = rank.register()
-    return rank
+def register(server, island, islands=3, timeout=60.0, **options):
+    """The client of an island that has registered; `continues` is what its `register` returned."""
+    client = IslandClient(server.address, island, dict(islands=islands, outer_timeout=timeout), **options)
+    client.continues = client.register()
+    return client
 
 
-def upload(rank, *values):
-    """Start the next exchange of a rank, with a payload of these bytes."""
-    rank.start(rank.position[0], torch.tensor(values, dtype=torch.uint8))
+def upload(island, *values):
+    """Start the next exchange of an island, with a payload of these bytes."""
+    island.start(island.position[0], torch.tensor(values, dtype=torch.uint8))
 
 
-def results_of(*ranks, seconds=60):
-    """Wait for the results of what these ranks have started; they may be of one island or of several."""
+def results_of(*islands, seconds=60):
+    """Wait for the results of what these islands have started: (facts, [values of a payload]) of each."""
     deadline = time.monotonic() + seconds
-    while not all(rank.arrived_mark() for rank in ranks):
+    while not all(island.has_arrived() for island in islands):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return [rank.result() for rank in ranks]
+    results = [island.result() for island in islands]
+    return [(facts, [payload.tolist() for payload in payloads]) for facts, payloads in results]
 
 
 def values_of(result):
-    """{island: values of its payload} of an ExchangeResult."""
-    return {island: payload.tolist() for island, payload in result.payloads.items()}
+    """{island: values of its payload} of the result of an exchange."""
+    facts, payloads = result
+    return dict(zip(facts['islands'], payloads))
 
 
 # --- exchanges and joins --------------------------------------------------------------------------------
 
-def test_ranks_get_the_payloads_of_the_same_place_on_all_islands(server):
-    ranks = []
-    for island in range(3):
-        ranks += [register(server, island, place, places=2) for place in range(2)]
+def test_islands_get_the_payloads_of_all(server):
+    islands = [register(server, island) for island in range(3)]
     for number in range(3):
-        for i, rank in enumerate(ranks):
-            upload(rank, number, i)
-        for i, result in enumerate(results_of(*ranks)):
-            assert values_of(result) == {island: [number, 2 * island + i % 2] for island in range(3)}
-            assert list(result.payloads) == [0, 1, 2] and result.joining == []
-    assert len({str(rank.position) for rank in ranks}) == 1 and ranks[0].position[0] == 3
+        for client in islands:
+            upload(client, number, client.island)
+        for result in results_of(*islands):
+            assert values_of(result) == {island: [number, island] for island in range(3)}
+            assert result[0] == dict(islands=[0, 1, 2], joining=[])
+    assert len({str(client.position) for client in islands}) == 1 and islands[0].position[0] == 3
 
 
 def test_others_continue_without_a_lost_island_which_joins_when_it_returns(server):
@@ -106,21 +105,20 @@ def test_others_continue_without_a_lost_island_which_joins_when_it_returns(serve
             assert values_of(result) == {0: [1], 1: [2]}
     assert server.log.read_text().count('without islands [2]') == 1
     upload(islands[2], 3)  # like an island that was suspended and continued
-    assert results_of(islands[2]) == [None]
-    returned = register(server, 2, timeout=2.0, job='a new one')
+    assert results_of(islands[2]) == [(None, [])]
+    returned = register(server, 2, timeout=2.0)
     assert not returned.continues
     returned.start_joining()
     while 'join' not in server.log.read_text():
         upload(islands[0], 1)
         upload(islands[1], 2)
-        joining = [result.joining for result in results_of(*islands[:2])]
+        joining = [facts['joining'] for facts, _ in results_of(*islands[:2])]
         assert joining in ([[], []], [[2], [2]])
     islands[0].send_state(dict(iteration=40), torch.tensor([7, 7], dtype=torch.uint8))
-    joined, = results_of(returned)
-    assert joined.state == dict(iteration=40) and joined.payload.tolist() == [7, 7]
+    assert results_of(returned) == [(dict(iteration=40), [[7, 7]])]
     assert returned.position == islands[0].position
-    for rank in (*islands[:2], returned):
-        upload(rank, rank.island)
+    for client in (*islands[:2], returned):
+        upload(client, client.island)
     for result in results_of(*islands[:2], returned):
         assert values_of(result) == {0: [0], 1: [1], 2: [2]}
 
@@ -135,21 +133,20 @@ def test_island_joins_at_the_next_exchange_if_it_gets_no_state(server):
     joining = []
     while len(joining) < 2:
         upload(member, 1)
-        result, = results_of(member)
-        joining += result.joining
-    assert joining == [1, 1] and not newcomer.arrived_mark()
+        (facts, _), = results_of(member)
+        joining += facts['joining']
+    assert joining == [1, 1] and not newcomer.has_arrived()
     member.send_state(dict(iteration=8), torch.zeros(0, dtype=torch.uint8))
-    joined, = results_of(newcomer)
-    assert joined.state == dict(iteration=8) and len(joined.payload) == 0
+    assert results_of(newcomer) == [(dict(iteration=8), [[]])]
 
 
 def test_island_that_was_killed_in_an_exchange_gets_the_result_again(server):
     """The result includes its own payload as the others have it: the island may now compute another one."""
     islands = [register(server, island) for island in range(3)]
-    for rank in islands:
-        upload(rank, rank.island)
+    for client in islands:
+        upload(client, client.island)
     results_of(*islands[:2])
-    returned = register(server, 2, job='a new one')
+    returned = register(server, 2)
     assert returned.continues
     upload(returned, 99)
     assert values_of(*results_of(returned)) == {0: [0], 1: [1], 2: [2]}
@@ -158,42 +155,34 @@ def test_island_that_was_killed_in_an_exchange_gets_the_result_again(server):
 
 @pytest.mark.slow
 def test_if_all_islands_return_from_checkpoints_the_furthest_leads(server):
-    ranks = [register(server, island, timeout=5.0) for island in range(3)]
-    positions = [ranks[0].position]
+    islands = [register(server, island, timeout=5.0) for island in range(3)]
+    positions = [islands[0].position]
     for number in range(4):
-        for rank in ranks:
-            upload(rank, number)
-        results_of(*ranks)
-        positions.append(ranks[0].position)
-    for rank in ranks:
-        rank.is_member = False  # the rank sends no more signs of life, as if its process had ended
-    returned = [register(server, island, timeout=5.0, job='new', number=positions[saved][0],
-                     history=positions[saved][1]) for island, saved in enumerate((1, 2, 1))]
-    assert [rank.continues for rank in returned] == [False] * 3
-    for rank in returned:
-        rank.start_joining()
-    assert results_of(returned[1]) == [None]  # nobody is ahead of this island
+        for client in islands:
+            upload(client, number)
+        results_of(*islands)
+        positions.append(islands[0].position)
+    for client in islands:
+        client.is_member = False  # the client sends no more signs of life, as if its process had ended
+    returned = [register(server, island, timeout=5.0, number=positions[saved][0], history=positions[saved][1])
+                for island, saved in enumerate((1, 2, 1))]
+    assert [client.continues for client in returned] == [False] * 3
+    for client in returned:
+        client.start_joining()
+    assert results_of(returned[1]) == [(None, [])]  # nobody is ahead of this island
     upload(returned[1], 1)
     result, = results_of(returned[1])
-    assert values_of(result) == {1: [1]} and result.joining == [0, 2]
+    assert values_of(result) == {1: [1]} and result[0]['joining'] == [0, 2]
     returned[1].send_state({}, torch.tensor([5], dtype=torch.uint8))
-    assert [joined.payload.tolist() for joined in results_of(returned[0], returned[2])] == [[5], [5]]
+    assert results_of(returned[0], returned[2]) == [({}, [[5]]), ({}, [[5]])]
 
 
 # --- a server that is killed ----------------------------------------------------------------------------
 
-def send_exchange(rank, payload):
-    """Send the payload of a rank for its next exchange, and return the connection without waiting."""
-    connection = rank._connect()
-    send(connection, rank._message('exchange', have=0))
-    send(connection, rank._message('payload'), [payload])
-    return connection
-
-
 def test_restarted_server_learns_from_the_islands_which_exchange_comes_next(server):
     islands = [register(server, island) for island in range(3)]
-    for rank in islands:
-        upload(rank, 0)
+    for client in islands:
+        upload(client, 0)
     results_of(*islands)
     upload(islands[0], 1)
     server.kill()
@@ -211,50 +200,23 @@ def test_island_that_missed_an_exchange_by_a_restart_takes_over_the_state(server
     first, second = [register(server, island, islands=2, timeout=20.0) for island in range(2)]
     upload(first, 1)
     # The payload of the second island arrives, but the answer is lost with the server.
-    second.request = None
-    connection = send_exchange(second, b'\2')
-    assert values_of(*results_of(first)) == {0: [1], 1: [2]}
-    server.kill()
-    connection.close()
+    message = dict(kind='exchange', position=second.position, digest='')
+    with second._connect() as connection:
+        second._ask(connection, message)
+        send(connection, message, [b'\2'])
+        assert values_of(*results_of(first)) == {0: [1], 1: [2]}
+        server.kill()
     server.start()
     upload(second, 2)
-    assert results_of(second) == [None]  # the first island's sign of life says that it is ahead
+    assert results_of(second) == [(None, [])]  # the first island's sign of life says that it is ahead
     second.start_joining()
-    while True:
+    joining = []
+    while not joining:
         upload(first, 1)
-        result, = results_of(first)
-        if result.joining:
-            break
+        (facts, _), = results_of(first)
+        joining = facts['joining']
     first.send_state({}, torch.tensor([9], dtype=torch.uint8))
-    assert results_of(second)[0].payload.tolist() == [9]
-
-
-@pytest.mark.slow
-def test_ranks_of_an_island_agree_after_a_restart(server):
-    """One rank has a result when the server is killed. Both take the result of the second decision."""
-    islands = []
-    for island in range(2):
-        islands.append([register(server, island, place, places=2, islands=2, timeout=20.0)
-                        for place in range(2)])
-    upload(islands[0][0], 1)
-    upload(islands[1][0], 2)
-    upload(islands[1][1], 2)
-    early, late = islands[0]
-    connection = send_exchange(late, b'\1')
-    while not early.arrived_mark():
-        time.sleep(0.01)
-    connection.close()
-    before = early.mark
-    server.kill()
-    server.start()
-    upload(late, 1)
-    deadline = time.monotonic() + 60
-    while early.arrived_mark() != late.arrived_mark() or not late.arrived_mark():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert early.mark != before
-    results = [rank.result() for rank in islands[0]]
-    assert values_of(results[0]) == values_of(results[1]) and early.position == late.position
+    assert results_of(second) == [({}, [[9]])]
 
 
 # --- strangers ------------------------------------------------------------------------------------------
@@ -296,23 +258,23 @@ def test_connection_that_is_slow_or_silent_is_closed(server):
 
 
 def test_bad_message_from_one_who_knows_the_secret_ends_only_that_connection(server):
-    rank = register(server, 0, islands=1)
+    client = register(server, 0, islands=1)
     for content in (b'\0\0\0\2{}', b'\0\0\0\2[]', b'\xff' * 40, b'\0\0\0\4null',
                     b'\0\0\0\x0f{"sizes": [-1]}', b'\0\0\0\x0d{"sizes": []}', b'[' * 50_000):
         with socket.create_connection(('127.0.0.1', int(server.port)), 10) as connection:
             authenticate(connection, SECRET.encode(), is_server=False)
-            send(connection, rank.introduction)
+            send(connection, client.introduction)
             connection.sendall(content)
             connection.settimeout(20)
             with contextlib.suppress(ConnectionResetError):
                 assert connection.recv(1) == b''
-    upload(rank, 1)
-    assert values_of(*results_of(rank)) == {0: [1]}
+    upload(client, 1)
+    assert values_of(*results_of(client)) == {0: [1]}
 
 
 def test_second_job_of_an_island_replaces_the_first(server):
     first = register(server, 0, islands=1)
-    second = register(server, 0, islands=1, job='another')
+    second = register(server, 0, islands=1)
     printed = []
     first.say = printed.append
     upload(first, 1)
@@ -320,7 +282,7 @@ def test_second_job_of_an_island_replaces_the_first(server):
     assert values_of(*results_of(second)) == {0: [2]}
     while not printed:
         time.sleep(0.01)
-    assert 'another job has come as island 0' in printed[0] and not first.arrived_mark()
+    assert 'another job has come as island 0' in printed[0] and not first.has_arrived()
 
 
 # --- bad input ------------------------------------------------------------------------------------------
@@ -330,7 +292,7 @@ def test_second_job_of_an_island_replaces_the_first(server):
 def test_secret_must_be_set_and_long(monkeypatch, secret, message):
     monkeypatch.setenv('KILOGPT_SECRET', secret)
     with pytest.raises(ValueError, match=message):
-        IslandClient('127.0.0.1:1', 0, 0, 1, '', {})
+        IslandClient('127.0.0.1:1', 0, {})
     done = subprocess.run([sys.executable, '-m', 'kilogpt.islands'], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and message in done.stderr and done.stderr.count('\n') == 1
 
@@ -342,18 +304,18 @@ def test_address_must_be_host_and_port(text):
 
 
 def test_server_must_be_reachable():
-    rank = IslandClient(f'127.0.0.1:{free_port()}', 0, 0, 1, '', {})
+    client = IslandClient(f'127.0.0.1:{free_port()}', 0, {})
     with pytest.raises(ValueError, match='cannot be reached .*start python -m kilogpt.islands there'):
-        rank.register(patience=0)
+        client.register(patience=0)
 
 
 def test_another_kind_of_server_is_not_taken_for_a_server_of_islands():
     with socket.create_server(('127.0.0.1', 0)) as other:
-        rank = IslandClient(f'127.0.0.1:{other.getsockname()[1]}', 0, 0, 1, '', {})
+        client = IslandClient(f'127.0.0.1:{other.getsockname()[1]}', 0, {})
 
         threading.Thread(target=lambda: other.accept()[0].sendall(b'SSH-2.0-OpenSSH_9.2p1\r\n' * 9)).start()
         with pytest.raises(ValueError, match='the other end is not a kiloGPT of this version'):
-            rank.register(patience=0)
+            client.register(patience=0)
 
 
 def test_settings_of_islands_must_agree(server):

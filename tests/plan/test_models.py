@@ -16,6 +16,7 @@ from data.make.prepare import write_random_tokens
 from kilogpt.configurator import config_of
 from kilogpt.parallel.layout import SCHEDULES, SPLIT_BACKWARD, Layout
 from kilogpt.plan import memory_model, time_model
+from kilogpt.plan.measured import mixer_bytes
 from kilogpt.plan.shape import Shape
 from model import GPT, GPTConfig
 
@@ -25,13 +26,17 @@ SHAPE = '--n_embd=128 --block_size=64 --eval_iters=0 --keep_checkpoints=0 --max_
 # Every token goes to every expert, so that all experts have the same load.
 EXPERTS = f'{MODELS["moe"]} --n_active_experts=4 --expert_hidden=128'
 MUON = MODELS['muon']
+HYBRID = '--mixer_pattern=DA --n_kv_head=0'  # in the place of attention in every other block
+LATENT = '--pos=rope --norm=rmsnorm --n_kv_head=0 --kv_latent=48 --q_latent=40'
 # {processes: [arguments]}. The formulas are for what the compiler keeps on a GPU. On a CPU it keeps other tensors.
 CASES = {
-    1: ['--bias', MODERN, f'{MODERN} --zero_stage=3 --activation_checkpoint=full', EXPERTS],
+    1: ['--bias', MODERN, f'{MODERN} --zero_stage=3 --activation_checkpoint=full', EXPERTS, HYBRID, LATENT],
     2: ['', '--zero_stage=1', f'{MODERN} --zero_stage=3', '--zero_stage=2 --cpu_offload',
         '--tp=2 --activation_checkpoint=selective', f'{MODERN} --cp=2', f'{MUON} --zero_stage=1',
         *(f'--pp=2 --pp_schedule={schedule}' for schedule in ('1f1b', 'zbv', 'dualpipev')),
-        f'{EXPERTS} --ep=2', f'{EXPERTS} --pp=2 --activation_checkpoint=selective']}
+        f'{EXPERTS} --ep=2', f'{EXPERTS} --pp=2 --activation_checkpoint=selective',
+        *(f'{model} --{keys}' for model in (HYBRID, LATENT)
+          for keys in ('zero_stage=3', 'tp=2', 'cp=2', 'pp=2', 'activation_checkpoint=selective'))]}
 
 
 def formula_inputs(nproc, arguments, device='cpu'):
@@ -81,6 +86,22 @@ def test_memory_is_what_a_sharded_run_holds(train):
     assert {part: measured[part] for part in state} == pytest.approx(state, rel=0.01)
     assert sum(parts.values()) == pytest.approx(measured['peak'], rel=0.1)
     assert {'parameters', 'gradients', 'moments', 'gathered', 'activations', 'logits'} <= parts.keys()
+
+
+@pytest.mark.parametrize('tp', [1, 2])
+def test_measured_attention_keeps_what_the_formula_says(tp):
+    """Latent attention and recurrences have no formula. That of attention shows that the measurement is right."""
+    config = GPTConfig(n_embd=96, n_head=4, n_layer=1, n_kv_head=2, head_width=32, pos='rope', norm='rmsnorm')
+    found = mixer_bytes(config, 'A', tp, 4)
+    assert found.saved == (4 * (2 * 4 + 2 * 2) * 32 + 4 * 4) / tp
+    assert found.products == 4 * ((4 + 2 * 2) * 32 / tp + 96) and found.result == 4 * 4 * 32 / tp
+
+
+def test_hybrid_has_the_parameters_of_both_mixers():
+    shape, layout, work = formula_inputs(1, [*BASE, '--n_layer=3', '--mixer_pattern=DA', '--n_kv_head=0'])
+    total = shape.totals(shape.stages(layout, work.block_size)[0], layout)[0].split
+    assert total == sum(parameter.numel() for parameter in shape.model.parameters())
+    assert memory_model.state(shape, layout, work, 0)['gradients'] == 4 * total
 
 
 @pytest.mark.slow

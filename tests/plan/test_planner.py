@@ -120,6 +120,16 @@ def test_model_of_weights_is_planned_and_not_that_of_the_keys(train, dataset, tm
         assert is_adapted == (source == adapted)
 
 
+def test_hybrid_is_planned(run_plan):
+    rows = {}
+    for pattern in ('A', 'D', 'DA'):
+        printed, _ = run_plan('config/quickstart.py', f'--mixer_pattern={pattern}', '--gpus=2', '--as_given', '--json')
+        rows[pattern], = json.loads(printed)
+    for part in ('parameters', 'activations'):
+        attention, recurrence, both = (rows[pattern]['memory'][part] for pattern in ('A', 'D', 'DA'))
+        assert attention < both < recurrence and both == pytest.approx((attention + recurrence) / 2, rel=0.01)
+
+
 def test_as_given_predicts_only_the_layout_of_the_config(run_plan):
     arguments = ['config/llama_7b_tp_fsdp.py', '--gpus=64', '--as_given']
     row, = json.loads(run_plan(*arguments, '--json')[0])

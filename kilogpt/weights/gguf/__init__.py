@@ -1,1 +1,1 @@
-"""GGUF files, the weights of llama.cpp. Read files.py first: it reads and writes them by means of the other three."""
+"""GGUF files, the weights of llama.cpp. Read files.py first: it reads and writes them by means of the others."""

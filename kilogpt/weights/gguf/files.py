@@ -1,6 +1,6 @@
 """Read and write GGUF files, the weights of llama.cpp, in the form of transformers.
 
-Both directions go through config.json's entries (families.py), tensors with the names of transformers
+Both directions go through config.json's entries (entries.py), tensors with the names of transformers
 (tensors.py) and a tokenizer.json (tokenizer.py). A tensor is read, dequantized or written when it
 is needed, so a model may be larger than memory. The format: docs/gguf.md of https://github.com/ggml-org/ggml.
 """
@@ -13,7 +13,8 @@ import struct
 import numpy as np
 import torch
 
-from kilogpt.weights.gguf.families import entries_from_gguf, entries_to_gguf, find_family
+from kilogpt.weights.gguf.entries import entries_from_gguf, entries_to_gguf
+from kilogpt.weights.gguf.families import find_family
 from kilogpt.weights.gguf.tensors import tensors_from_gguf, tensors_to_gguf
 from kilogpt.weights.gguf.tokenizer import tokenizer_from_gguf, tokenizer_to_gguf
 from kilogpt.weights.tensors import LazyTensor
@@ -24,8 +25,8 @@ STRING, ARRAY = 8, 9  # types of metadata, besides the numbers, which are given 
 PLAIN = {'F32': ('<f4', torch.float32), 'F16': ('<f2', torch.float16), 'BF16': ('<i2', torch.bfloat16)}
 DTYPES = {'float32': 'F32', 'float16': 'F16', 'bfloat16': 'BF16', 'q8_0': 'Q8_0'}
 FILE_TYPES = {'float32': 0, 'float16': 1, 'q8_0': 7, 'bfloat16': 32}  # general.file_type
-# Tensors that llama.cpp keeps in float32: routers and positions, besides norms and biases.
-ALWAYS_FLOAT32 = 'ffn_gate_inp.weight', 'position_embd.weight'
+# Tensors that llama.cpp keeps in float32: routers, positions, convolutions, besides norms, biases and vectors.
+ALWAYS_FLOAT32 = 'ffn_gate_inp.weight', 'position_embd.weight', 'ssm_conv1d.weight'
 
 
 def import_gguf():
@@ -212,7 +213,7 @@ def add_entry(writer, key, value):
 def choose_type(name, shape, dtype):
     gguf = import_gguf()
     kinds = gguf.GGMLQuantizationType
-    if len(shape) == 1 or name.endswith(('_norm.weight', *ALWAYS_FLOAT32)):
+    if len(shape) == 1 or not name.endswith('.weight') or name.endswith(('_norm.weight', *ALWAYS_FLOAT32)):
         return kinds.F32
     if dtype == 'q8_0' and shape[-1] % 32:
         return kinds.F16

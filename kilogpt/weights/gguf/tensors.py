@@ -1,15 +1,16 @@
 """The tensors of GGUF files under the names of transformers, and the inverse.
 
 Besides the names, the order of rows differs, the matrices of all experts are one tensor, those of GPT-2 are
-transposed, and 1 is added to Gemma's norms.
+transposed, and 1 is added to Gemma's norms. Parts that llama.cpp has in another form are in forms.py.
 """
 import re
 
 import torch
 
 from kilogpt.weights import renaming
-from kilogpt.weights.gguf.families import (
-    LLAMA3_ENTRIES, complete, count_blocks, find_family, head_width, llama3_factors, rope_of)
+from kilogpt.weights.gguf.entries import complete, llama3_factors, rope_of
+from kilogpt.weights.gguf.families import LLAMA3_ENTRIES, count_blocks, find_family, head_width
+from kilogpt.weights.gguf.forms import from_parts, to_parts
 from kilogpt.weights.tensors import in_memory, selected
 
 
@@ -47,21 +48,29 @@ def tensors_to_gguf(theirs, tensors):
     """{name in GGUF: LazyTensor} from {name in transformers: LazyTensor}. ValueError for a tensor without a place."""
     family, names = find_family(theirs), tensor_names(theirs)
     theirs = complete(theirs)
-    tensors = renaming.drop_leftovers(tensors)
+    tensors = to_parts(theirs, renaming.drop_leftovers(tensors))
     if family.arch == 'gpt2':
         tensors = renaming.transpose_matrices(tensors)
     if family.norm_offset:
         tensors = renaming.shift_norms(tensors, family.norm_offset)
     found = {}
     for name, stored in renaming.stack_experts(tensors).items():
-        stem, _, suffix = name.replace('_correction_bias', '_correction.bias').rpartition('.')
+        stem, suffix = split_name(name.replace('_correction_bias', '_correction.bias'), names)
         if theirs.get('tie_word_embeddings', False) and stem in ('lm_head', 'embed_out'):
             continue
         if stem not in names:
             raise ValueError(f'the tensor {name} has no place in a GGUF file of {theirs["model_type"]}')
         order = rotary_order(stem, theirs)
-        found[f'{names[stem]}.{suffix}'] = stored if order is None else selected(stored, order)
+        found[names[stem] + suffix] = stored if order is None else selected(stored, order)
+    if family.needs_head:
+        found.setdefault('output.weight', found['token_embd.weight'])
     return found | rope_tensors(theirs)
+
+
+def split_name(name, stems):
+    """(stem, suffix) of a tensor's name: '.weight', '.bias', or nothing."""
+    stem, point, suffix = name.rpartition('.')
+    return (name, '') if name in stems else (stem, point + suffix)
 
 
 def rope_tensors(theirs):
@@ -85,18 +94,20 @@ def tensors_from_gguf(theirs, tensors):
     stems = {name: stem for stem, name in tensor_names(theirs).items()}
     found = {}
     for name, stored in tensors.items():
-        stem, _, suffix = name.rpartition('.')
+        stem, suffix = split_name(name, stems)
         block = re.match(r'blk\.(\d+)\.', name)
         is_next_token_block = block and int(block[1]) >= count_blocks(theirs)
         if stem in ('rope_freqs', 'rope_factors_long', 'rope_factors_short') or is_next_token_block:
             continue
+        if name == 'output.weight' and theirs['tie_word_embeddings']:
+            continue
         if stem not in stems:
             raise ValueError(f'its tensor {name} is unknown in {theirs["model_type"]} of transformers')
         order = rotary_order(stems[stem], theirs)
-        name = f'{stems[stem]}.{suffix}'.replace('_correction.bias', '_correction_bias')
+        name = (stems[stem] + suffix).replace('_correction.bias', '_correction_bias')
         found[name] = stored if order is None else selected(stored, order.argsort())
     if family.norm_offset:
         found = renaming.shift_norms(found, -family.norm_offset)
     if family.arch == 'gpt2':
         found = renaming.transpose_matrices(found)
-    return renaming.unstack_experts(found)
+    return from_parts(theirs, renaming.unstack_experts(found))
