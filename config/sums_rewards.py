@@ -1,4 +1,4 @@
-# Go on from config/sums.py by rewards alone: 1 for a right sum, up to a half for digits in place (docs/rewards.md).
+# Go on from config/sums.py by rewards alone: 1 for a right sum, less for digits in place (docs/rewards.md).
 init_from = 'out-sums'
 out_dir = 'out-sums-rewards'
 dataset = 'sums'
@@ -6,16 +6,16 @@ documents = 'pack'
 loss = 'rl'
 rl_prompts, rl_val_prompts = 'data/sums/train.jsonl', 'data/sums/val.jsonl'
 rl_reward = 'data/sums/reward.py'
-rl_samples = 8  # texts of each prompt
+rl_samples = 4  # texts of each prompt
 rl_tokens = 4  # the longest sum and a line break
-rl_eval_prompts = 200
-block_size = 16
-batch_size = 512  # of 64 prompts
+rl_eval_prompts = 500
+block_size = 12
+batch_size = 512  # of 128 prompts
 gradient_accumulation_steps = 1
 compile = False
 dtype = 'float32'
-learning_rate, min_lr, warmup_iters, lr_decay_iters = 1e-4, 1e-5, 10, 0  # a gradient is mostly noise
+learning_rate, min_lr, warmup_iters, lr_decay_iters = 1e-3, 1e-4, 10, 0
 weight_decay = 0.0
-beta2 = 0.99
-max_iters = 1500
+beta2 = 0.95  # gradients grow as the model learns, and a slower mean of squares would lag behind
+max_iters = 450
 eval_interval, eval_iters, log_interval = 50, 5, 10

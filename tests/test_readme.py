@@ -88,7 +88,7 @@ SLOW_SESSIONS = dict(
         step('python train.py config/sums_rewards.py', SMALL_REWARDS),
         step('python train.py config/sums.py --n_layer=6 --max_iters=1000 --out_dir=out-sums-large', SMALL),
         step('python train.py config/sums_rewards.py --rl_reward= --teacher=out-sums-large --rl_kl=1', SMALL_REWARDS),
-        step('python train.py config/sums.py --max_iters=700', SMALL),
+        step('python train.py config/sums.py --n_layer=3 --n_embd=128 --max_iters=700', SMALL),
         step('python -m kilogpt.evaluate out-sums --teach=sums --top_k=8', '--device=cpu'),
         step('python train.py config/sums.py --loss=distill --distill_top_k=8 --n_layer=1 --n_embd=64 '
              '--out_dir=out-student', SMALL),
@@ -325,6 +325,7 @@ NEEDS = {
     'python -m data.look mychats': 'the dataset of the command before',
     **dict.fromkeys(('python train.py config/finetune_chat.py', 'python train.py config/finetune_lora.py',
                      'python dev/versus_trl.py'), 'weights of a real model: docs/finetune.md has figures'),
+    'python data/reasoning_gym/prepare.py': 'a package and a tokenizer of weights: test_rewards.py has small ones',
     'python data/preferences/prepare.py': 'files of pairs: test_preferences.py has some',
     'python -m data.look mypairs': 'the dataset of the command before',
     'python train.py config/dpo.py': 'weights of a real model: docs/dpo.md has figures, test_tuning.py a small model',

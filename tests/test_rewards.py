@@ -193,8 +193,98 @@ def test_rewards_in_a_process_of_its_own_answer_fail_and_are_late(tmp_path):
     finally:
         rewards.close()
     path.write_text('def award(row, text): pass')
-    with pytest.raises(ValueError, match="which has no reward\\(row, text\\): KeyError: 'reward'"):
+    with pytest.raises(ValueError, match="which does not give rewards: KeyError: 'reward'"):
         Rewards(str(path), 1).score(row, 'good')
+
+
+# --- reasoning-gym, and conversations ----------------------------------------------------------------------
+
+REASONING_GYM = '''
+import dataclasses, random, types
+
+@dataclasses.dataclass
+class Config:
+    seed: int = 0
+    size: int = 1
+    most: int = 99
+
+class Task:
+    def __init__(self, config):
+        self.config = config
+    def __getitem__(self, i):
+        number = random.Random(f'{self.config.seed} {i}').randrange(self.config.most)
+        return dict(question=f'{number} + 1?', answer=str(number + 1), metadata=dict(number=number))
+    def score_answer(self, answer, entry):
+        return len(answer) + float(answer == entry['answer'])
+
+factory = types.SimpleNamespace(DATASETS=dict(next=(Task, Config)))
+'''
+
+
+@pytest.fixture(scope='module')
+def reasoning_gym(tmp_path_factory):
+    """The environment of processes for which a package of that name has one task."""
+    folder = tmp_path_factory.mktemp('site')
+    (folder / 'reasoning_gym.py').write_text(REASONING_GYM)
+    return dict(PYTHONPATH=str(folder))
+
+
+def prepare_task(out, *arguments, task='next', env=None, **options):
+    return run_script('data/reasoning_gym/prepare.py', f'--out={out}', f'--task={task}', '--tokenizer=bytes', '--size=20',
+                      '--val_size=4', *arguments, env=env, **options)
+
+
+def test_prompts_of_a_task_are_conversations_which_the_task_rewards(train, reasoning_gym, tmp_path):
+    out = tmp_path / 'task'
+    prepare_task(out, env=reasoning_gym)
+    rows = {split: [json.loads(line) for line in (out / f'{split}.jsonl').read_text().splitlines()]
+            for split in ('train', 'val')}
+    assert [len(rows[split]) for split in ('train', 'val')] == [20, 4]
+    assert len({row['question'] for of_split in rows.values() for row in of_split}) == 24
+    assert rows['val'][0]['messages'] == [dict(role='user', content=rows['val'][0]['question'])]
+    run = train('--loss=rl', '--rl_reward=reasoning_gym:next', f'--rl_prompts={out}/train.jsonl', '--rl_samples=4',
+                f'--rl_val_prompts={out}/val.jsonl', '--rl_tokens=5', '--block_size=64', f'--dataset={out}',
+                '--max_iters=2', '--rl_eval_prompts=2', '--eval_iters=1', env=reasoning_gym)
+    assert all(0 < line['reward'] <= 6 for line in texts_of(run).values()) and list(run.lines) == [1, 2]
+    sample = json.loads((run.out_dir / 'samples.jsonl').read_text().splitlines()[0])
+    assert sample['prompt'] == rows['val'][0]['question'] and sample['reward'] == pytest.approx(len(sample['text'].strip()))
+
+
+@pytest.mark.parametrize('arguments, task, sentence', [
+    ((), 'nexd', "does not have the task 'nexd': choose one such as next"),
+    (['--options=least=3'], 'next', 'its options are most'), (['--options=most'], 'next', 'it must be name=value'),
+    (['--options=most=7'], 'next', 'only 7 are different'), (['--size=0'], 'next', 'both must be at least 1')])
+def test_tasks_that_cannot_be_get_a_sentence(reasoning_gym, tmp_path, arguments, task, sentence):
+    done = prepare_task(tmp_path / 'task', *arguments, task=task, env=reasoning_gym, check=False)
+    assert done.returncode == 1 and sentence in done.stderr and 'Traceback' not in done.stderr
+
+
+def test_answer_in_tags_is_the_one_that_is_scored(reasoning_gym, monkeypatch):
+    monkeypatch.setenv('PYTHONPATH', reasoning_gym['PYTHONPATH'])
+    rewards = Rewards('reasoning_gym:next', 5)
+    try:
+        assert rewards.score(dict(answer='25'), ' 25\n') == (3.0, None)
+        text = 'I think that <answer>7</answer> is wrong: <answer> 25 </answer>'
+        assert rewards.score(dict(answer='25'), text) == (3.0, None)
+    finally:
+        rewards.close()
+    with pytest.raises(ValueError, match="reasoning_gym:no'.*does not have the task 'no'"):
+        Rewards('reasoning_gym:no', 5).score({}, '')
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('task', ['chain_sum', 'word_sorting', 'countdown'])
+def test_tasks_of_reasoning_gym_reward_their_own_answers(tmp_path, task):
+    pytest.importorskip('reasoning_gym', reason='reasoning-gym is not installed')
+    prepare_task(tmp_path / 'task', task=task)
+    rewards = Rewards(f'reasoning_gym:{task}', 20)
+    try:
+        for line in (tmp_path / 'task' / 'train.jsonl').read_text().splitlines():
+            row = json.loads(line)
+            assert rewards.score(row, row['answer']) == (1.0, None)
+            assert rewards.score(row, 'none of these')[0] < 0.5
+    finally:
+        rewards.close()
 
 
 # --- runs -------------------------------------------------------------------------------------------------
@@ -267,6 +357,16 @@ def test_bad_reward_ends_the_run_in_a_sentence_or_is_left_out(train, start, tmp_
     assert sum(line['without_reward'] for line in texts_of(skipped).values()) >= 4
 
 
+@pytest.mark.parametrize('row, sentence', [
+    (dict(question='A'), 'row 2: it has neither a text `prompt` nor a list `messages`'),
+    (dict(messages=[]), 'row 2: messages is []: it must be a list'),
+    (dict(messages=[dict(role='user', content='A'), dict(role='assistant', content='B')]), 'leave it out')])
+def test_prompts_that_cannot_be_get_a_sentence(train, start, tmp_path, row, sentence):
+    (tmp_path / 'prompts.jsonl').write_text('{"prompt": "A"}\n' + json.dumps(row))
+    run = train(*arguments_of(start), f'--rl_prompts={tmp_path}/prompts.jsonl', check=False)
+    assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr
+
+
 @pytest.mark.parametrize('keys, sentence', [
     (['--rl_prompts='], 'needs prompts: name a .jsonl file'), (['--rl_samples=5'], 'does not divide the 24 sequences'),
     (['--rl_reward='], 'needs a file with rewards, or a teacher'), (['--rl_tokens=31'], 'leaves room for 1'),
@@ -274,3 +374,17 @@ def test_bad_reward_ends_the_run_in_a_sentence_or_is_left_out(train, start, tmp_
 def test_keys_that_do_not_fit_get_a_sentence(train, start, keys, sentence):
     run = train(*arguments_of(start), *keys, check=False)
     assert run.returncode == 1 and sentence in run.stderr and 'Traceback' not in run.stderr
+
+
+@pytest.mark.slow
+def test_model_learns_to_add_by_rewards_alone(tmp_path):
+    """A short form of docs/rewards.md. Each mean is of 5,120 texts, so that its standard error is below 0.006."""
+    sums, out = tmp_path / 'sums', tmp_path / 'out'
+    run_script('data/sums/prepare.py', f'--out={sums}')
+    run_script('train.py', 'config/sums.py', f'--dataset={sums}', f'--out_dir={out}', '--device=cpu', '--max_iters=350')
+    run_script('train.py', 'config/sums_rewards.py', f'--init_from={out}', f'--out_dir={out}-rewards', '--device=cpu',
+               f'--dataset={sums}', f'--rl_prompts={sums}/train.jsonl', '--rl_val_prompts=', '--max_iters=60',
+               '--lr_decay_iters=450', '--eval_interval=60', '--eval_iters=0', '--keep_checkpoints=0')
+    lines = [json.loads(line) for line in (tmp_path / 'out-rewards' / 'metrics.jsonl').read_text().splitlines()]
+    passed = [line['passed'] for line in lines if 'without_reward' in line]
+    assert len(passed) == 60 and np.mean(passed[-10:]) > np.mean(passed[:10]) + 0.02

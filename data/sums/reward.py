@@ -1,9 +1,8 @@
-"""The reward of a text that continues a prompt of data/sums: 1 if it is the sum, and up to a half for digits in place."""
+"""The reward of a text that continues a prompt of data/sums: 1 if it is the answer, up to a half for digits in place."""
 
 
 def reward(row, text):
-    expected = str(row['sum'])
-    if text == expected:
+    if text == row['answer']:
         return 1.0
-    places = zip(reversed(text), reversed(expected))  # units first
-    return 0.5 * sum(found == digit for found, digit in places) / max(len(text), len(expected))
+    in_place = sum(found == digit for found, digit in zip(text, row['answer']))
+    return 0.5 * in_place / max(len(text), len(row['answer']))

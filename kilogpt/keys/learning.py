@@ -7,9 +7,9 @@ distill_divergence = 'forward'  # with loss='distill': 'forward', 'reverse', or 
 distill_top_k = 32  # tokens of the teacher that count one by one; all others count together
 distill_temperature = 1.0  # divides the logits of both; above 1 unlikely tokens count more
 distill_share = 0.5  # share of the divergence in the loss; the rest is the cross-entropy
-rl_prompts = ''  # with loss='rl': a .jsonl file, whose rows have a prompt, and what else the reward needs
+rl_prompts = ''  # with loss='rl': a .jsonl file, whose rows have a prompt or messages, and what the reward needs
 rl_val_prompts = ''  # such a file of held-out prompts, for pass@1; '' = none
-rl_reward = ''  # a Python file with reward(row, text) -> number; '' with a teacher, which scores each token
+rl_reward = ''  # a Python file with reward(row, text) -> number, or reasoning_gym:TASK; '' with a teacher alone
 rl_reward_seconds = 10.0  # how long a reward may take
 rl_reward_errors = 'end'  # what an error in a reward does: 'end' the run, or 'skip' the text
 rl_samples = 8  # texts of each prompt, whose mean reward is the baseline

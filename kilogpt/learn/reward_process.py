@@ -1,20 +1,25 @@
-"""The process that runs a file of rewards, its argument: reads a line of JSON for each text, and answers with one.
+"""The process that computes rewards: reads a line of JSON for each text, and answers with one.
+
+Its argument is a file with reward(row, text), or reasoning_gym:TASK.
 
 Rewards are other people's code. What they print goes to stderr, so that it does not meet the answers.
 """
+import difflib
 import json
 import math
 import os
+import re
 import runpy
 import sys
+
+REASONING = 'reasoning_gym:'
 
 
 def main():
     answers = os.fdopen(os.dup(1), 'w', encoding='utf-8')
     os.dup2(2, 1)
-    sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[1]))  # and not the folder of this file
     try:
-        reward = runpy.run_path(sys.argv[1])['reward']
+        reward = open_reward(sys.argv[1])
     except Exception as error:
         print(json.dumps(dict(error=describe(error))), file=answers, flush=True)
         return
@@ -26,6 +31,39 @@ def main():
         except Exception as error:
             answer = dict(error=describe(error))
         print(json.dumps(answer), file=answers, flush=True)
+
+
+def open_reward(name):
+    """reward(row, text), of a file or of a task of reasoning-gym."""
+    if name.startswith(REASONING):
+        sys.path.pop(0)  # the folder of this file
+        return reward_of_task(name.removeprefix(REASONING))
+    sys.path[0] = os.path.dirname(os.path.abspath(name))
+    return runpy.run_path(name)['reward']
+
+
+def open_task(name):
+    """(class of the dataset, class of its options) of a task of reasoning-gym. ValueError if there is none."""
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(f'reasoning-gym cannot be imported ({error}): pip install reasoning-gym') from None
+    tasks = reasoning_gym.factory.DATASETS
+    if name not in tasks:
+        similar = ', '.join(difflib.get_close_matches(name, tasks, 5, 0.4) or sorted(tasks))
+        raise ValueError(f'reasoning-gym does not have the task {name!r}: choose one such as {similar}')
+    return tasks[name]
+
+
+def reward_of_task(name):
+    """reward(row, text) of a task of reasoning-gym. The answer is the content of the last <answer>, or the whole text."""
+    dataset_class, config_class = open_task(name)
+    task = dataset_class(config_class())
+
+    def reward(row, text):
+        *_, answer = text, *re.findall('<answer>(.*?)</answer>', text, re.S)
+        return float(task.score_answer(answer.strip(), row))
+    return reward
 
 
 def is_number(value):

@@ -1,4 +1,4 @@
-"""Rewards of texts, by a file of the user's in a process of its own, with a time limit."""
+"""Rewards of texts, by a file of the user's or a task of reasoning-gym in a process of its own, with a time limit."""
 import json
 import os
 import select
@@ -9,8 +9,9 @@ START_SECONDS = 60  # in which the file has to be imported
 
 
 class Rewards:
-    """Scores texts by reward(row, text) of a Python file. The process is started when the first text comes.
+    """Scores texts by reward(row, text) of a Python file, or by reasoning_gym:TASK.
 
+    The process is started when the first text comes.
     seconds: how long a reward may take, after which the process is ended, and a new one started.
     """
 
@@ -39,7 +40,7 @@ class Rewards:
         answer = self._read(START_SECONDS) or dict(error=f'it was not imported within {START_SECONDS}s')
         if 'error' in answer:
             self.close()
-            raise ValueError(f'rl_reward is {self.path!r}, which has no reward(row, text): {answer["error"]}')
+            raise ValueError(f'rl_reward is {self.path!r}, which does not give rewards: {answer["error"]}')
 
     def _read(self, seconds):
         """The next answer; None if the process ends, or does not answer within that many seconds."""

@@ -9,6 +9,7 @@ import statistics
 
 import numpy as np
 
+from data.tokens.chat_template import ChatTemplate, check_messages
 from data.loader import shuffled
 from data.tokens.tokenizer import get_tokenizer
 from kilogpt.evaluate import batches
@@ -57,7 +58,7 @@ class Writer:
             raise ValueError(f'dataset {config["dataset"]!r} does not name its tokenizer, which loss=rl needs for its '
                              'prompts: name it in meta.json')
         self.config, self.tokenizer = config, get_tokenizer(meta)
-        self.ends = frozenset(self.tokenizer.end_ids or self.tokenizer.document_end[-1:])
+        self.ends, self.template = frozenset(self.tokenizer.end_ids or self.tokenizer.document_end[-1:]), None
         separator = separator_in(dict(config=config, tokenizer=meta))
         self.scorer = Scorer(run.parallel, run.model_config, run.cluster.dtype, separator, poll=run.signals.poll)
         self.rewards = Rewards(config['rl_reward'], config['rl_reward_seconds']) if config['rl_reward'] else None
@@ -68,9 +69,10 @@ class Writer:
             rows = [json.loads(line) for line in file if line.strip()]
         room, found = self.config['block_size'] - self.config['rl_tokens'], []
         for number, row in enumerate(rows, start=1):
-            if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
-                raise ValueError(f'{path}, row {number}: it has no text `prompt`')
-            ids = self.tokenizer.encode_prompt(row['prompt'])
+            try:
+                ids = self._encode(row)
+            except ValueError as error:
+                raise ValueError(f'{path}, row {number}: {error}') from None
             if not 0 < len(ids) <= room:
                 raise ValueError(f'{path}, row {number}: its prompt has {len(ids)} tokens, but block_size - rl_tokens '
                                  f'leaves room for {room}: change these keys, or the prompt')
@@ -78,6 +80,19 @@ class Writer:
         if not found:
             raise ValueError(f'{path} has no prompts')
         return found
+
+    def _encode(self, row):
+        """The ids of a row's prompt: a text, or the messages of a conversation in the tokenizer's chat template."""
+        if isinstance(row, dict) and 'messages' in row:
+            if self.template is None:
+                self.template = ChatTemplate(self.tokenizer)
+                self.ends |= self.template.stop_ids
+            if check_messages(row['messages'])[-1]['role'] == 'assistant':
+                raise ValueError('its last message is an answer, which is what the model is to write: leave it out')
+            return self.template.encode(row['messages'], add_generation_prompt=True)
+        if not isinstance(row, dict) or not isinstance(row.get('prompt'), str):
+            raise ValueError('it has neither a text `prompt` nor a list `messages`')
+        return self.tokenizer.encode_prompt(row['prompt'])
 
     def write(self, rows, keys, greedy=False):
         """The Texts that continue rows, [(row, ids of its prompt)], with their rewards; None if the run ends.
@@ -207,6 +222,11 @@ def describe_texts(texts, least):
     return figures
 
 
+def prompt_of(row):
+    """What a row asks, as a text: its prompt, or the last message."""
+    return row['messages'][-1]['content'] if 'messages' in row else row['prompt']
+
+
 class PassRate(Evaluation):
     """Draws texts of held-out prompts at evaluations, and writes pass@1, and pass@N of N texts each."""
 
@@ -230,6 +250,6 @@ class PassRate(Evaluation):
             figures[f'pass@{n_samples}'] = statistics.fmean(any(group) for group in passed)
         run.log.write(run.meter.stamp(run) | figures, f'held-out prompts at iteration {run.iteration}: ' + ', '.join(
             f'{name} {value:.4g}' for name, value in figures.items()))
-        shown = [dict(prompt=row['prompt'], text=self.writer.text_of(text), reward=text.reward)
+        shown = [dict(prompt=prompt_of(row), text=self.writer.text_of(text), reward=text.reward)
                  for (row, _), text in list(zip(rows, texts))[:8]]
         run.log.samples(run.iteration, shown, SHOWN)

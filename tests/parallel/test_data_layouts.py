@@ -11,7 +11,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from test_parallel import BASE, MODERN
+from test_parallel import BASE, MODELS, MODERN
 
 from data.datasets import find_sources
 from data.flags import BEGIN, CONTEXT
@@ -180,17 +180,32 @@ def test_layout_trains_pairs_as_one_process_does(compare_with_one_process, train
 
 # --- texts and their rewards ------------------------------------------------------------------------------
 
+REWARDED = [  # (processes, layout and other keys), with adapters or experts in some
+    (2, ''), (3, '--zero_stage=1'), (2, '--zero_stage=2'), (3, '--zero_stage=3 --rl_updates=2'),
+    (4, '--zero_stage=2 --dp_replicate=2'), (2, '--tp=2'), (4, '--tp=2 --zero_stage=2 --rl_kl=0.3'),
+    (2, '--cp=2 --rl_updates=2 --rl_kl=0.5'), (4, '--cp=2 --zero_stage=3'), (4, '--tp=2 --cp=2 --rl_scale'),
+    (2, '--pp=2'), (2, '--pp=2 --pp_schedule=zbv'), (4, '--pp=2 --zero_stage=2'), (4, '--tp=2 --pp=2'),
+    (2, '--zero_stage=3 --lora_rank=4'), (2, '--tp=2 --lora_rank=4 --rl_kl=0.3'),
+    (2, f'--ep=2 {MODELS["moe"]}'), (4, f'--ep=2 --tp=2 {MODELS["moe"]}')]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('nproc, layout', [
-    (3, '--zero_stage=1'), (2, '--tp=2'), (2, '--cp=2 --rl_updates=2 --rl_kl=0.5'), (4, '--pp=2 --zero_stage=2')])
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize('nproc, layout', REWARDED)
 def test_layout_learns_from_rewards_as_one_process_does(compare_with_one_process, trained, tmp_path, nproc, layout):
-    """The texts are the same too: otherwise the lines about them would differ, and the losses."""
-    keys = [argument for argument in layout.split() if argument.startswith('--rl')]
+    """The texts are the same too: a reward is a digest, so that otherwise the lines about texts would differ."""
+    keys, layout = layout.split(), []
+    for key in list(keys):
+        if key.split('=')[0] in ('--zero_stage', '--dp_replicate', '--tp', '--cp', '--pp', '--pp_schedule', '--ep'):
+            keys.remove(key)
+            layout.append(key)
+    if '--mlp=moe' not in keys:
+        keys.append(f'--init_from={trained}')
     (tmp_path / 'prompts.jsonl').write_text('{"prompt": "AB"}\n{"prompt": "7"}\n{"prompt": "XYZ"}\n')
-    (tmp_path / 'reward.py').write_text('def reward(row, text): return sum(ord(c) % 2 for c in text)')
+    (tmp_path / 'reward.py').write_text('import zlib\ndef reward(row, text): return zlib.crc32(text.encode()) / 2 ** 32')
     run, one = compare_with_one_process(
-        nproc, ' '.join(argument for argument in layout.split() if argument not in keys), f'--init_from={trained}',
-        '--loss=rl', f'--rl_prompts={tmp_path}/prompts.jsonl', f'--rl_reward={tmp_path}/reward.py', '--rl_tokens=5', *keys)
+        nproc, ' '.join(layout), '--loss=rl', f'--rl_prompts={tmp_path}/prompts.jsonl',
+        f'--rl_reward={tmp_path}/reward.py', '--rl_tokens=5', *keys)
     texts = [[line for line in map(json.loads, (each.out_dir / 'metrics.jsonl').read_text().splitlines())
               if 'without_reward' in line] for each in (run, one)]
-    assert texts[0] == texts[1] and len(texts[1]) == (2 if keys else 3)
+    assert texts[0] == texts[1] and len(texts[1]) == (2 if '--rl_updates=2' in keys else 3)
