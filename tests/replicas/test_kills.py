@@ -7,7 +7,6 @@ kills at 20 moments of 300 iterations. Prints how long the others took to go on,
 import os
 import random
 import re
-import signal
 import statistics
 import time
 
