@@ -128,7 +128,7 @@ def test_keys_that_pages_mention_exist():
                'random', 'random_tokens', 'distribution', 'switches', 'reshard_after_forward', 'saves',
                'signal', 'special_tokens', 'gpu', 'handle', 'host', 'logdir', 'num_workers', 'ranks', 'x', 'tasks', 'shots',
                'details', 'y', 'loss', 'params', 'tokens', 'bootstrap', 'limit', 'lm_eval', 'roles', 'reference', 'seeds',
-               'size', 'jobs', 'base', 'relu2', 'table', 'scaling', 'max_restarts', 'mtbf'}
+               'size', 'jobs', 'base', 'relu2', 'table', 'scaling', 'max_restarts', 'mtbf', 'units_first'}
     for page in PAGES:
         if page.name == 'elsewhere.md':  # test_elsewhere.py tells our keys from those of others
             continue

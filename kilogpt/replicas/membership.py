@@ -150,14 +150,14 @@ class Membership:
         self.names = list(quorum.replica_ids)
         if is_new:
             self._quorum, self._is_broken = (quorum.quorum_id, quorum.replica_ids), False
-            self._knock()
+            self._probe_members()
             # A lighthouse that was started again counts from 1, but the store still has the addresses of old groups.
             unique = uuid.uuid5(uuid.NAMESPACE_OID, f'{quorum.max_step} {self.names}').hex
             self.group.configure(
                 f'{quorum.store_address}/{quorum.quorum_id}/{unique}/{self.processes.rank}', self.names[self.index],
                 self.index, self.count, quorum.quorum_id, self.processes.rank, self.processes.world_size)
 
-    def _knock(self):
+    def _probe_members(self):
         """Raise OSError if a member is gone already. Otherwise the others would wait for CONNECT_SECONDS or longer.
 
         The store of each member is in its main process.

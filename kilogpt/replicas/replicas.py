@@ -158,7 +158,7 @@ class Replicas:
         A large gradient is summed where it is. The others are copied into buckets.
         """
         waits = [(self.members.add_up([vector]), [], None)]
-        for bucket in _buckets(gradients) if self.members.count > 1 else ():
+        for bucket in buckets(gradients) if self.members.count > 1 else ():
             if len(bucket) == 1 and bucket[0].is_contiguous():
                 waits.append((self.members.add_up([bucket[0].view(-1)]), [], None))
             else:
@@ -242,7 +242,7 @@ class Replicas:
         run.log.begin = own['begin']
 
 
-def _buckets(gradients):
+def buckets(gradients):
     """Yield lists of gradients, each of one dtype. A large gradient is alone."""
     bucket, room = [], BUCKET_BYTES
     for gradient in gradients:

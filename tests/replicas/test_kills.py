@@ -1,13 +1,12 @@
 """Processes of replicas are killed in drawn phases, and no iteration is lost, doubled or different.
 
-    REPLICA_KILLS=20 python -m pytest -s -n 0 -m slow tests/replicas/test_kills.py -k zero_stage=3
+    REPLICA_KILLS=20 python -m pytest -s -n 0 -m slow 'tests/replicas/test_kills.py::test_killed_in_drawn_phases[--tp=2]'
 
 kills at 20 moments of 300 iterations. Prints how long the others took to go on, and the killed ones to come back.
 """
 import os
 import random
 import re
-import signal
 import statistics
 import time
 

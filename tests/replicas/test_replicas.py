@@ -3,8 +3,11 @@ import os
 import signal
 
 import pytest
+import torch
 
 from replica_run import DOUBLE, ReplicaRun, assert_same_run, needs_torchft
+
+from kilogpt.replicas import replicas
 
 
 @pytest.fixture(scope='module')
@@ -17,17 +20,34 @@ def alone(train):
 @pytest.mark.slow
 def test_lost_replica_changes_nothing_for_the_others(dataset, tmp_path, alone):
     """The one that leads is killed, and not started again."""
-    with ReplicaRun(tmp_path, dataset, '--max_iters=8', '--eval_interval=8', replicas=2, restarts=0) as run:
-        run.wait_for(lambda: len(run.updates()) >= 2)
+    keys = ['--max_iters=60', '--lr_decay_iters=60', '--eval_interval=20']
+    with ReplicaRun(tmp_path, dataset, *keys, restarts=0) as run:
+        run.wait_for_members(2)  # one of them may have started alone
         survivor = run.workers()[1, 0]
         run.kill((0, 0))
         run.wait_for(lambda: run.updates()[-1]['members'] == 1)
         assert run.workers() == {(1, 0): survivor}
         ended = run.end()
-    assert_same_run(ended, alone('--max_iters=8', '--eval_interval=8'))
+    assert_same_run(ended, alone(*keys))
     assert {line['members'] for line in ended.updates} == {1, 2}
     recovered = [line['recovered_ms'] for line in ended.updates if line['recovered_ms']]
     assert len(recovered) == 1 and recovered[0] > 0
+
+
+def test_large_gradients_are_summed_where_they_are_and_others_in_buckets_of_one_dtype(monkeypatch):
+    monkeypatch.setattr(replicas, 'BUCKET_BYTES', 100)
+    empty, small, large = torch.zeros(0), torch.zeros(20), torch.zeros(replicas.ALONE_BYTES // 4)
+    double = small.double()[:2]
+    sizes = [[len(gradient) for gradient in bucket]
+             for bucket in replicas.buckets([empty, small, large, small[:5], small, double])]
+    assert sizes == [[len(large)], [0, 20, 5], [20], [2]]
+
+
+def test_change_of_members_names_replicas():
+    before = ['0-0000-a@host-1:3', '0-0001-b@host-2:3', '9-0002-c@host-3:3']
+    assert replicas.describe_change(before, before[:1]) == 'lost: replica 1, 2'
+    after = ['0-0000-a@host-1:3', '10-0001-d@host-2:4', '9-0002-c@host-3:3']
+    assert replicas.describe_change(before, after) == 'lost: replica 1; joined: replica 1'
 
 
 def test_what_does_not_go_together_is_said(train):
