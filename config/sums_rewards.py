@@ -17,5 +17,5 @@ dtype = 'float32'
 learning_rate, min_lr, warmup_iters, lr_decay_iters = 1e-3, 1e-4, 10, 0
 weight_decay = 0.0
 beta2 = 0.95  # gradients grow as the model learns, and a slower mean of squares would lag behind
-max_iters = 450
-eval_interval, eval_iters, log_interval = 50, 5, 10
+max_iters = 800
+eval_interval, eval_iters, log_interval = 100, 5, 10

@@ -90,10 +90,11 @@ echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")
 # In the grace period of a preemption, Slurm only signals the run, and the job must requeue itself.
 [[ $description = *PreemptTime=None* ]] || requeue=yes
-# A run that has saved since this start has made progress, so another start is worthwhile. SIGKILL (137) may
-# come from Slurm, late and meant for an earlier start; but if every start is killed, for example for lack of
-# memory, the restarts must end.
-if [[ $(count_saves) -gt $saves_before || $status -eq 137 && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
+# A run that has saved since this start has made progress, so another start is worthwhile. SIGTERM (143) and
+# SIGKILL (137) may come from Slurm, late and meant for an earlier start; but if every start is killed, for
+# example for lack of memory, the restarts must end.
+if [[ $(count_saves) -gt $saves_before ||
+    ($status -eq 143 || $status -eq 137) && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
     requeue=yes
 fi
 # A job that was cancelled, or that Slurm itself has requeued, is no longer RUNNING.
