@@ -1,4 +1,4 @@
-# Learn to write sums, letter by letter, for 15 seconds of one core: most are wrong. Then config/sums_rewards.py.
+# Learn to write sums, letter by letter, for 11 seconds of one core: most are wrong. Then config/sums_rewards.py.
 #
 #   python data/sums/prepare.py
 #   python train.py config/sums.py
