@@ -182,18 +182,22 @@ def torchrun(options, folder, script, *arguments, **env):
         kill_node(process)
 
 
-def worker_pids(torchrun):
-    """{rank: pid} of the processes that a torchrun has started."""
+def children_of(process):
+    """{pid: environment} of the processes that a process has started."""
     found = {}
     for pid in filter(str.isdigit, os.listdir('/proc')):
         with contextlib.suppress(OSError):
             with open(f'/proc/{pid}/stat') as file:
                 parent = int(file.read().rpartition(')')[2].split()[1])
-            with open(f'/proc/{pid}/environ') as file:
-                environment = dict(line.partition('=')[::2] for line in file.read().split('\0'))
-            if parent == torchrun.pid and 'RANK' in environment:
-                found[int(environment['RANK'])] = int(pid)
+            if parent == process.pid:
+                with open(f'/proc/{pid}/environ') as file:
+                    found[int(pid)] = dict(line.partition('=')[::2] for line in file.read().split('\0'))
     return found
+
+
+def worker_pids(torchrun):
+    """{rank: pid} of the processes that a torchrun has started."""
+    return {int(environment['RANK']): pid for pid, environment in children_of(torchrun).items() if 'RANK' in environment}
 
 
 def kill_node(torchrun):

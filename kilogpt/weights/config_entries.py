@@ -70,11 +70,16 @@ def shortest(pattern):
     return next(pattern[:n] for n in lengths if pattern == (pattern[:n] * len(pattern))[:len(pattern)])
 
 
-def read_rope(entries, theta=10000.0, share=None):
-    """The arguments of RoPE. theta, share: the family's defaults; share None means that all is rotated."""
+def stated_rope(entries):
+    """The entries of RoPE that stand in an object of their own."""
     # The second key is new in version 5 of transformers, which prefers the first one, as we do.
     found = [entries.value(key, {}, (dict,), 'an object') for key in ('rope_scaling', 'rope_parameters')]
-    found = dict(found[0] or found[1])
+    return dict(found[0] or found[1])
+
+
+def read_rope(entries, theta=10000.0, share=None):
+    """The arguments of RoPE. theta, share: the family's defaults; share None means that all is rotated."""
+    found = stated_rope(entries)
     local = found.pop('sliding_attention', None)
     found |= found.pop('full_attention', None) or {}
     name = found.pop('rope_type', None) or found.pop('type', None) or 'default'

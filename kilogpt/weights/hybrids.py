@@ -7,7 +7,7 @@ import re
 import torch
 
 from kilogpt.weights.config_entries import (
-    Entries, biases, read_attention_bias, read_llama, shortest, write_llama, write_llama_with_share)
+    Entries, biases, read_attention_bias, read_llama, shortest, stated_rope, write_llama, write_llama_with_share)
 from kilogpt.weights.renaming import LLAMA_NAMES, QWEN2_MOE_NAMES
 from kilogpt.weights.tensors import LazyTensor, joined, selected
 
@@ -73,8 +73,7 @@ def olmo_hybrid_read(entries):
     key_width = entries.integer('linear_key_head_dim', int(0.75 * entries.integer('hidden_size') / max(1, key_heads)))
     entries.only('full_attention_interval', None)
     delta = read_delta(entries, n_head, n_head, key_width, 2 * key_width)
-    scaling, parameters = [entries.value(key, {}, (dict,), 'an object') for key in ('rope_scaling', 'rope_parameters')]
-    rope = dict(rope_theta=10000.0) | entries.hf_config | (scaling or parameters)  # as in read_rope
+    rope = dict(rope_theta=10000.0) | entries.hf_config | stated_rope(entries)
     if rope['rope_theta'] is None:  # without positions
         without = {key: value for key, value in entries.hf_config.items() if not key.startswith('rope_')}
         entries = Entries(without, entries.source)

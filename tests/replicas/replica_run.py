@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from helpers import FAULTS, ROOT, TINY, newest_weights, read_run
+from helpers import FAULTS, ROOT, TINY, children_of, newest_weights, read_run
 
 needs_torchft = pytest.mark.skipif(importlib.util.find_spec('torchft') is None,
                                    reason='torchft is not installed (pip install torchft==0.2.0)')
@@ -53,22 +53,10 @@ class ReplicaRun:
         self.process.wait()
         self.copying.wait()
 
-    def children(self):
-        """{pid: environment} of the processes that the launcher has started."""
-        found = {}
-        for pid in filter(str.isdigit, os.listdir('/proc')):
-            with contextlib.suppress(OSError):
-                with open(f'/proc/{pid}/stat') as file:
-                    parent = int(file.read().rpartition(')')[2].split()[1])
-                if parent == self.process.pid:
-                    with open(f'/proc/{pid}/environ') as file:
-                        found[int(pid)] = dict(line.partition('=')[::2] for line in file.read().split('\0'))
-        return found
-
     def workers(self):
         """{(replica, rank): pid}."""
         return {(int(environment['REPLICA_GROUP_ID']), int(environment['RANK'])): pid
-                for pid, environment in self.children().items() if 'REPLICA_GROUP_ID' in environment}
+                for pid, environment in children_of(self.process).items() if 'REPLICA_GROUP_ID' in environment}
 
     def kill(self, *workers):
         for worker in workers:
@@ -76,7 +64,7 @@ class ReplicaRun:
 
     def lighthouse(self):
         """(pid, arguments) of the lighthouse; None before it is started."""
-        for pid in self.children():
+        for pid in children_of(self.process):
             with contextlib.suppress(OSError), open(f'/proc/{pid}/cmdline') as file:
                 arguments = file.read().split('\0')[:-1]
                 if 'LighthouseServer' in ' '.join(arguments):

@@ -318,9 +318,7 @@ def check_keys(family, own):
         required += [key for key, _, _ in DELTA_ENTRIES] + ['ssm.inner_size']
     if family.arch == 'qwen35':
         required.append('rope.dimension_sections')
-    if family.arch == 'gpt-oss':
-        required.append('attention.sliding_window')
-    if family.arch == 'gemma3':  # without it llama.cpp gives no block a window
+    if family.arch in ('gpt-oss', 'gemma3'):  # without it llama.cpp gives no block of gemma3 a window
         required.append('attention.sliding_window')
     missing = [f'{family.arch}.{key}' for key in required if key not in own]
     if missing:

@@ -88,38 +88,20 @@ def _by_heads(stored, H):
 
 # --- gpt-oss ------------------------------------------------------------------------------------------------
 
-OSS_NAMES = tuple((f'.experts.{ours}{end}', f'.experts.{theirs}{new_end}')
-                  for ours, theirs in (('c_gate', 'gate_proj'), ('c_fc', 'up_proj'), ('c_proj', 'down_proj'))
-                  for end, new_end in (('_bias', '.bias'), ('', '.weight')))
+OSS_NAMES = ('.sinks', '.sinks.weight'), *(
+    (f'.experts.{ours}{end}', f'.experts.{theirs}{new_end}')
+    for ours, theirs in (('c_gate', 'gate_proj'), ('c_fc', 'up_proj'), ('c_proj', 'down_proj'))
+    for end, new_end in (('_bias', '.bias'), ('', '.weight')))  # in the order of replacement
 
 
 def split_oss(theirs, tensors):
     """Experts with gates apart from the rest, rows for outputs, and names that end with weight or bias."""
-    names = dict(OSS_NAMES)
-    found = {}
-    for name, stored in renaming.unpack_oss(tensors).items():
-        before, experts, kind = name.rpartition('.experts.')
-        found[before + names.get(experts + kind, experts + kind)] = stored
-    return _with_suffix(found, '.sinks', '.weight')
+    return renaming.rename(renaming.unpack_oss(tensors), OSS_NAMES)
 
 
 def join_oss(theirs, tensors):
     """The inverse of `split_oss`."""
-    names = {new: old for old, new in OSS_NAMES}
-    found = {}
-    for name, stored in _without_suffix(tensors, '.sinks', '.weight').items():
-        before, experts, kind = name.rpartition('.experts.')
-        found[before + names.get(experts + kind, experts + kind)] = stored
-    return renaming.pack_oss(found)
-
-
-def _with_suffix(tensors, end, suffix):
-    return {name + suffix if name.endswith(end) else name: stored for name, stored in tensors.items()}
-
-
-def _without_suffix(tensors, end, suffix):
-    return {name.removesuffix(suffix) if name.endswith(end + suffix) else name: stored
-            for name, stored in tensors.items()}
+    return renaming.pack_oss(renaming.rename_back(tensors, OSS_NAMES))
 
 
 # --- Gated DeltaNet -----------------------------------------------------------------------------------------
