@@ -49,8 +49,6 @@ def draw(generator):
     moved |= {key: generator.choice(OF_TOKENIZER[key]) for key in generator.sample(sorted(OF_TOKENIZER), generator.choice([0, 1, 2]))}
     if form.startswith('phi3'):  # whose windows llama.cpp does not compute, as it says
         moved.pop('attention.sliding_window', None)
-    if form.startswith(('qwen3_next', 'qwen3_5')):  # of whose keys llama.cpp takes it for the smallest length
-        moved.pop('attention.layer_norm_rms_epsilon', None)
     return dict(form=form, sentence_piece=generator.random() < 0.4, moved=moved)
 
 

@@ -14,6 +14,8 @@ from kilogpt.weights.gguf.families import (
     head_width, known_entries, period_of)
 from kilogpt.weights.tensors import have_same_values
 
+LARGEST_EPSILON = 1e-5  # with which the tests' models agree within 2e-5
+
 
 # --- to a file ----------------------------------------------------------------------------------------------
 
@@ -90,6 +92,7 @@ def check_known_entries(theirs):
     if kind == 'gemma2' and None in softcaps:
         raise ValueError('a GGUF file of gemma2 needs attn_logit_softcapping and final_logit_softcapping in '
                          'config.json, since llama.cpp takes 50 and 30 without them')
+    check_epsilon(find_family(theirs).arch, theirs)
     if kind == 'gpt2':
         known['activation_function'] = 'gelu_new'
     else:
@@ -105,6 +108,14 @@ def check_known_entries(theirs):
         if found != value and not (key == 'activation_function' and found in GELUS):
             raise ValueError(f'a GGUF file of {kind} cannot represent {key}={found!r}: llama.cpp knows only '
                              f'{key}={value!r}')
+
+
+def check_epsilon(arch, theirs):
+    """Raise a ValueError if rms_norm_eps is so large that llama.cpp's other use of it shows."""
+    used_by = dict(deepseek2='the norms of latent vectors', qwen3next='the length of keys', qwen35='the length of keys')
+    if arch in used_by and theirs['rms_norm_eps'] > LARGEST_EPSILON:
+        raise ValueError(f'rms_norm_eps is {theirs["rms_norm_eps"]}, which llama.cpp takes for {used_by[arch]} too, where '
+                         f'transformers has 1e-06: up to {LARGEST_EPSILON} they agree')
 
 
 def rope_of(theirs):
@@ -248,6 +259,7 @@ def entries_from_gguf(metadata, tensors):
     if kind in FREE_PERIODS:
         period = dict(full_attention_interval=period_from_gguf(kind, own))
         theirs['layer_types'] = expected_layer_types(theirs | period)
+    check_epsilon(family.arch, theirs)
     own['rope_truncate'] = metadata.get('kilogpt.rope_truncate', True)
     return theirs | known_entries(theirs) | rope_from_gguf(theirs, own, tensors)
 
@@ -389,4 +401,7 @@ def scaling_from_gguf(own, tensors, theta, width):
             scaling |= dict.fromkeys(('mscale', 'mscale_all_dim'), float(f'{multiplier / 0.1:.6g}'))
     elif kind != 'linear':
         raise ValueError(f'its RoPE scaling {kind!r} is not linear, yarn or longrope')
+    elif 'attention.kv_lora_rank' in own and own.get('rope.scaling.yarn_log_multiplier'):
+        raise ValueError(f'its rope.scaling.yarn_log_multiplier is {own["rope.scaling.yarn_log_multiplier"]} without '
+                         'yarn, and llama.cpp then scales attention as no DeepSeek of transformers does')
     return scaling
