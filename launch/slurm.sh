@@ -46,17 +46,22 @@ processes=$SLURM_GPUS_ON_NODE
 # torchrun kills processes that take longer than this many seconds to save.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-110}
 
-# Start a command on each node, with a log for each node, and wait for it.
+# Start a command on each node, with a log for each node, and wait for it. What srun says is kept in $said.
+said=$(mktemp)
 on_each_node() {
+    local status tee
+    exec 3> >(trap '' TERM && exec tee "$said" >&2)
+    tee=$!
     srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 \
-        --open-mode=append --output=slurm-%j-node%n.log "$@" &
-    local status
+        --open-mode=append --output=slurm-%j-node%n.log "$@" 2>&3 &
     wait $!
     status=$?
     while kill -0 $! 2> /dev/null; do # a signal has interrupted wait, but srun still runs
         wait $!
         status=$?
     done
+    exec 3>&-
+    wait "$tee"
     return $status
 }
 
@@ -90,15 +95,20 @@ echo "end of start ${SLURM_RESTART_COUNT:-0} with exit code $status"
 description=$(scontrol show job "$job")
 # In the grace period of a preemption, Slurm only signals the run, and the job must requeue itself.
 [[ $description = *PreemptTime=None* ]] || requeue=yes
-# A run that has saved since this start has made progress, so another start is worthwhile. SIGTERM (143) and
-# SIGKILL (137) may come from Slurm, late and meant for an earlier start; but if every start is killed, for
-# example for lack of memory, the restarts must end.
-if [[ $(count_saves) -gt $saves_before ||
-    ($status -eq 143 || $status -eq 137) && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
-    requeue=yes
+# A run that has saved since this start has made progress, so another start is worthwhile.
+[[ $(count_saves) -le $saves_before ]] || requeue=yes
+# SIGTERM and SIGKILL may come from Slurm, late and meant for an earlier start; but if every start is killed, for
+# example for lack of memory, the restarts must end. The node that srun names first tells: whatever has ended it,
+# srun terminates the others.
+first_end=$(grep -m 1 -E 'error: .*: tasks? [0-9,-]+: ' "$said")
+rm "$said"
+killed=no
+if [[ $first_end =~ (Terminated|Killed)$ && ${SLURM_RESTART_COUNT:-0} -lt 10 ]]; then
+    killed=yes
 fi
 # A job that was cancelled, or that Slurm itself has requeued, is no longer RUNNING.
-if [[ $status -ne 0 && $requeue = yes && $description = *JobState=RUNNING* ]]; then
+if [[ $status -ne 0 && $requeue$killed = *yes* && $description = *JobState=RUNNING* ]]; then
+    [[ $killed = no ]] || echo "killed by a signal; another start"
     scontrol requeue "$job" # ends this shell, and starts it again
 fi
 exit $status

@@ -39,8 +39,10 @@ class LayoutRuns:
         self.folder, self.iterations, self.in_float64, self.limit = folder, iterations, in_float64, limit
         self.islands, self.is_brief = config['islands'], is_brief
         self.ports = ports or forked.free_ports(FIRST_PORT + os.getpid() % N_PORTS)
-        in_float32 = compare.OF_DRAWS_IN_FLOAT32 if is_brief else compare.IN_FLOAT32
-        self.tolerances = compare.IN_FLOAT64 if in_float64 else in_float32
+        if is_brief:
+            self.tolerances = compare.OF_DRAWS_IN_FLOAT64 if in_float64 else compare.OF_DRAWS_IN_FLOAT32
+        else:
+            self.tolerances = compare.IN_FLOAT64 if in_float64 else compare.IN_FLOAT32
         self.number = 0  # runs started so far
         self.config_file = os.path.join(folder, 'config.json')
         with open(self.config_file, 'w', encoding='utf-8') as file:

@@ -92,17 +92,17 @@ class Run:
         return int(self.cluster.field(self.job, 'Restarts'))
 
     def killed(self):
-        """How many starts have ended by SIGKILL. After each of them, slurm.sh requeues the job.
+        """How many starts a signal has ended. After each of them, slurm.sh requeues the job.
 
-        After the loss of a node, Slurm may send a SIGKILL too late, so that it hits the next start.
+        After the loss of a node, Slurm may send SIGTERM and SIGKILL too late, so that they hit the next start.
         """
-        return self.cluster.log(self.job).count('with exit code 137')
+        return self.cluster.log(self.job).count('killed by a signal; another start')
 
     def survive(self, fault, strike, most_lost, restarts=1, mend=lambda: None):
         """Call strike(), and wait until the run has resumed and made an update.
 
         most_lost: number of updates that the run may lose. restarts: how often Slurm must restart the job,
-        without restarts after a SIGKILL. mend(): what the cluster's owner does after the fault.
+        without restarts after such a signal. mend(): what the cluster's owner does after the fault.
         """
         self.train(12)
         resumes, lost = self.resumes(), self.lost()
