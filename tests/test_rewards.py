@@ -383,8 +383,8 @@ def test_model_learns_to_add_by_rewards_alone(tmp_path):
     run_script('data/sums/prepare.py', f'--out={sums}')
     run_script('train.py', 'config/sums.py', f'--dataset={sums}', f'--out_dir={out}', '--device=cpu', '--max_iters=350')
     run_script('train.py', 'config/sums_rewards.py', f'--init_from={out}', f'--out_dir={out}-rewards', '--device=cpu',
-               f'--dataset={sums}', f'--rl_prompts={sums}/train.jsonl', '--rl_val_prompts=', '--max_iters=45',
-               '--lr_decay_iters=450', '--eval_interval=45', '--eval_iters=0', '--keep_checkpoints=0')
+               f'--dataset={sums}', f'--rl_prompts={sums}/train.jsonl', '--rl_val_prompts=', '--max_iters=100',
+               '--lr_decay_iters=450', '--eval_interval=100', '--eval_iters=0', '--keep_checkpoints=0')
     lines = [json.loads(line) for line in (tmp_path / 'out-rewards' / 'metrics.jsonl').read_text().splitlines()]
     passed = [line['passed'] for line in lines if 'without_reward' in line]
-    assert len(passed) == 45 and np.mean(passed[-10:]) > np.mean(passed[:10]) + 0.02
+    assert len(passed) == 100 and np.mean(passed[-10:]) > np.mean(passed[:10]) + 0.05
