@@ -114,7 +114,7 @@ def test_cache_gives_what_whole_texts_give(form):
 
 def test_state_takes_the_place_of_keys_and_values_in_the_cache():
     model = build('grouped')
-    with_state, with_keys, _ = model.new_cache(2).layers
+    with_state, with_keys, _ = model.new_cache(2).layers.values()
     assert with_state.keys.numel() == with_state.values.numel() == 0 and with_state.states.shape == (2, 4, 6, 12)
     assert with_keys.states.numel() == 0 and with_keys.keys.shape == (2, 2, 96, 16)
     assert not model.new_cache(2).can_go_back

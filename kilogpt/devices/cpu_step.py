@@ -220,7 +220,7 @@ class FusedStep:
         self.make_tables(cache.size)
         stored = (StoredStruct * config.n_layer)(*(
             (layer.keys.data_ptr(), layer.values.data_ptr(), *layer.keys.stride()[:3], layer.keys.size(2))
-            for layer in cache.layers))
+            for layer in cache.layers.values()))
         starts = torch.zeros_like(lengths) if starts is None else starts[:, -1].expand(rows)
         numbers = torch.stack((idx[:, 0], torch.arange(len(cache.lengths))[of_cache], lengths, starts))
         logits = torch.empty(rows, 1, config.vocab_size)

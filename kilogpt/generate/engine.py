@@ -77,8 +77,6 @@ class Row:
 
 class ModelReader:
     """Reads tokens by a model that is in this process, into a cache."""
-    has_cache = True
-
     def __init__(self, model, rows, cache=None, is_exact=True):
         """cache: one of full length, of which each step passes all rows; None = one that grows with the texts.
 
@@ -166,7 +164,7 @@ class Engine:
         self.waiting = []  # Requests without a row
         self.n_passes = 0
         # A dynamic scaling turns a key by the length at which it was read.
-        self.reuses = reader.has_cache and not is_dynamic(reader.config.rope_scaling)
+        self.reuses = not is_dynamic(reader.config.rope_scaling)
         self.piece = PIECE if self.reuses else self.block_size
 
     @property
@@ -349,6 +347,4 @@ class Engine:
             self._free(row)
         elif len(row.ids) > self.block_size:
             row.ids, row.n_read, row.n_in_pieces, row.since = row.ids[-self.block_size:], 0, 0, self.n_passes
-        if not self.reader.has_cache:
-            row.n_read = 0
         return request, token

@@ -17,54 +17,48 @@ from kilogpt.parallel.scoring import Scoring
 class LayoutReader:
     """Reads tokens by a model in a layout, as engine.ModelReader does. Each process of the layout has one.
 
-    There is a cache where each process has all layers and heads, if perhaps not all weights at a time. Elsewhere
-    each token takes a new reading of its text.
+    A process has a cache for its layers and heads. Stages of a pipeline read one after the other, and processes
+    that divide sequences in training (cp) read whole ones.
     """
 
     def __init__(self, scoring, scorer, rows, length, is_alone):
         """scoring: a Scoring that is entered. length: of the longest text. is_alone: whether this process has texts of
         its own."""
         self.scoring, self.config, self.rows, self.is_alone = scoring, scorer.config, rows, is_alone
-        self.has_cache, self.is_exact = scoring.is_whole, scorer.dtype == 'float32'
+        self.is_exact = scorer.dtype == 'float32'
         self.most_tokens, self.size = scorer.most_tokens, length
-        self.cache = scoring.new_cache(rows, length) if self.has_cache else None
-        self.can_go_back = self.cache.can_go_back if self.has_cache else True
+        self.cache = scoring.new_cache(rows, length)
+        self.can_go_back = self.cache.can_go_back
         self.processes = scoring.parallel.processes
-        _, dp_rank, _, tp_rank = scoring.parallel.layout.coordinates(self.processes.rank)
-        self.draws = is_alone or dp_rank == tp_rank == 0  # several processes may know the same logits
+        _, *coordinates = scoring.parallel.layout.coordinates(self.processes.rank)
+        self.draws = is_alone or not any(coordinates)  # several processes may know the same logits
 
     def make_room(self, length, rows):
         """The cache has its full length from the beginning."""
 
     def read(self, numbers, ids, starts, lengths):
         """As ModelReader.read."""
-        counts, height, length = [len(of_row) for of_row in ids], len(ids), max(map(len, ids))
-        if not self.has_cache:
-            height, length = self.scoring.height(height), self.scoring.length(length)
-        x, y = torch.zeros(height, length, dtype=torch.long), torch.full((height, length), -1)
+        tp = self.scoring.parallel.layout.tp
+        counts, length = [len(of_row) for of_row in ids], -(-max(map(len, ids)) // tp) * tp
+        x, y = torch.zeros(len(ids), length, dtype=torch.long), torch.full((len(ids), length), -1)
         for place, of_row in enumerate(ids):
             x[place, :len(of_row)] = torch.tensor(of_row)
             y[place, len(of_row) - 1] = 0  # the target may be any token, since its logits are what is wanted
         if starts is not None:
-            starts = torch.tensor([of_row + [0] * (length - len(of_row)) for of_row in starts]
-                                  + [[0] * length] * (height - len(starts)))
-        cache = None
-        if self.has_cache:
-            device, befores = self.cache.lengths.device, [lengths[number] for number in numbers]
-            part = slice(0, self.rows) if len(numbers) == self.rows else torch.tensor(numbers, device=device)
-            self.cache.lengths[part] = torch.tensor(befores, device=device)
-            cache = self.cache.part(part, torch.tensor(counts, device=device) if min(counts) < length else None,
-                                    (max(befores), max(map(sum, zip(befores, counts)))))
+            starts = torch.tensor([of_row + [0] * (length - len(of_row)) for of_row in starts])
+        device, befores = self.cache.lengths.device, [lengths[number] for number in numbers]
+        part = slice(0, self.rows) if len(numbers) == self.rows else torch.tensor(numbers, device=device)
+        self.cache.lengths[part] = torch.tensor(befores, device=device)
+        cache = self.cache.part(part, torch.tensor(counts, device=device) if min(counts) < length else None,
+                                (max(befores), max(map(sum, zip(befores, counts)))))
         scores = self.scoring.run(x, y, starts, cache)
         if scores is None or not self.draws:
             return [], None
-        is_text = scores.row < len(ids)  # other rows fill up a batch
-        return scores.row[is_text].tolist(), scores.logits[is_text].cpu()
+        return scores.row.tolist(), scores.logits.cpu()
 
     def copy(self, source, target, length):
         """As ModelReader.copy."""
-        if self.has_cache:
-            self.cache.copy_row(source, target, length)
+        self.cache.copy_row(source, target, length)
 
     def agree(self, tokens):
         """As ModelReader.agree."""
@@ -84,7 +78,7 @@ def generate_in_layout(scorer, requests, is_shared=True):
         request.max_new_tokens = min(request.max_new_tokens, block_size - 1)
         request.ids = request.ids[-(block_size - request.max_new_tokens):]
     layout, processes = parallel.layout, parallel.processes
-    is_shared = is_shared and layout.dp == layout.world_size and not layout.uses_fsdp
+    is_shared = is_shared and layout.dp * layout.cp == layout.world_size and not layout.uses_fsdp
     mine = requests[processes.rank::layout.world_size] if is_shared else requests
     with Scoring(parallel, scorer.config, scorer.dtype, wants_logits=True) as scoring:
         length = max((len(request.ids) + request.max_new_tokens for request in mine), default=1)

@@ -87,7 +87,7 @@ class Sinks(nn.Module):
 
 def of_heads(sinks, first_head, H):
     """Those (H,) of sinks that belong to H heads from first_head on. Context parallelism divides a rank's heads."""
-    start = first_head % len(sinks)
+    start = first_head % len(sinks) if H < len(sinks) else 0
     return sinks[start:start + H]
 
 

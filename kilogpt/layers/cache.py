@@ -82,28 +82,32 @@ class Cache:
     A layer with a window keeps as many positions as the window has, in a ring.
     """
 
-    def __init__(self, config, rows, length, like):
-        """config: a GPTConfig. length: of the longest text. like: a tensor of the dtype and on the device."""
+    def __init__(self, config, rows, length, like, tp=1, layers=None):
+        """config: a GPTConfig. length: of the longest text. like: a tensor of the dtype and on the device.
+
+        tp: between how many processes the heads are divided. layers: the numbers of those that are here; None = all.
+        """
         windows = [config.window_of(layer) for layer in range(config.n_layer)]
         self.windows = [window if 0 < window < length else 0 for window in windows]
         self.size = length
-        last = (config.n_head + 2 * config.n_kv_head) * config.head_width, config.n_before('attention_conv')
+        heads = config.n_head // tp, config.n_kv_head // tp
+        last = (heads[0] + 2 * heads[1]) * config.head_width, config.n_before('attention_conv')
         last_of_mlp = rows, config.n_embd, config.n_before('mlp_conv')
         # Whether a text may continue after fewer of its tokens than were read.
         self.can_go_back = not any(self.windows) and not any(map(config.n_before, config.CONVOLUTIONS))
         # Zeros, since positions that a mask excludes are multiplied by 0 and must not be NaN.
-        self.layers = []
-        for layer, window in enumerate(self.windows):
-            n_heads, last_of_layer, states = config.n_kv_head, last, (0, 0, 0)
+        self.layers = {}
+        for layer in range(config.n_layer) if layers is None else layers:
+            n_heads, last_of_layer, states = heads[1], last, (0, 0, 0)
             widths = config.head_width, config.head_width
             if config.mixer_of(layer) == 'D':
-                n_heads, (last_of_layer, states) = 0, config.delta_shapes()
+                n_heads, (last_of_layer, states) = 0, config.delta_shapes(tp)
             elif config.kv_latent:  # keys and values of all heads come from one vector (latent.py)
                 n_heads, widths = 1, (config.rope_width + config.kv_latent, 0)
-            keys, values = ((rows, n_heads, window or length, width) for width in widths)
+            keys, values = ((rows, n_heads, self.windows[layer] or length, width) for width in widths)
             states = torch.zeros(rows, *states, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
-            self.layers.append(LayerCache(
-                *map(like.new_zeros, (keys, values, (rows, *last_of_layer), last_of_mlp)), states))
+            self.layers[layer] = LayerCache(
+                *map(like.new_zeros, (keys, values, (rows, *last_of_layer), last_of_mlp)), states)
         self.lengths = torch.zeros(rows, dtype=torch.long, device=like.device)
         self.rows = self.counts = self.ends = None
 
@@ -121,13 +125,14 @@ class Cache:
 
     def take_rows(self, rows):
         """Continue with these of the present rows, by their numbers, in that order; one may come repeatedly."""
-        self.layers = [LayerCache(*(tensor[rows] for tensor in layer)) for layer in self.layers]
+        self.layers = {number: LayerCache(*(tensor[rows] for tensor in layer)) for number, layer in self.layers.items()}
         self.lengths = self.lengths[rows]
 
     def copy_row(self, source, target, length, cache=None):
         """Let row `target` begin with the first `length` positions of row `source` (of another cache)."""
-        for old, new, window in zip((cache or self).layers, self.layers, self.windows):
-            n = min(old.keys.size(2), new.keys.size(2)) if window else length
+        for number, new in self.layers.items():
+            old = (cache or self).layers[number]
+            n = min(old.keys.size(2), new.keys.size(2)) if self.windows[number] else length
             new.keys[target, :, :n] = old.keys[source, :, :n]
             new.values[target, :, :n] = old.values[source, :, :n]
             new.last[target] = old.last[source]
@@ -150,8 +155,8 @@ class Cache:
         positions = lengths[:, None] + torch.arange(T, device=lengths.device)
         plans = {window: self._plan(window, rows, lengths, positions, ends, starts) for window in set(self.windows)}
         views = {}
-        for i, (layer, window) in enumerate(zip(self.layers, self.windows)):
-            views[str(i)] = CacheView(layer, plans[window], rows, self.counts)
+        for number, layer in self.layers.items():
+            views[str(number)] = CacheView(layer, plans[self.windows[number]], rows, self.counts)
         masks = {config.window_of(i): plans[window].mask for i, window in enumerate(self.windows)}
         if self.counts is not None:  # embeddings have no rows for padding past the end
             positions = positions.clamp(max=config.block_size - 1)

@@ -51,6 +51,7 @@ class LatentAttention(nn.Module):
             k, q = (rotate(at_least_float32(part), *rope).type_as(q) for part in (k, q))
         q = q.transpose(1, 2)  # (B, H, T, R + N)
         if cache is not None:
+            latent = self.to_heads(latent)
             seen = torch.cat((k, latent[:, :, None]), dim=-1).transpose(1, 2)  # (B, 1, T, R + L)
             seen, _ = cache.extend(seen, seen[..., :0])  # (B, 1, S, R + L)
             k, latent = seen.transpose(1, 2).split(self.widths, dim=-1)

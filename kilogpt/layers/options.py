@@ -204,10 +204,14 @@ class DeltaOptions:
             raise ValueError(f'delta_key_heads={self.delta_key_heads} does not divide delta_heads={self.delta_heads}: '
                              'set delta_key_heads to a divisor of delta_heads')
 
-    def delta_shapes(self):
-        """What a block keeps of a text: ((F, n) for its convolution, (H, K, V) for its states)."""
-        keys, values = self.delta_key_heads * self.delta_key_width, self.delta_heads * self.delta_value_width
-        states = self.delta_heads, self.delta_key_width, self.delta_value_width
+    def delta_shapes(self, tp=1):
+        """What a block keeps of a text, of the heads of one of tp processes.
+
+        ((F, n) for its convolution, (H, K, V) for its states).
+        """
+        key_heads, heads = self.delta_key_heads // tp, self.delta_heads // tp
+        keys, values = key_heads * self.delta_key_width, heads * self.delta_value_width
+        states = heads, self.delta_key_width, self.delta_value_width
         return (2 * keys + values, self.n_before('delta_conv')), states
 
 

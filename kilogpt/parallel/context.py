@@ -11,7 +11,7 @@ def exchange_heads(model, mesh):
     the result back. Key/value heads are repeated if there are fewer of them than ranks. A recurrence is treated
     likewise, with its gates (B, heads, T / cp); there heads of queries and keys are repeated.
     A convolution gets the end of the part before. A loss that needs whole rows gathers them. In both cases the
-    sum of all ranks' gradients goes back.
+    sum of all ranks' gradients goes back. While model.n_sequence_parts is 1, each rank has whole sequences.
     mesh: of one dimension, over the ranks that share sequences.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
@@ -31,15 +31,20 @@ def exchange_heads(model, mesh):
         return last[:, start:start + n]
 
     def gather_sequence(module, inputs):
+        if model.n_sequence_parts == 1:
+            return None
         gathered = []
         for x in inputs:
             repeats = mesh.size() // math.gcd(mesh.size(), x.size(1))  # 1 for all but the fewer heads
             gathered.append(redistribute(x.repeat_interleave(repeats, dim=1) if repeats > 1 else x, 2, 1))
         return tuple(gathered)
 
+    def divide_sequence(module, inputs, output):
+        return None if model.n_sequence_parts == 1 else redistribute(output, 1, 2)
+
     for owner, name in find_parts(model, 'attention') + find_parts(model, 'recurrence'):
         mixer = getattr(owner, name)
         mixer.register_forward_pre_hook(gather_sequence)
-        mixer.register_forward_hook(lambda module, inputs, output: redistribute(output, 1, 2))
+        mixer.register_forward_hook(divide_sequence)
     replace_parts(model, 'positions_before', lambda zeros_before: positions_before)
     replace_parts(model, 'whole_rows', lambda whole_rows: gather_rows)

@@ -8,6 +8,7 @@ import functools
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from kilogpt.layers.precision import at_least_float32
@@ -89,7 +90,7 @@ class Scoring:
     def __init__(self, parallel, config, dtype, wants_logits=False):
         self.parallel, self.config, self.dtype, self.wants_logits = parallel, config, dtype, wants_logits
         layout = parallel.layout
-        self.is_whole = layout.pp * layout.tp * layout.cp == 1  # a cache needs all layers and heads
+        self.is_whole = layout.pp * layout.tp * layout.cp == 1
         self.n_micro_batches = layout.n_stages if parallel.pipeline else 1
         self._pipeline = functools.lru_cache(8)(self._build_pipeline)
         self._contexts = contextlib.ExitStack()
@@ -103,8 +104,8 @@ class Scoring:
         if self.parallel.compiles:  # each new length of text would be compiled
             self._contexts.enter_context(torch.compiler.set_stance('force_eager'))
         for stage, recorder in zip(stages, self.recorders):
-            self._contexts.callback(setattr, stage, 'first_position', stage.first_position)
-            self._contexts.callback(setattr, stage, 'loss', stage.loss)
+            for name in ('first_position', 'n_sequence_parts', 'loss'):
+                self._contexts.callback(setattr, stage, name, getattr(stage, name))
             stage.loss = recorder
         return self
 
@@ -118,8 +119,8 @@ class Scoring:
         """
         layout = self.parallel.layout
         divisor = layout.tp * layout.cp
-        n_before = max(map(self.config.n_before, self.config.CONVOLUTIONS))
-        length = max(length, n_before * layout.cp)  # a part holds what the next one reads
+        if layout.cp > 1:  # a part holds what the next one reads
+            length = max(length, layout.cp * max(map(self.config.n_before, self.config.CONVOLUTIONS)))
         if not self.parallel.pipeline:
             return -(-length // divisor) * divisor
         padded = self.config.block_size
@@ -135,27 +136,56 @@ class Scoring:
         """The Scores of the targets y (B, T; -1 is ignored) of inputs x (B, T), int64; None without any here.
 
         T is a `length`, and B a `height`. starts: as in GPT.forward.
-        cache: a `new_cache`, which x continues.
+        cache: a `new_cache`, which x continues: B is any then, T what tp divides, and cp ranks do the same.
         """
         layout, rank, device = self.parallel.layout, self.parallel.processes.rank, self.parallel.device
-        part = layout.positions(rank, x.size(1))
+        part = layout.positions(rank, x.size(1)) if cache is None else slice(0, x.size(1))
         for stage in self.parallel.stages.values():
             stage.first_position = stage.loss.first_position = part.start
+            stage.n_sequence_parts = layout.cp if cache is None else 1
         batch = [x[:, part].to(device), y[:, part].to(device)]
         batch += [] if starts is None else [starts.to(device)]
-        if self.parallel.pipeline:
+        if self.parallel.pipeline and cache is None:
             self._pipeline(*batch[0].shape).evaluate(batch)
         else:
             with self.parallel._autocast:
-                self.parallel.stages[0](*batch, **dict(cache=cache) if cache else {})
+                self._pass(*batch, cache=cache)
         return next(filter(None, [recorder.take() for recorder in self.recorders]), None)
 
+    def _pass(self, tokens, targets, *starts, cache):
+        """Pass a batch through all stages, one after the other, without micro-batches."""
+        layout, keys = self.parallel.layout, {} if cache is None else dict(cache=cache)
+        group = self.parallel.mesh.get_group('pp') if self.parallel.pipeline else None
+        here, _, _, _ = layout.coordinates(self.parallel.processes.rank)
+        owners = {index: rank for rank in range(layout.pp) for index in layout.stages_of(rank)}
+        x, lengths = tokens, cache and cache.lengths.clone()
+        for index, stage in sorted(self.parallel.stages.items()):
+            if index > 0:
+                keys['tokens'] = tokens
+                if owners[index - 1] != here:
+                    x = self._like_hidden(tokens)
+                    dist.recv(x, group=group, group_src=owners[index - 1])
+            if cache is not None:
+                cache.lengths.copy_(lengths)  # which each stage moves on
+            x = stage(x, targets, *starts, **keys)
+            if index + 1 < layout.n_stages and owners[index + 1] != here:
+                dist.send(x.contiguous(), group=group, group_dst=owners[index + 1])
+
+    def _like_hidden(self, tokens):
+        """An empty tensor for the hidden states of tokens (B, T) between two stages."""
+        B, T = tokens.shape
+        return torch.empty(B, T // self.parallel.layout.tp, self.config.n_embd, dtype=self._torch_dtype(),
+                           device=tokens.device)
+
+    def _torch_dtype(self):
+        return torch.get_default_dtype() if self.dtype == 'float32' else getattr(torch, self.dtype)
+
     def new_cache(self, rows, length):
-        """An empty Cache of rows of up to `length` tokens, where the model is_whole."""
+        """An empty Cache of rows of up to `length` tokens, for the layers and heads of this process."""
         from kilogpt.layers.cache import Cache
-        dtype = torch.get_default_dtype() if self.dtype == 'float32' else getattr(torch, self.dtype)
-        like = torch.empty(0, dtype=dtype, device=self.parallel.device)
-        return Cache(self.config, rows, length, like)
+        like = torch.empty(0, dtype=self._torch_dtype(), device=self.parallel.device)
+        layers = [int(name) for stage in self.parallel.stages.values() for name in stage.transformer.h]
+        return Cache(self.config, rows, length, like, self.parallel.layout.tp, layers)
 
     def _build_pipeline(self, rows, length):
         from kilogpt.parallel.pipeline import Pipeline

@@ -1,9 +1,11 @@
 """The engine: each text is what it is alone, whatever else is in the batch and whatever was read before."""
+import json
 import random
 
 import pytest
 import torch
 
+from helpers import run_forked
 from kilogpt.generate import engine as module
 from kilogpt.generate.draw import draw_alike, uniform
 from kilogpt.generate.engine import Engine, ModelReader, Request
@@ -14,7 +16,13 @@ MODELS = dict(
     gpt2=dict(), modern=dict(pos='rope', norm='rmsnorm', mlp='swiglu', n_kv_head=2, tie_weights=False),
     window=dict(pos='rope', window=5, window_pattern='SL'), capped=dict(window=7, attention_softcap=5.0),
     convolution=dict(pos='rope', attention_conv=3, mlp_conv=2), dynamic=dict(
-        pos='rope', rope_scaling='dynamic factor=4 original_max_position_embeddings=8'))
+        pos='rope', rope_scaling='dynamic factor=4 original_max_position_embeddings=8'),
+    hybrid=dict(pos='rope', mixer_pattern='DA', delta_heads=4, delta_key_heads=2, delta_key_width=6,
+                delta_value_width=8),
+    latent=dict(pos='rope', kv_latent=12, q_latent=16, rope_width=4, head_width=12, value_width=8),
+    sinks=dict(pos='rope', attention_sinks=True, window=6, n_kv_head=2), gated=dict(
+        pos='rope', attention_gate=True, qk_norm=True, qk_norm_over='all'),
+    moe=dict(mlp='moe', n_experts=4, n_active_experts=2, expert_hidden=16))
 
 
 def build(options, dtype=torch.float32):
@@ -194,3 +202,17 @@ def test_request_that_cannot_be_continued_is_refused():
     for request in (Request([], 3), Request([1], 0)):
         with pytest.raises(ValueError, match='both must be at least 1'):
             engine.submit(request)
+
+
+@pytest.mark.parametrize('nproc, layout', [(2, 'tp=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
+    (2, 'cp=2'), (2, 'pp=2'), (2, 'pp=2 pp_schedule=zbv'), (3, 'zero_stage=3'), (4, 'tp=2 pp=2 pp_schedule=interleaved1f1b'),
+    (4, 'tp=2 cp=2'), (4, 'cp=2 pp=2 zero_stage=3')))])
+def test_texts_of_a_layout_are_those_of_one_process(nproc, layout):
+    """Drawn requests, which join at drawn steps, in float64."""
+    seed = random.randrange(10 ** 6)
+    print('seed', seed)
+    done = run_forked('tests/generate/texts_in_layout.py', seed, layout, *MODELS, nproc=nproc)
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
+    assert [line['model'] for line in lines] == list(MODELS)
+    for line in lines:
+        assert line['found'] == line['expected'], (layout, seed, line['model'])
