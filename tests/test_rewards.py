@@ -1,12 +1,14 @@
 """Learning from rewards: the loss against a slow reference and TRL's, texts as data, rewards of others' code, and runs."""
 import json
+import os
+import random
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
-from helpers import assert_same_tensors, curve, newest_weights, run_script
+from helpers import FAULTS, assert_same_tensors, curve, newest_weights, run_script
 from kilogpt.layers.losses import use_loss
 from kilogpt.learn.loaders import TextLoader
 from kilogpt.learn.rewards import Rewards
@@ -345,6 +347,41 @@ def reward(row, text):
     rest = train(*arguments, '--init_from=resume', out_dir=out_dir)
     assert list(rest.lines) == list(range(1, 13)) and curve(rest) == curve(whole)
     assert_same_tensors(newest_weights(rest.out_dir), newest_weights(whole.out_dir))
+
+
+LAYOUTS = [(1, []), (2, []), (2, ['--zero_stage=3']), (2, ['--tp=2']), (2, ['--cp=2']), (2, ['--pp=2']),
+           (2, ['--pp=2', '--pp_schedule=zbv'])]
+# How often, at most, a process enters a phase in two iterations; the main process alone asks for rewards.
+PHASES = dict(text=20, reward=48, **{'pass': 4}, update=2, save=2)
+
+
+@pytest.mark.slow
+def test_run_killed_at_drawn_moments_continues_in_drawn_layouts(train, start):
+    """In float64, where rounding decides no draw. RL_KILLS: how often the run is killed."""
+    seed = int(os.environ.get('RL_SEED', random.randrange(10 ** 6)))
+    draw, kills = random.Random(seed), int(os.environ.get('RL_KILLS', 4))
+    arguments = [str(FAULTS / 'double.py'), str(FAULTS / 'killed_once.py'), *arguments_of(start), '--save_interval=1',
+                 '--async_checkpoint=False', '--rl_updates=2', '--rl_kl=0.2', f'--max_iters={2 * kills + 4}']
+    whole = train(*arguments, env=dict(KILL=''), runner=run_script)
+    out_dir, moments = start[1] / f'out-{seed}', []
+    for number in range(kills + 1):
+        nproc, layout = draw.choice(LAYOUTS)
+        phase = draw.choice([*PHASES])
+        rank = 0 if phase == 'reward' else draw.randrange(nproc)
+        kill = f'{phase} {rank} {draw.randint(1, PHASES[phase])}' if number < kills else ''
+        run = train(*arguments, *layout, '--init_from=auto' if number else '--seed=1337', out_dir=out_dir, nproc=nproc,
+                    env=dict(KILL=kill), runner=run_script, check=False)
+        moments.append((kill, nproc, *layout, 'ended' if run.returncode else 'to the end'))
+        print(seed, moments[-1], run.stderr[-2000:] if not kill and run.returncode else '')
+    assert run.returncode == 0
+    assert list(run.lines) == list(whole.lines)
+    for iteration, line in run.lines.items():
+        assert line['loss'] == pytest.approx(whole.lines[iteration]['loss'], abs=1e-9), moments
+    figures = texts_of(run)
+    assert figures.keys() == texts_of(whole).keys()
+    assert all(line['reward'] == texts_of(whole)[i]['reward'] for i, line in figures.items()), moments
+    for name, weights in newest_weights(out_dir).items():
+        torch.testing.assert_close(weights, newest_weights(whole.out_dir)[name], atol=1e-8, rtol=0)
 
 
 def test_bad_reward_ends_the_run_in_a_sentence_or_is_left_out(train, start, tmp_path):
