@@ -2,17 +2,20 @@
 
     REPLICA_KILLS=20 python -m pytest -s -n 0 -m slow 'tests/replicas/test_kills.py::test_killed_in_drawn_phases[--tp=2]'
 
-kills at 20 moments of 300 iterations. Prints how long the others took to go on, and the killed ones to come back.
+kills at 20 moments of 300 iterations. Prints how long the others took to go on, and the killed ones to come back. `-k torchrun`
+instead kills 20 times in a run of replicas and, in turn, in the same run under torchrun, and prints the times of both.
 """
 import os
 import random
 import re
+import signal
 import statistics
 import time
 
 import pytest
 
-from replica_run import DOUBLE, ReplicaRun, assert_same_run, needs_torchft
+from helpers import TINY, torchrun, wait_until, worker_pids
+from replica_run import DOUBLE, PACED, ReplicaRun, assert_same_run, needs_torchft, read_updates
 
 COUNT = int(os.environ.get('REPLICA_KILLS', 2))
 ITERATIONS = 300 if COUNT > 2 else 60
@@ -151,3 +154,57 @@ def test_killed_in_drawn_phases(dataset, tmp_path, train, layout):
     assert ended.text.count('has ended with exit code') == kills.n_ended and 'Traceback' not in ended.text
     assert_same_run(ended, train(DOUBLE, *keys))
     kills.print_figures(ended.updates)
+
+
+@needs_torchft
+@pytest.mark.slow
+def test_killed_process_restarts_no_survivor_unlike_under_torchrun(dataset, tmp_path):
+    """A process of each run is killed in turn. Both runs save every 10 iterations."""
+    keys = ['--max_iters=100000', '--eval_interval=100000', '--save_interval=10', '--init_from=auto']
+    out_dir = tmp_path / 'restarted'
+    command = ['train.py', DOUBLE, PACED, *TINY, f'--dataset={dataset}', f'--out_dir={out_dir}', *keys]
+    options = '--standalone', '--nproc_per_node=3', '--max-restarts=1000'
+    environment = dict(HURRY=str(tmp_path / 'never'), PACE='0.3')
+    replicas, restarts, again = [], [], []
+    with (ReplicaRun(tmp_path, dataset, *keys, replicas=3, restarts=1000) as run,
+          torchrun(options, tmp_path, *command, **environment) as process):
+        run.wait_for_members(3)
+        wait_until(lambda: len(read_updates(out_dir)) > 10, process)
+        for _ in range(int(os.environ.get('REPLICA_KILLS', 1))):
+            time.sleep(random.uniform(0, 1))
+            replicas.append(seconds_of_replicas(run, victim=random.randrange(3)))
+            run.wait_for_members(3)
+            time.sleep(random.uniform(0, 1))
+            seconds = seconds_of_restart(process, out_dir, victim=random.randrange(3))
+            restarts.append(seconds[0])
+            again.append(seconds[1])
+            print(f'{replicas[-1]:.2f} s; {restarts[-1]:.2f} and {again[-1]:.2f} s', flush=True)
+        iterations = [line['iter'] for line in run.updates()]
+    assert iterations == list(range(1, len(iterations) + 1))
+    print(f'medians from a kill to the next update: replicas {statistics.median(replicas):.2f} s; torchrun '
+          f'{statistics.median(restarts):.2f} s, and {statistics.median(again):.2f} s to the first one not made before')
+
+
+def seconds_of_replicas(run, victim):
+    """Kill a replica of a ReplicaRun; returns the seconds until the others have made the update."""
+    before, n_updates = run.workers(), len(run.updates())
+    began = time.monotonic()
+    run.kill((victim, 0))
+    run.wait_for(lambda: any(line['recovered_ms'] for line in run.updates()[n_updates:]))
+    seconds = time.monotonic() - began
+    del before[victim, 0]
+    assert before.items() <= run.workers().items()
+    return seconds
+
+
+def seconds_of_restart(process, out_dir, victim):
+    """Kill a process of a torchrun; returns the seconds until an update, and until one that was not made before."""
+    before, last = worker_pids(process), read_updates(out_dir)[-1]['iter']
+    began = time.monotonic()
+    os.kill(before[victim], signal.SIGKILL)
+    wait_until(lambda: worker_pids(process).get(0, before[0]) != before[0], process)
+    n_updates = len(read_updates(out_dir))
+    wait_until(lambda: len(read_updates(out_dir)) > n_updates, process)
+    seconds = time.monotonic() - began
+    wait_until(lambda: read_updates(out_dir)[-1]['iter'] > last, process)
+    return seconds, time.monotonic() - began

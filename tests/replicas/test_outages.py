@@ -73,11 +73,11 @@ def last_checkpoint_finds_no_room(dataset, folder, train, request):
 def network_is_cut(dataset, folder, train, request):
     """Two nodes with a replica each. The lighthouse is on the first, which goes on alone meanwhile."""
     two_nodes = request.getfixturevalue('two_nodes')
-    keys = ['--max_iters=60', '--lr_decay_iters=60', '--eval_interval=20']
+    keys = ['--max_iters=90', '--lr_decay_iters=90', '--eval_interval=20']
     command = [sys.executable, 'train.py', DOUBLE, PACED, *TINY, *keys, f'--dataset={dataset}',
                f'--out_dir={folder / "out"}', '--fault_tolerance=replicas', '--replica_timeout=2']
-    environment = dict(os.environ, OMP_NUM_THREADS='1', HURRY=str(folder / 'hurry'), NUM_REPLICA_GROUPS='2',
-                       TORCHFT_LIGHTHOUSE='http://node0:29510', RUST_LOG='error')
+    environment = dict(os.environ, OMP_NUM_THREADS='1', HURRY=str(folder / 'hurry'), PACE='0.7',
+                       NUM_REPLICA_GROUPS='2', TORCHFT_LIGHTHOUSE='http://node0:29510', RUST_LOG='error')
 
     def start(node, command, **more):
         with open(folder / f'log{node}', 'a') as file:
@@ -103,7 +103,7 @@ def network_is_cut(dataset, folder, train, request):
         wait_for_members(2)
         set_link('down')
         wait_for_members(1)
-        time.sleep(8)
+        time.sleep(20)
         set_link('up')
         wait_for_members(2)
         (folder / 'hurry').touch()
