@@ -5,7 +5,7 @@
 #   python train.py config/dpo.py
 #   python sample.py --out_dir=out-dpo --chat
 #
-# docs/dpo.md has the figures. With pairs of your own, prepare them with data/preferences/prepare.py.
+# docs/finetune.md has the figures. With pairs of your own, prepare them with data/preferences/prepare.py.
 init_from = 'HuggingFaceTB/SmolLM2-135M-Instruct'  # on the hub, or a folder; its chat template comes along
 dataset = 'chatterbot_pairs'
 out_dir = 'out-dpo'

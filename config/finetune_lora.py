@@ -1,4 +1,4 @@
-# The training of config/finetune_chat.py with adapters (docs/lora.md): the weights of the model stay as they are.
+# The training of config/finetune_chat.py with adapters (docs/finetune.md): the weights of the model stay as they are.
 #
 #   python data/chatterbot/prepare.py --tokenizer=HuggingFaceTB/SmolLM2-135M-Instruct
 #   python train.py config/finetune_lora.py

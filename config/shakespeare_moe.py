@@ -1,5 +1,5 @@
 # Shakespeare letter by letter on one CPU core, with 8 experts in each block, 2 of them for a letter: 1.35M
-# parameters, of which 0.46M are active. docs/moe.md compares the validation loss with that of a dense model:
+# parameters, of which 0.46M are active. docs/models.md compares the validation loss with that of a dense model:
 # OMP_NUM_THREADS=1 python train.py config/shakespeare_moe.py --mlp=swiglu --out_dir=out-dense
 out_dir = 'out-shakespeare-moe'
 dataset = 'shakespeare_char'

@@ -1,6 +1,6 @@
 # The shape of GPT-2 (124M) with modern blocks (RoPE, RMSNorm, SwiGLU, QK-norm, gated heads, softcap, untied head),
 # Muon, and the wsd schedule. All were chosen by runs of smaller models (docs/log), up to 21M parameters. So was the
-# learning rate: the best ones fell with the width, to 6e-3 at 512, and that of the embedding did not (docs/muon.md).
+# learning rate: the best ones fell with the width, to 6e-3 at 512, and that of the embedding did not (docs/models.md).
 # No run has compared rates at this size.
 # torchrun --standalone --nproc_per_node=8 train.py config/train_gpt2_modern.py
 out_dir = 'out-gpt2-modern'

@@ -1,5 +1,5 @@
 # Text of words on two CPU cores: 4.5M parameters with a vocabulary of 4,096, two to four minutes for 1.2M tokens. Of our
-# recipes, this one learns most from so few tokens (docs/muon.md). Your own text:
+# recipes, this one learns most from so few tokens (docs/models.md). Your own text:
 #
 #   python data/text/train_tokenizer.py --input='books/*.txt' --vocab_size=4096 --out=mytokenizer
 #   python data/text/prepare.py --input='books/*.txt' --tokenizer=mytokenizer --out=mybooks

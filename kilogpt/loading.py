@@ -1,7 +1,7 @@
 """Load a trained model and its tokenizer; generate text and measure the loss of a text with them.
 
 sample.py uses it, and `kilogpt.load`, which returns a LoadedRun. The file is not called load.py, since an import of
-that module would put it in the place of the function kilogpt.load. docs/notebook.md has examples.
+that module would put it in the place of the function kilogpt.load. docs/text.md has examples.
 """
 import dataclasses
 import os

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What the convolutions gain and cost on one GPU, in one call of at most nine minutes. Figures go to docs/log and decide
-# whether config/train_gpt2_modern.py gets attention_conv and mlp_conv. The dataset is one of docs/compare.md's, of
+# whether config/train_gpt2_modern.py gets attention_conv and mlp_conv. The dataset is one of docs/performance.md's, of
 # which 20M training tokens are enough (head -c 42000000 of its train.bin):
 #   bash tests/gpu_recipes.sh data/english
 # LIMIT: seconds for all (530). To try the script itself on a CPU:
@@ -18,7 +18,7 @@ set -x
 shared="config/train_gpt2_modern.py --random_tokens=50257 --gradient_accumulation_steps=4 ${SHAPE:-}"
 timeout -k 5 150 python bench.py $shared --iters=8 --warmup=3 --sweep="attention_conv=0,3 mlp_conv=0,3"
 
-# 21M parameters at the rates of docs/muon.md, two seeds each. Three runs share the GPU, so that one compiles while
+# 21M parameters at the rates of docs/models.md, two seeds each. Three runs share the GPU, so that one compiles while
 # another trains.
 recipe="config/words_cpu.py --value_pattern=NV --attention_conv=0 --mlp_conv=0 --lr_factors=embedding:8"
 timeout -k 5 $((${LIMIT:-530} - SECONDS)) python -m kilogpt.compare.recipes "$kept/recipes" --no_sweep --seeds=2 \

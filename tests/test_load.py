@@ -16,7 +16,7 @@ import kilogpt
 from kilogpt.run import checkpoint
 from kilogpt.weights.exporting import export_weights
 
-PAGE = pathlib.Path(ROOT, 'docs', 'notebook.md')
+PAGE = pathlib.Path(ROOT, 'docs', 'text.md')
 
 
 @pytest.fixture(scope='module')

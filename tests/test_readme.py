@@ -328,7 +328,7 @@ NEEDS = {
     'python data/reasoning_gym/prepare.py': 'a package and a tokenizer of weights: test_rewards.py has small ones',
     'python data/preferences/prepare.py': 'files of pairs: test_preferences.py has some',
     'python -m data.look mypairs': 'the dataset of the command before',
-    'python train.py config/dpo.py': 'weights of a real model: docs/dpo.md has figures, test_tuning.py a small model',
+    'python train.py config/dpo.py': 'weights of a real model: docs/finetune.md has figures, test_tuning.py a small model',
     'python sample.py --out_dir=out-dpo': 'the run of the command before',
     'python train.py config/quickstart.py --optimizer=muon': 'no more than the quick start, which has it on CPUs',
     'python data/tasks/make.py': 'no more than test_make_tasks.py does',

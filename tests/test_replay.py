@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers import FAULTS, run_script
 
-from kilogpt.replay.comparison import Comparison
+from kilogpt.prove.recorded import Comparison
 
 RUN = '--max_iters=12 --eval_interval=100 --save_interval=4 --eval_iters=0 --keep_checkpoints=9'.split()
 

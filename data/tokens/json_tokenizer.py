@@ -45,7 +45,7 @@ class JsonTokenizer(Tokenizer):
         self.backend.no_padding()
         own = self._describe_added()
         try:
-            add_tokens(self.backend, self.files)
+            add_tokens(self.backend, self.files, content.get('added_tokens', []))
         except (TypeError, ValueError) as error:
             raise ValueError(f'{self.folder} describes its special tokens in a way that is not known ({error})') from None
         decisive = [content.get(entry) for entry in DECISIVE]

@@ -23,15 +23,18 @@ def roles_of(files):
     return {role: _text(entry) for role, entry in _named(files)[0].items()}
 
 
-def add_tokens(backend, files):
-    """Add to a `tokenizers.Tokenizer` the tokens that its files name beside tokenizer.json."""
+def add_tokens(backend, files, own):
+    """Add to a `tokenizers.Tokenizer` the tokens that its files name beside tokenizer.json.
+
+    own: the added_tokens of tokenizer.json.
+    """
     from tokenizers import AddedToken
     roles, extra = _named(files)
     pad = _text(roles.get('pad_token'))
     others = {_text(entry) for role, entry in roles.items() if role != 'pad_token'}.union(map(_text, extra))
     leaves_out_pad = backend.token_to_id(pad or '') is None and pad not in others
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
-    tokens = [token for _, token in sorted(_stated_tokens(files).items())]
+    tokens = [token for _, token in sorted(_stated_tokens(files, own).items())]
     known.update(token.content for token in tokens)
     named = []
     for entry in (*roles.values(), *extra):
@@ -61,7 +64,7 @@ def _text(entry):
     return entry.get('content') if isinstance(entry, dict) else entry
 
 
-def _stated_tokens(files):
+def _stated_tokens(files, own):
     """{id: AddedToken} of the files. `tokenizers` ignores the id of a token that is new."""
     from tokenizers import AddedToken
     config = read_json(files, CONFIG)
@@ -72,6 +75,6 @@ def _stated_tokens(files):
     stated = {}
     for text, i in read_json(files, ADDED).items():
         stated[i] = AddedToken(text, normalized=text not in special, special=text in special)
-    for entry in read_json(files, 'tokenizer.json').get('added_tokens', []):
+    for entry in own:
         stated[entry['id']] = AddedToken(**{key: value for key, value in entry.items() if key != 'id'})
     return stated

@@ -8,7 +8,7 @@ candidate with several seeds, one for each match. NAME=SOURCE names a candidate.
 baseline, with which the others are compared.
 
 The report is Markdown. The picture has the losses against tokens, seconds and FLOPs: points are means over
-the seeds, and bars are their standard deviation. docs/compare.md says what each number means.
+the seeds, and bars are their standard deviation. docs/measuring.md says what each number means.
 """
 import argparse
 import sys

@@ -14,8 +14,8 @@ means. The scores are the same in every layout. For the folder of a run, they ar
 
 --lm_eval runs tasks of lm-evaluation-harness instead (pip install lm-eval), with its own files and figures.
 --reference computes what DPO needs of the model from which it starts, and writes it beside the dataset
-(docs/dpo.md). --teach writes the probabilities that the model gives the next token, for each token of a dataset, from
-which a smaller model then learns (docs/distill.md).
+(docs/finetune.md). --teach writes the probabilities that the model gives the next token, for each token of a
+dataset, from which a smaller model then learns (docs/rewards.md).
 """
 import argparse
 import json

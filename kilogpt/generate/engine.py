@@ -59,6 +59,7 @@ class Row:
         self.number = number
         self.request = None
         self.ids = []  # what the model sees of the text, also tokens that it has not read
+        self.starts = []  # the position at which the document of each token begins, as far as it was asked for
         self.n_read = 0  # how many of them are in the cache
         self.n_in_pieces = 0  # how many of them were read in whole pieces
         self.since = 0  # the pass after which the present prompt was to be read
@@ -73,6 +74,13 @@ class Row:
             else:
                 high = middle - 1
         return low
+
+
+    def starts_of(self, begin, end, separator):
+        """The position at which the document of each of the tokens from begin to end begins."""
+        for i in range(len(self.starts), end):
+            self.starts.append(i if i == 0 or self.ids[i] == separator else self.starts[-1])
+        return self.starts[begin:end]
 
 
 class ModelReader:
@@ -245,7 +253,8 @@ class Engine:
         if n_shared and row is not source:
             self.reader.copy(source.number, row.number, n_shared)
         row.n_in_pieces = min(source.n_in_pieces, n_shared)
-        row.request, row.ids, row.n_read, row.since = request, request.ids[-self.block_size:], n_shared, self.n_passes
+        row.request, row.ids, row.starts = request, request.ids[-self.block_size:], []
+        row.n_read, row.since = n_shared, self.n_passes
         self.waiting.remove(request)
 
     def _free(self, row):
@@ -293,7 +302,7 @@ class Engine:
         ids = [row.ids[row.n_read:end] for row, end in zip(rows, ends)]
         starts = None
         if self.separator is not None:
-            starts = [self._starts(row.ids[:end])[row.n_read:] for row, end in zip(rows, ends)]
+            starts = [row.starts_of(row.n_read, end, self.separator) for row, end in zip(rows, ends)]
         if not self.reader.can_go_back:  # an error in between leaves some layers without what others have
             for row in rows:
                 row.n_read = 0
@@ -317,14 +326,6 @@ class Engine:
             tokens = self.reader.agree(tokens)
         return [self._append(row, token) for (row, _), token in zip(drawing, tokens)]
 
-    def _starts(self, ids):
-        """The position at which the document of each token begins."""
-        starts, begin = [], 0
-        for i, token in enumerate(ids):
-            begin = i if token == self.separator else begin
-            starts.append(begin)
-        return starts
-
     def _fork(self, row):
         """Give free rows to requests with the prompt that a row has read; returns these rows."""
         rows = []
@@ -346,5 +347,6 @@ class Engine:
         if request.reason is not None:
             self._free(row)
         elif len(row.ids) > self.block_size:
-            row.ids, row.n_read, row.n_in_pieces, row.since = row.ids[-self.block_size:], 0, 0, self.n_passes
+            row.ids, row.starts = row.ids[-self.block_size:], []
+            row.n_read, row.n_in_pieces, row.since = 0, 0, self.n_passes
         return request, token

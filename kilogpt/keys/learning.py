@@ -1,4 +1,4 @@
-"""Learning from a teacher and from rewards (docs/distill.md, docs/rewards.md)."""
+"""Learning from a teacher and from rewards (docs/rewards.md)."""
 from kilogpt.keys.checks import check_at_least, check_choice
 
 teacher = ''  # weights that stay in memory as the teacher; '' = what kilogpt.evaluate --teach wrote beside the data

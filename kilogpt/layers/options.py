@@ -217,7 +217,7 @@ class DeltaOptions:
 
 @dataclass
 class ExpertOptions:
-    """A mixture of experts, with mlp='moe' (docs/moe.md)."""
+    """A mixture of experts, with mlp='moe' (docs/models.md)."""
     n_experts: int = 8  # experts in a block
     n_active_experts: int = 2  # experts that a token goes to
     n_shared_experts: int = 0  # experts that every token goes to as well
@@ -279,7 +279,7 @@ class ExpertOptions:
 
 @dataclass
 class AdapterOptions:
-    """Adapters of low rank beside frozen weights (docs/lora.md)."""
+    """Adapters of low rank beside frozen weights (docs/finetune.md)."""
     lora_rank: int = 0  # train adapters of this rank alone; 0 = all weights
     lora_alpha: float = 16.0  # the adapters' products are multiplied by lora_alpha / lora_rank
     lora_targets: str = 'all'  # linears with adapters: attention, mlp, all, or names such as c_q,c_v

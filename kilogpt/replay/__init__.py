@@ -1,5 +1,4 @@
-"""Recomputes iterations of a run and compares them with its log and checkpoints: `python -m kilogpt.replay`.
+"""The command `python -m kilogpt.replay`: iterations of a run, recomputed and compared with its log and checkpoints.
 
-__main__.py starts train.py from the checkpoints of the run, in a separate folder. comparison.py finds the
-first difference. Read __main__.py first; docs/faults.md has an example.
+__main__.py reads its arguments, and kilogpt/prove/replay.py does the work. docs/faults.md has an example.
 """

@@ -6,7 +6,7 @@
 The law is L(N, D) = E + A / N^alpha + B / D^beta, of N parameters and D tokens, fitted as by Hoffmann et al.
 2022. If all runs have the same size or the same number of tokens, the law has the other term alone. If all
 have the same number of tokens per parameter, the law has a term of FLOPs. Intervals are from a bootstrap over
-runs. docs/compare.md says which runs make a good fit, and what the numbers do not say.
+runs. docs/measuring.md says which runs make a good fit, and what the numbers do not say.
 """
 import argparse
 import sys

@@ -329,7 +329,7 @@ def test_openai_library_gets_models_texts_and_usage(server):
 @pytest.mark.slow
 def test_served_name_is_the_models_for_clients_and_the_pages_curl_gets_an_answer(trained):  # noqa: F811
     pytest.importorskip('uvicorn')
-    page = pathlib.Path(ROOT, 'docs', 'chat.md').read_text()
+    page = pathlib.Path(ROOT, 'docs', 'text.md').read_text()
     command, = re.findall(r'^(curl .*\n.*)$', page, re.MULTILINE)
     with serving(f'--out_dir={trained}', '--served_name=gpt-4o-mini', '--max_new_tokens=8') as server:
         assert server.name == 'gpt-4o-mini'

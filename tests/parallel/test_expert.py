@@ -235,7 +235,7 @@ def test_grouped_products_train_like_the_loop(train, nproc, layout):
 
 @pytest.mark.slow
 def test_program_that_measures_a_block_runs(capsys):
-    program = re.search(r'```python\n(.*?)```', pathlib.Path(ROOT, 'docs/moe.md').read_text('utf-8'), re.S)[1]
+    program = re.search(r'```python\n(.*?)```', pathlib.Path(ROOT, 'docs/models.md').read_text('utf-8'), re.S)[1]
     exec(program.replace('rounds = 10', 'rounds = 1'), {})
     assert capsys.readouterr().out.count('times as long') == 2
 
