@@ -147,7 +147,7 @@ def test_cache_restarts_at_documents_and_holds_a_window(options):
             logits = model(idx[part], starts=starts[part], cache=cache)
             assert_near(logits[:, 0], expected[:, position - 1], 1e-12)
     sizes = {config_window or 64 for config_window in map(model.config.window_of, range(2))}
-    assert {layer[0].size(2) for layer in cache.layers} == sizes
+    assert {layer[0].size(2) for layer in cache.layers.values()} == sizes
 
 
 @models
