@@ -353,7 +353,7 @@ def reward(row, text):
 LAYOUTS = [(1, []), (2, []), (2, ['--zero_stage=3']), (2, ['--tp=2']), (2, ['--cp=2']), (2, ['--pp=2']),
            (2, ['--pp=2', '--pp_schedule=zbv'])]
 # How often, at most, a process enters a phase in two iterations; the main process alone asks for rewards.
-PHASES = dict(text=20, reward=48, **{'pass': 4}, update=2, save=2)
+PHASES = {'text': 20, 'reward': 48, 'pass': 4, 'update': 2, 'save': 2}
 
 
 @pytest.mark.slow
@@ -379,11 +379,9 @@ def test_run_killed_at_drawn_moments_continues_in_drawn_layouts(train, start):
     assert list(run.lines) == list(whole.lines)
     for iteration, line in run.lines.items():
         assert line['loss'] == pytest.approx(whole.lines[iteration]['loss'], abs=1e-9), moments
-    figures = texts_of(run)
-    assert figures.keys() == texts_of(whole).keys()
-    assert all(line['reward'] == texts_of(whole)[i]['reward'] for i, line in figures.items()), moments
-    for name, weights in newest_weights(out_dir).items():
-        torch.testing.assert_close(weights, newest_weights(whole.out_dir)[name], atol=1e-8, rtol=0)
+    rewards, expected = ({i: line['reward'] for i, line in texts_of(each).items()} for each in (run, whole))
+    assert rewards == expected, moments
+    torch.testing.assert_close(newest_weights(out_dir), newest_weights(whole.out_dir), atol=1e-8, rtol=0)
 
 
 def test_bad_reward_ends_the_run_in_a_sentence_or_is_left_out(train, start, tmp_path):

@@ -85,6 +85,7 @@ class Row:
 
 class ModelReader:
     """Reads tokens by a model that is in this process, into a cache."""
+
     def __init__(self, model, rows, cache=None, is_exact=True):
         """cache: one of full length, of which each step passes all rows; None = one that grows with the texts.
 

@@ -90,7 +90,7 @@ class Scoring:
     def __init__(self, parallel, config, dtype, wants_logits=False):
         self.parallel, self.config, self.dtype, self.wants_logits = parallel, config, dtype, wants_logits
         layout = parallel.layout
-        self.is_whole = layout.pp * layout.tp * layout.cp == 1
+        self.is_whole = layout.pp * layout.tp * layout.cp == 1  # texts then share what they begin with (Scorer)
         self.n_micro_batches = layout.n_stages if parallel.pipeline else 1
         self._pipeline = functools.lru_cache(8)(self._build_pipeline)
         self._contexts = contextlib.ExitStack()
@@ -119,8 +119,8 @@ class Scoring:
         """
         layout = self.parallel.layout
         divisor = layout.tp * layout.cp
-        if layout.cp > 1:  # a part holds what the next one reads
-            length = max(length, layout.cp * max(map(self.config.n_before, self.config.CONVOLUTIONS)))
+        n_before = max(map(self.config.n_before, self.config.CONVOLUTIONS))
+        length = max(length, n_before * layout.cp)  # a part holds what the next one reads
         if not self.parallel.pipeline:
             return -(-length // divisor) * divisor
         padded = self.config.block_size
@@ -163,19 +163,14 @@ class Scoring:
             if index > 0:
                 keys['tokens'] = tokens
                 if owners[index - 1] != here:
-                    x = self._like_hidden(tokens)
+                    shape = len(tokens), tokens.size(1) // layout.tp, self.config.n_embd
+                    x = torch.empty(shape, dtype=self._torch_dtype(), device=tokens.device)
                     dist.recv(x, group=group, group_src=owners[index - 1])
             if cache is not None:
                 cache.lengths.copy_(lengths)  # which each stage moves on
             x = stage(x, targets, *starts, **keys)
             if index + 1 < layout.n_stages and owners[index + 1] != here:
                 dist.send(x.contiguous(), group=group, group_dst=owners[index + 1])
-
-    def _like_hidden(self, tokens):
-        """An empty tensor for the hidden states of tokens (B, T) between two stages."""
-        B, T = tokens.shape
-        return torch.empty(B, T // self.parallel.layout.tp, self.config.n_embd, dtype=self._torch_dtype(),
-                           device=tokens.device)
 
     def _torch_dtype(self):
         return torch.get_default_dtype() if self.dtype == 'float32' else getattr(torch, self.dtype)
