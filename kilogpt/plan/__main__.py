@@ -22,11 +22,12 @@ from unittest import mock
 import torch
 
 from kilogpt.configurator import announced, config_of, exit_on_error
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.launch_train import ROOT
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate, failures
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
-from kilogpt.plan.models import NEW_MODELS, arguments_of_weights, missing_dataset
+from kilogpt.plan.models import arguments_of_weights, missing_dataset
 from kilogpt.plan.planner import Planner
 from kilogpt.settings import check_settings
 
@@ -242,9 +243,10 @@ def main():
             return
         machine = find_machine(options.gpu, options.link, options.gpus_per_node)
         config = config_on(machine, arguments)
-        if arguments_of_weights(config['init_from']):
-            print(f'the model is that of {config["init_from"]}', file=sys.stderr)
-        elif config['init_from'] not in NEW_MODELS:
+        weights = initial_weights(config['init_from'])
+        if arguments_of_weights(weights):
+            print(f'the model is that of {weights}', file=sys.stderr)
+        elif weights:
             print(f'init_from is {config["init_from"]!r}, which is not here: the model is that of the keys',
                   file=sys.stderr)
         elif missing := missing_dataset(config):
