@@ -29,6 +29,7 @@ from kilogpt.plan import calibrate, failures
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
 from kilogpt.plan.models import arguments_of_weights, missing_dataset
 from kilogpt.plan.planner import Planner
+from kilogpt.run.metrics import describe_size
 from kilogpt.settings import check_settings
 
 # --- printing -----------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def main():
         print(json.dumps([row for row in rows if planner.fits(row)] or rows[:1]))
         return
     sequences, length = planner.global_batch, config['block_size']
-    print(f'{planner.model.describe_size()} on {planner.gpus} × {machine.name}, {sequences:,} sequences of {length:,} '
+    print(f'{describe_size(planner.model)} on {planner.gpus} × {machine.name}, {sequences:,} sequences of {length:,} '
           f'tokens an iteration, {config["dtype"]}\n')
     if options.as_given:
         print_row(planner, rows[0], options.price)
