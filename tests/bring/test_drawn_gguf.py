@@ -100,4 +100,4 @@ def ids_of_texts(path, folder):
 
 @pytest.mark.slow
 def test_drawn_gguf_files_continue_as_in_llama_cpp(difference):
-    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=60)
+    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=40)

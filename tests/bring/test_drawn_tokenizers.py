@@ -122,4 +122,4 @@ def test_drawn_tokenizers_read_and_write_as_the_library_does(difference):
 
 @pytest.mark.slow
 def test_tokenizers_of_a_new_seed_read_and_write_as_the_library_does(difference):
-    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=30)
+    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=20)
