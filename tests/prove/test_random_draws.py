@@ -96,7 +96,7 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
 
 
 @pytest.mark.parametrize('text, outcome', [
-    ('data=pairs; lora_rank=4; cp=2; then=dp2', 'same'),
+    pytest.param('data=pairs; lora_rank=4; cp=2; then=dp2', 'same', marks=pytest.mark.slow),
     pytest.param('data=packed taught; tp=2; cp=2; distill_divergence=js; mlp=moe', 'same', marks=pytest.mark.slow),
     # A group of parameters leads through FSDP2's hooks in the second half of a backward pass.
     pytest.param('mlp=moe; norm_place=after; pp=2; zero_stage=3; expert_bias=True; pp_schedule=zbv', 'same',
