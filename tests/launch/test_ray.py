@@ -27,22 +27,21 @@ def test_missing_ray_is_one_sentence(tmp_path):
                               'pip install "ray[train]"\n')
 
 
-@pytest.fixture(scope='module')
-def cluster():
+@pytest.fixture
+def cluster(monkeypatch):
     """A Ray cluster of two nodes with one CPU each: ray.cluster_utils.Cluster, and `second`, a node."""
     pytest.importorskip('ray.train', reason='ray[train] is not installed')
     pytest.importorskip('aiohttp_cors', reason='ray[default], which exports metrics, is not installed')
     from ray.cluster_utils import Cluster
+    monkeypatch.setenv('RAY_metrics_report_interval_ms', '1000')
     size = dict(num_cpus=1, object_store_memory=100_000_000)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv('RAY_metrics_report_interval_ms', '1000')
-        cluster = Cluster()
-        try:
-            cluster.first = add_node(cluster, **size, include_dashboard=False)
-            cluster.second = add_node(cluster, **size)
-            yield cluster
-        finally:
-            cluster.shutdown()
+    cluster = Cluster()
+    try:
+        cluster.first = add_node(cluster, **size, include_dashboard=False)
+        cluster.second = add_node(cluster, **size)
+        yield cluster
+    finally:
+        cluster.shutdown()
 
 
 def add_node(cluster, **options):
@@ -143,20 +142,8 @@ def test_killed_worker_is_replaced_and_the_run_continues_to_the_bit(train, datas
 
 
 @pytest.mark.slow
-def test_failure_that_repeats_ends_the_run(cluster, tmp_path):
-    with launched(cluster, tmp_path, ['--num_workers=2', '--max_failures=0'], '--dataset=nowhere',
-                  f'--out_dir={tmp_path / "out"}') as process:
-        assert process.wait(600) == 1, process.output()
-        output = process.output()
-    assert 'train.py of rank' in output and 'ended with exit code 1' in output
-
-
-@pytest.mark.slow
 def test_run_continues_on_the_remaining_node(train, dataset, cluster, tmp_path):
-    """Two workers, then one, follow the curve of one process. The run ends, and Ray has its last report.
-
-    This test is the last one, since it removes a node from the cluster.
-    """
+    """Two workers, then one, follow the curve of one process. The run ends, and Ray has its last report."""
     out_dir = tmp_path / 'out'
     with launched(cluster, tmp_path, ['--num_workers=1:2'], f'--dataset={dataset}',
                   f'--out_dir={out_dir}', '--max_iters=300') as process:
@@ -174,3 +161,12 @@ def test_run_continues_on_the_remaining_node(train, dataset, cluster, tmp_path):
     differences = [abs(found.lines[i]['loss'] - alone.lines[i]['loss']) for i in alone.lines]
     print(f'largest difference of losses: {max(differences):.1e}')
     assert max(differences) < 1e-3
+
+
+@pytest.mark.slow
+def test_failure_that_repeats_ends_the_run(cluster, tmp_path):
+    with launched(cluster, tmp_path, ['--num_workers=2', '--max_failures=0'], '--dataset=nowhere',
+                  f'--out_dir={tmp_path / "out"}') as process:
+        assert process.wait(600) == 1, process.output()
+        output = process.output()
+    assert 'train.py of rank' in output and 'ended with exit code 1' in output
