@@ -23,9 +23,9 @@ def pytest_xdist_auto_num_workers(config):
 
 # These take longest, so they come first: the last file leaves one of two processes without work.
 LONG_FILES = [f'test_{name}.py' for name in (
-    'random_draws slurm replicas ray kills prove readme jobs storage outages replay faults kubernetes edits dry_run '
-    'parallel proved_edits planted_draws real_model nodes ssh data_layouts models islands harness train families gguf '
-    'recipes').split()]
+    'random_draws slurm replicas ray kills prove readme jobs storage outages replay faults kubernetes edits '
+    'dry_run parallel proved_edits planted_draws real_model nodes ssh data_layouts models islands harness '
+    'train families gguf recipes').split()]
 
 
 def pytest_configure(config):

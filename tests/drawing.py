@@ -29,7 +29,7 @@ class Skipped(Exception):
 
 
 def counted(compare):
-    """Yield the `difference` of check_draws for a fixture; at the end, print how many forms had which outcome.
+    """Yield the `difference` of check_draws for a fixture; at the end, print how many forms had each outcome.
 
     compare(form, theirs, ours): what is read differently, or ''. In it, theirs(read) returns read(), a call
     of the library that made the form, and ours(read) one of our reader. A form is invalid if the library

@@ -34,7 +34,8 @@ def assert_same_run(run, other, iterations):
 
 # --- killed ---------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize('seed, kills, iterations', [(1, 1, 20), pytest.param(9, 20, 120, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('seed, kills, iterations', [
+    (1, 1, 20), pytest.param(9, 20, 120, marks=pytest.mark.slow)])
 def test_kills_change_nothing(train, dataset, tmp_path, seed, kills, iterations):
     """Runs are killed at any moment, also in saves. The last attempt ends on the curve of an unbroken run."""
     out_dir, log = tmp_path / 'out', tmp_path / 'log'

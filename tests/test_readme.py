@@ -289,10 +289,12 @@ NEEDS = {
     'python -m pytest': 'to be this very program: .ci/run runs the default tests and the slow ones',
     **dict.fromkeys(('python -m kilogpt.prove --random=', 'python -m kilogpt.prove --minutes='),
                     'minutes: tests/prove/test_random_draws.py has fewer draws'),
-    'python -m kilogpt.prove config/quickstart.py --n_kv_head=0': 'no more than other models: random draws have this one',
+    'python -m kilogpt.prove config/quickstart.py --n_kv_head=0':
+        'nothing else than other models: random draws have these',
     **dict.fromkeys(('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=8',
-                     'python bench.py --device=cpu --compile=False', 'OMP_NUM_THREADS=1 python bench.py --device=cpu'),
-                    'no more than the commands with --saves=10, --scaling and --layouts'),
+                     'python bench.py --device=cpu --compile=False',
+                     'OMP_NUM_THREADS=1 python bench.py --device=cpu'),
+                    'nothing else than the commands with --saves=10, --scaling and --layouts'),
     'bash findings/': 'to show what other programs do, which is not for CI',
     'python data/text/prepare.py --input=roneneldan/TinyStories': 'a download: test_hub.py has a small hub',
     "python data/text/prepare.py --input='books/*.txt' --tokenizer=HuggingFaceTB":

@@ -414,7 +414,7 @@ def test_weights_in_the_bucket_start_a_run(saved, train, dataset, tmp_path):
 # --- kills --------------------------------------------------------------------------------------------------
 
 def test_kills_change_no_bit(saved, train, server, faults, dataset, tmp_path):
-    """Data, first weights and checkpoints in the bucket; killed at six moments, all but one of them within a save.
+    """Data, first weights and checkpoints in the bucket; killed six times, in five ways.
 
     The storage is slow, busy and cuts connections, and its lists of files are a second old.
     """

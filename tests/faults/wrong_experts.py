@@ -1,7 +1,7 @@
 """Plant a mistake of experts that `kilogpt.prove` does not look for. FAULT names the mistake.
 
-loads: each rank balances by its own tokens. choice: the second forward pass of a checkpoint chooses again, and
-differs.
+loads: each rank balances by its own tokens. choice: the second forward pass of a checkpoint chooses again,
+and differs.
 """
 import contextlib
 import os

@@ -70,7 +70,7 @@ def compare_with_one_process(train, tmp_path_factory):
 # --- documents and answers --------------------------------------------------------------------------------
 
 @pytest.mark.slow
-def test_compiled_layout_trains_documents_and_windows_as_one_process_does(compare_with_one_process, documents):
+def test_compiled_layout_trains_documents_as_one_process_does(compare_with_one_process, documents):
     compare_with_one_process(2, '--zero_stage=2 --compile=True', *DOCUMENTS, f'--dataset={documents}')
 
 

@@ -39,8 +39,8 @@ MODELS = dict(
 # --- the layouts ----------------------------------------------------------------------------------------
 
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights).
-# These are examples. `kilogpt.prove --random` compares all layouts, with all models and kinds of data, but few that
-# are compiled (tests/prove/test_random_draws.py).
+# These are examples. `kilogpt.prove --random` compares all layouts, with all models and kinds of data, few of
+# them compiled (tests/prove/test_random_draws.py).
 LAYOUTS = {
     2: {'ddp': '', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
         'modern pp2 zbv': '--pp=2 --pp_schedule=zbv'},
@@ -138,7 +138,8 @@ def test_initial_weights_are_the_same_in_every_layout(train, train_all):
 @pytest.mark.slow
 @pytest.mark.drawn(2)
 @pytest.mark.parametrize('nproc, arguments', [
-    (2, '--tp=2'), (4, '--tp=2 --pp=2'), (2, '--cp=2 --zero_stage=3 --dropout=0.1'), (2, '--pp=2 --pp_schedule=zbv'),
+    (2, '--tp=2'), (4, '--tp=2 --pp=2'), (2, '--cp=2 --zero_stage=3 --dropout=0.1'),
+    (2, '--pp=2 --pp_schedule=zbv'),
     (2, '--tp=2 --mlp=moe --n_experts=4 --value_pattern=V --attention_conv=2 --window=5')])
 def test_every_part_is_in_the_mode_of_the_pass(train, nproc, arguments):
     """What replaces a part stays in the tree of modules, which model.train and model.eval walk."""
@@ -152,7 +153,8 @@ def test_offload_does_not_change_the_curve(train, layout_run):
 
 
 @pytest.mark.parametrize('model, arguments', [
-    ('gpt2', '--dtype=float16'), pytest.param('gpt2', '--dtype=bfloat16 --zero_stage=2 --fp8=True', marks=pytest.mark.slow),
+    ('gpt2', '--dtype=float16'),
+    pytest.param('gpt2', '--dtype=bfloat16 --zero_stage=2 --fp8=True', marks=pytest.mark.slow),
     pytest.param('moe', '--dtype=bfloat16 --zero_stage=2 --ep=2 --fp8=True', marks=pytest.mark.slow)])
 def test_half_precision_is_near(train, layout_run, model, arguments):
     """bf16 parameters round each product to 8 bits, fp8 to 4 or 3: a loss of 4 within 0.03."""
@@ -438,7 +440,8 @@ def refusal_of(name):
     with pytest.raises(ValueError) as refusal, torch.device('meta'):
         check_settings(config)
         fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
-        check_layout(GPT(GPTConfig(vocab_size=65, **fields), seed=None), Layout.of(2, config), dtype=config['dtype'],
+        model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
+        check_layout(model, Layout.of(2, config), dtype=config['dtype'],
                      **{key: config[key] for key in CHECKED_KEYS})
     return str(refusal.value)
 
@@ -446,7 +449,8 @@ def refusal_of(name):
 @pytest.mark.parametrize('name', REFUSED)
 def test_impossible_layout_is_refused_with_the_key_to_change(name):
     sentence = refusal_of(name)
-    assert [part for part in REFUSED[name][1:] if part not in sentence] == [] and '\n' not in sentence, sentence
+    assert [part for part in REFUSED[name][1:] if part not in sentence] == [], sentence
+    assert '\n' not in sentence
 
 
 @pytest.mark.parametrize('name', ['degrees', 'heads', 'compression', 'optimizer'])

@@ -100,7 +100,8 @@ def test_measured_attention_keeps_what_the_formula_says(tp):
 
 @pytest.mark.parametrize('mixer, keys', [('A', dict(kv_latent=24)), ('D', dict(mixer_pattern='D'))])
 def test_adapters_of_narrow_weights_do_not_change_what_a_mixer_keeps(mixer, keys):
-    config = GPTConfig(n_embd=48, n_head=4, n_layer=1, pos='rope', lora_rank=4, lora_base_dtype='int8', **keys)
+    config = GPTConfig(n_embd=48, n_head=4, n_layer=1, pos='rope', lora_rank=4, lora_base_dtype='int8',
+                       **keys)
     plain = dataclasses.replace(config, lora_rank=0, lora_base_dtype='float32')
     assert mixer_bytes(config, mixer, 1, 4) == mixer_bytes(plain, mixer, 1, 4)
 

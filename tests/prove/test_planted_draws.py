@@ -62,7 +62,7 @@ def test_planted_mistake_shows_in_a_draw_of_few_keys(mistake):
 
 @pytest.mark.slow
 def test_planted_mistake_is_found_within_50_draws_and_shrinks():
-    """One that needs a single key of the 43 in its draw. docs/log has the number of draws that twelve took."""
+    """This one needs a single key of its draw. docs/log has the number of draws that twelve took."""
     done = prove('Megatron-LM 1464', '--random=50', '--exitfirst', '--shrink=1', '--seed=4', '--nproc=2')
     print(done.stdout)
     smallest = re.search(r'SMALLEST: .*\n    python -m kilogpt.prove --draw="(.*)"', done.stdout)

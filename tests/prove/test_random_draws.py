@@ -12,7 +12,7 @@ from kilogpt.prove.random_draws import command_of, parse_draw
 from kilogpt.prove.space import CROSSED, DRAWN, MOST_PROCESSES, NOT_DRAWN, OF_DRAW, count_processes, plain
 
 BASE = config_of(f'{ROOT}/train.py', [])
-FIRST_SEED, FIRST_DRAWS = 3, 14  # that meet every pair of degrees of up to 4 processes
+FIRST_SEED, FIRST_DRAWS = 12, 15  # that meet every pair of degrees of up to 4 processes
 
 
 def test_every_key_is_drawn_or_has_a_reason():
@@ -102,6 +102,9 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
     pytest.param('mlp=moe; norm_place=after; pp=2; zero_stage=3; expert_bias=True; pp_schedule=zbv', 'same',
                  marks=pytest.mark.slow),
     pytest.param('dp=2; tp=2; mlp=swiglu', 'same', marks=pytest.mark.slow),
+    # The planner measured latent attention with narrow weights, but without the adapters that allow these.
+    pytest.param('pos=rope; kv_latent=24; lora_rank=4; lora_base_dtype=bfloat16', 'same',
+                 marks=pytest.mark.slow),
     pytest.param('islands=2; dp=2; outer_interval=1; data=mixture', 'same', marks=pytest.mark.slow),
     pytest.param('dp=2; precision=bfloat16; zero_stage=3', 'same', marks=pytest.mark.slow),
     ('tp=2; n_kv_head=1', 'refused: n_kv_head=1 cannot be split'),
