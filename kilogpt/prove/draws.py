@@ -1,7 +1,7 @@
 """Choose the draws of `kilogpt.prove --random` such that every pair of values is met soon, and shrink them.
 
 A pair is two keys with a value each, which both have an effect. A draw of 80 keys meets about 2,000 pairs, so
-that two hundred draws meet the 25,000 pairs that there are (pairwise testing, Cohen et al. 1997).
+that three hundred draws meet the 43,000 pairs that exist (pairwise testing, Cohen et al. 1997).
 """
 import functools
 import itertools

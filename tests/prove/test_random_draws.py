@@ -31,9 +31,9 @@ def test_every_key_has_its_default_or_a_smaller_value_among_its_values():
         assert len(set(DRAWN[key].values)) > 1, key
 
 
-def test_every_pair_of_values_is_met_within_290_draws():
+def test_every_pair_of_values_is_met_within_340_draws():
     drawer, met = Drawer(seed=0, refusal=lambda draw: ''), set()
-    for _ in range(290):
+    for _ in range(340):
         draw, _ = drawer.draw()
         assert count_processes(draw) <= MOST_PROCESSES
         met |= pairs_of(draw)
