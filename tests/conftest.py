@@ -22,9 +22,10 @@ def pytest_xdist_auto_num_workers(config):
 
 
 # These take longest, so they come first: the last file leaves one of two processes without work.
-LONG_FILES = ('test_random_draws.py', 'test_slurm.py', 'test_prove.py', 'test_parallel.py', 'test_faults.py',
-              'test_readme.py', 'test_ray.py', 'test_storage.py', 'test_replay.py', 'test_dry_run.py', 'test_jobs.py',
-              'test_train.py', 'test_edits.py', 'test_harness.py', 'test_data_layouts.py', 'test_recipes.py')
+LONG_FILES = [f'test_{name}.py' for name in (
+    'random_draws slurm replicas ray kills prove readme jobs storage outages replay faults kubernetes edits '
+    'dry_run parallel proved_edits planted_draws real_model nodes ssh data_layouts models islands harness '
+    'train families gguf recipes').split()]
 
 
 def pytest_configure(config):
