@@ -11,13 +11,13 @@ import random
 from kilogpt.launch_train import parse_layout
 from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, LAYOUT, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
-CANDIDATES = 25  # random draws, of which the one with the most new pairs for its time is taken
+CANDIDATES = 100  # random draws, of which the one with the most new pairs for its time is taken
 COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
 MOST_COMPILED = 2
 USUAL_PROCESSES = (2, 2, 2, 3, 4, 4, 4, 8)  # the most processes of a draw whose pair does not need more
 # Values that are chosen so many times as often as others. Two layers, and one micro-batch, take less time.
-OFTEN = {('precision', 'float64'): 4.0, ('n_layer', 2): 3.0, ('gradient_accumulation_steps', 1): 3.0,
-         ('activation_checkpoint', 'none'): 2.0}
+OFTEN = {('precision', 'float64'): 4, ('n_layer', 2): 3, ('gradient_accumulation_steps', 1): 3,
+         ('activation_checkpoint', 'none'): 2}
 DEGREES_OF_RUN = 'dp', 'tp', 'cp', 'pp', 'zero_stage'
 REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
 
@@ -211,8 +211,7 @@ class Drawer:
     def _choose(self, share_of_plain, key, values):
         if self.random.random() < share_of_plain:
             return values[0]
-        weights = [OFTEN.get((key, value), 1.0) for value in values]
-        return self.random.choices(values, weights)[0]
+        return self.random.choice(repeated(key, tuple(values)))
 
     def _count_new(self, draw):
         numbers, bits = PairBits.numbers_in(draw)
@@ -221,6 +220,12 @@ class Drawer:
                                   for early in self._early)
         cost = cost_of(draw)
         return of_degrees / cost, of_layouts / cost, sum(row.bit_count() for _, row in found) / cost
+
+
+@functools.cache
+def repeated(key, values):
+    """The values of a key, each as many times as OFTEN says."""
+    return [value for value in values for _ in range(OFTEN.get((key, value), 1))]
 
 
 def draw_layouts(generator, count, needs, most_processes, is_possible):

@@ -12,7 +12,7 @@ from kilogpt.prove.random_draws import command_of, parse_draw
 from kilogpt.prove.space import CROSSED, DRAWN, MOST_PROCESSES, NOT_DRAWN, OF_DRAW, count_processes, plain
 
 BASE = config_of(f'{ROOT}/train.py', [])
-FIRST_SEED, FIRST_DRAWS = 12, 15  # that meet every pair of degrees of up to 4 processes
+FIRST_SEED, FIRST_DRAWS = 23, 15  # that meet every pair of degrees of up to 4 processes
 
 
 def test_every_key_is_drawn_or_has_a_reason():
@@ -31,9 +31,9 @@ def test_every_key_has_its_default_or_a_smaller_value_among_its_values():
         assert len(set(DRAWN[key].values)) > 1, key
 
 
-def test_every_pair_of_values_is_met_within_340_draws():
+def test_every_pair_of_values_is_met_within_320_draws():
     drawer, met = Drawer(seed=0, refusal=lambda draw: ''), set()
-    for _ in range(340):
+    for _ in range(320):
         draw, _ = drawer.draw()
         assert count_processes(draw) <= MOST_PROCESSES
         met |= pairs_of(draw)

@@ -163,7 +163,7 @@ def make_theirs(case):
     return randomize(getattr(transformers, name)(config))
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(20)
 @cases
 def test_folder_of_transformers_is_read_and_written_back(case, tmp_path):
     """Through shards in bfloat16 and a run's folder, and in the form of files before version 5."""
@@ -206,7 +206,6 @@ def as_olmo_publishes(tensors):
     return found
 
 
-@pytest.mark.drawn(12)
 @cases
 def test_config_of_version_4_is_read_alike(case, tmp_path):
     make_theirs(case).save_pretrained(tmp_path)

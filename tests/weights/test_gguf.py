@@ -144,7 +144,6 @@ def assert_same_logits(model, other, atol=1e-4):
     torch.testing.assert_close(other(PROMPT).logits, logits, atol=atol, rtol=0)
 
 
-@pytest.mark.drawn(6)
 @pytest.mark.parametrize('form', ALL_FORMS)
 def test_read_gives_what_was_written(form, tmp_path):
     model = make_model(form)
@@ -219,7 +218,6 @@ def limit_of(form):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(8)
 @needs_llama_cpp
 @pytest.mark.parametrize('form', FORMS)
 def test_llama_cpp_computes_the_same(form, tmp_path):
