@@ -322,11 +322,11 @@ static int record_event(void *event) {
     *(struct event *)event = (struct event){n_launches, n_hanging > 0};
     return cudaSuccess;
 }
-static int query_event(void *event) {
-    return ((struct event *)event)->is_behind_hanging && n_hanging ? cudaErrorNotReady : cudaSuccess;
+static int query_event(struct event *event) {
+    return event->is_behind_hanging && n_hanging ? cudaErrorNotReady : cudaSuccess;
 }
-static int wait_for_event(void *event) {
-    report(((struct event *)event)->n_launches < n_launches ? "wait for earlier work" : "cudaEventSynchronize", 0, NULL);
+static int wait_for_event(struct event *event) {
+    report(event->n_launches < n_launches ? "wait for earlier work" : "cudaEventSynchronize", 0, NULL);
     while (query_event(event))
         usleep(1000);
     return cudaSuccess;
@@ -336,14 +336,14 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) { return new_event(event); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return new_event(event); }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return record_event(event); }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t s, unsigned f) { return record_event(event); }
-cudaError_t cudaEventQuery(cudaEvent_t event) { return query_event(event); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for_event(event); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return query_event((void *)event); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for_event((void *)event); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 1; return cudaSuccess; }
 CUresult cuEventCreate(CUevent *event, unsigned flags) { return new_event(event); }
 CUresult cuEventRecord(CUevent event, CUstream stream) { return record_event(event); }
 CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) { return record_event(event); }
-CUresult cuEventSynchronize(CUevent event) { return wait_for_event(event); }
+CUresult cuEventSynchronize(CUevent event) { return wait_for_event((void *)event); }
 CUresult cuEventDestroy(CUevent event) { free(event); return CUDA_SUCCESS; }
 CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b) { *ms = 1; return CUDA_SUCCESS; }
 

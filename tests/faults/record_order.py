@@ -1,12 +1,14 @@
 """Record in order what a process of a replica asks of NCCL, and where it waits, under dev/cuda_without_gpu.
 
-OUT_DIR.order.REPLICA.RANK has a line of JSON for each: ['iteration', N] when it begins, ['quorum', members] and ['vote',
-whether the update is made], [name, bytes, stream, 'COUNT of DTYPE'] of a call of NCCL between replicas, [name, bytes,
-stream, ''] of one within a replica, and ['wait', place] where the host waits for the device. Stream 0 is the one in
-which PyTorch computes; the others have numbers in the order of their first use.
+OUT_DIR.order.REPLICA.RANK has a line of JSON for each: ['iteration', N] when it begins, ['quorum', members],
+['vote', whether the update is made], [name, bytes, stream, 'COUNT of DTYPE'] of a call of NCCL between
+replicas, [name, bytes, stream, ''] of one within a replica, and ['wait', place] where the host waits for the
+device. Stream 0 is the one in which PyTorch computes; the others have numbers in the order of their first
+use.
 
-No kernel has added up what other replicas ask for (their signals, say), so that it is 0 here. ORDER=swapped adds up
-gradients in another order on replica 1, and ORDER=left_out leaves one out there. This file also works as a config file.
+No kernel has added up what other replicas ask for (their signals, say), so that it is 0 here. ORDER=swapped
+adds up gradients in another order on replica 1, and ORDER=left_out leaves one out. This file also works as a
+config file.
 """
 import ctypes
 import json
@@ -22,23 +24,27 @@ from kilogpt.replicas.membership import Membership
 from kilogpt.replicas.replicas import Replicas
 
 _ROOT = f'{pathlib.Path(__file__).resolve().parents[2]}/'
-_WAITS = {'cudaStreamSynchronize', 'cudaEventSynchronize', 'cudaDeviceSynchronize', 'cudaMemcpy', 'wait for earlier work',
-          'copy of pageable memory'}
-_begin, _meet, _add_up, _vote, _tolist, _buckets = (
-    Replicas.begin, Membership.meet, Membership.add_up, Membership.vote, torch.Tensor.tolist, replicas.buckets)
+_WAITS = {'cudaStreamSynchronize', 'cudaEventSynchronize', 'cudaDeviceSynchronize', 'cudaMemcpy',
+          'wait for earlier work', 'copy of pageable memory'}
+_begin, _meet, _add_up, _vote = Replicas.begin, Membership.meet, Membership.add_up, Membership.vote
+_tolist, _buckets = torch.Tensor.tolist, replicas.buckets
 _sums = []  # what is being summed over the replicas
 _streams = {None: 0}
 
 
-def _place():
-    frame = sys._getframe()
-    while frame and not (frame.f_code.co_filename.startswith(_ROOT) and 'tests/' not in frame.f_code.co_filename):
-        frame = frame.f_back
-    return f'{frame.f_code.co_filename.removeprefix(_ROOT)} {frame.f_code.co_name}' if frame else 'elsewhere'
-
-
 def _write(*entry):
     _file.write(json.dumps(entry) + '\n')
+
+
+def _place():
+    """Where we are in our files, 'kilogpt/run/guard.py settle'."""
+    frame = sys._getframe()
+    while frame:
+        path, code = frame.f_code.co_filename, frame.f_code
+        if path.startswith(_ROOT) and 'tests/' not in path:
+            return f'{path.removeprefix(_ROOT)} {code.co_name}'
+        frame = frame.f_back
+    return 'elsewhere'
 
 
 def _record(call, n_bytes, stream):
@@ -61,7 +67,8 @@ def _recorded_meet(self, state, load):
 
 
 def _recorded_add_up(self, tensors):
-    _sums.append(', '.join(f'{tensor.numel()} of {str(tensor.dtype).removeprefix("torch.")}' for tensor in tensors))
+    tensor, = tensors
+    _sums.append(f'{tensor.numel()} of {str(tensor.dtype).removeprefix("torch.")}')
     try:
         return _add_up(self, tensors)
     finally:
@@ -98,7 +105,8 @@ def _start():
     if os.environ['REPLICA_GROUP_ID'] == '1':
         replicas.buckets = _changed_buckets
     torch.cuda.init()
-    ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'on_cuda_call').value = ctypes.cast(_callback, ctypes.c_void_p).value
+    on_cuda_call = ctypes.c_void_p.in_dll(ctypes.CDLL(None), 'on_cuda_call')
+    on_cuda_call.value = ctypes.cast(_callback, ctypes.c_void_p).value
 
 
 _callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_void_p)(_record)
