@@ -119,7 +119,7 @@ class Replicas:
                    is_leader and run.log.is_unwritten, *run.signals.here(wants_save)]
         numbers = torch.tensor(numbers, dtype=torch.float64)
         names = sorted(sums)
-        vector = torch.cat([part.detach().double().reshape(-1).to(loss_sum.device) for part in [
+        vector = torch.cat([_on_device(part.detach().double().reshape(-1), loss_sum.device) for part in [
             numbers, loss_sum, *(torch.as_tensor(sums[name]) for name in names), *counts]])
         is_whole = self._add_up_gradients([local_part(p.grad) for p in self._with_gradients()], vector)
         if not is_whole:
@@ -187,7 +187,8 @@ class Replicas:
             wait = self.members.add_up([has_failed])
             with run.cluster.watchdog.suspended():
                 is_here = wait is not None and wait()
-            if self.members.vote() and is_here:
+                is_agreed = self.members.vote()  # a GPU waits here
+            if is_agreed and is_here:
                 if has_failed and run.ending.exit_code != 1:
                     run.ending = run.ending._replace(exit_code=1)
                 return
@@ -264,6 +265,13 @@ def describe_change(before, after):
     changes = dict(lost=set(before) - set(after), joined=set(after) - set(before))
     numbers = {change: sorted(int(name.split('-')[1]) for name in names) for change, names in changes.items()}
     return '; '.join(f'{change}: replica {", ".join(map(str, found))}' for change, found in numbers.items() if found)
+
+
+def _on_device(tensor, device):
+    """A tensor on a device. The host does not wait for the copy to a GPU, nor for what the GPU does before it."""
+    if tensor.device != device and device.type == 'cuda':
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _finish(wait, gradients, flat):
