@@ -71,8 +71,7 @@ class LoadedRun:
         if next(self.model.parameters()).device.type != 'cpu':
             return self.model
         # Someone may have changed the model since the last text.
-        sums = [p.sum(dtype=torch.float64) for p in self.model.parameters()]
-        state = describe(self.model), torch.stack(sums).tolist()
+        state = describe(self.model), [sum_bits(parameter) for parameter in self.model.parameters()]
         if self._prepared is None or self._prepared[0] != state:
             self._prepared = state, copy_for_text(self.model, torch.float32)
         return self._prepared[1]
@@ -95,6 +94,18 @@ class LoadedRun:
         for x, y in pieces:
             total += self.model(x[None], y[None], starts_of(x[None], self.separator)).item()
         return total / (len(tokens) - 1)
+
+
+def sum_bits(tensor):
+    """Numbers that tell whether a tensor has changed, in a seventh of the time of a sum in float64.
+
+    The sum is one of whole numbers modulo 2^64, so that the change of any single number changes it.
+    """
+    content = tensor.contiguous().view(-1).view(torch.uint8)
+    if content.storage_offset() % 8:
+        content = content.clone()
+    n_whole = len(content) // 8 * 8
+    return content[:n_whole].view(torch.int64).sum().item(), content[n_whole:].tolist()
 
 
 def load_model(source, which='best', tokenizer=''):
