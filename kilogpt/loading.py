@@ -18,7 +18,7 @@ from kilogpt.layers.attention import starts_of
 from kilogpt.parallel.dtensor import fill
 from kilogpt.parallel.processes import find_device
 from kilogpt.run import checkpoint
-from kilogpt.run.metrics import read_metrics
+from kilogpt.run.metrics import describe_size, read_metrics
 from kilogpt.settings import check_sampling
 from kilogpt.weights import importing
 from kilogpt.weights.tensors import pad_rows
@@ -47,7 +47,7 @@ class LoadedRun:
 
     def __repr__(self):
         tokenizer = f'tokenizer {self.tokenizer.name}' if self.tokenizer.name else 'no tokenizer'
-        size, n_lines = self.model.describe_size(), len(self.metrics)
+        size, n_lines = describe_size(self.model), len(self.metrics)
         return f'LoadedRun({self.path!r}: {size}, {tokenizer}, {n_lines} iterations in metrics)'
 
     def generate(self, prompt='\n', max_new_tokens=500, num_samples=None, temperature=0.8, top_k=200,
