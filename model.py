@@ -127,11 +127,9 @@ class Attention(nn.Module):
         self.c_proj = nn.Linear(width, config.n_embd, bias=config.has_bias('proj'))
         self.q_norm, self.k_norm, self.q_norm_all, self.k_norm_all = (nn.Identity() for _ in range(4))
         if config.qk_norm and config.qk_norm_over == 'head':
-            self.q_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
-            self.k_norm = nn.RMSNorm(config.head_width, eps=config.norm_eps)
+            self.q_norm, self.k_norm = (nn.RMSNorm(config.head_width, eps=config.norm_eps) for _ in range(2))
         elif config.qk_norm:
-            self.q_norm_all = NormOverHeads(width, config.norm_eps)
-            self.k_norm_all = NormOverHeads(kv_width, config.norm_eps)
+            self.q_norm_all, self.k_norm_all = (NormOverHeads(size, config.norm_eps) for size in (width, kv_width))
         self.q_scale = config.attention_scale * math.sqrt(config.head_width) or 1.0
         self.dot_product, self.sinks = choose_dot_product(config, DotProductAttention(config.dropout))
         self.resid_dropout = nn.Dropout(config.dropout)
@@ -255,8 +253,7 @@ class GPT(nn.Module):
         colwise=('attn.c_q', 'attn.c_k', 'attn.c_v', 'attn.value_embedding.gate', 'attn.gate', 'attn.output_gate',
                  'attn.write_gate', 'attn.decay_gate', 'mlp.c_fc', 'mlp.c_gate', 'mlp.shared.c_fc',
                  'mlp.shared.c_gate'),  # output features over ranks
-        # Input features over ranks, then a sum.
-        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj', 'mlp.shared_gate'),
+        rowwise=('attn.c_proj', 'mlp.c_proj', 'mlp.shared.c_proj', 'mlp.shared_gate'),  # input features, then a sum
         experts='mlp.routed',                          # whole experts over ranks (ep), or each expert (tp)
         checkpointed=('attn', 'mlp.shared', 'mlp.routed.experts'),  # by 'selective', in blocks with experts
         sequence=('ln_1', 'ln_2', 'transformer.ln_f'),  # norms of a rank's positions; linears then read all
@@ -273,8 +270,7 @@ class GPT(nn.Module):
     replaceable = dict(
         attention=('attn.dot_product',),               # needs the whole sequence, of any heads
         recurrence=('attn.delta_rule',),               # likewise
-        positions_before=('attn.convolution.positions_before',  # of another rank's part of the sequence
-                          'convolution.positions_before'),
+        positions_before=('attn.convolution.positions_before', 'convolution.positions_before'),  # of another rank
         factors=('attn.convolution.factors', 'convolution.factors', 'attn.decay.factors', 'attn.sinks.factors'),
         to_heads=('attn.to_heads',),                   # what the heads of all ranks read
         mask=('build_mask',),                          # of what queries see, in the form that attention takes
@@ -412,22 +408,6 @@ class GPT(nn.Module):
         """Parameters, a tied head counted once."""
         return sum(p.numel() for p in self.parameters())
 
-    def describe_size(self):
-        """The number of parameters, in words."""
-        total, active = self.num_params(), self.num_active_params()
-        text = f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
-        if self.config.lora_rank:
-            trained = sum(p.numel() for p in self.parameters() if p.requires_grad)
-            text += f', of which {trained:,} in adapters are trained'
-        return text
-
-    def num_active_params(self):
-        """Parameters that a token meets, which do not include those of experts that it does not go to."""
-        if self.config.mlp != 'moe':
-            return self.num_params()
-        from kilogpt.layers.mixture import Experts
-        return self.num_params() - sum(m.num_idle() for m in self.modules() if isinstance(m, Experts))
-
 
 def cap(logits, config):
     """Logits times logit_scale, and within ±softcap by a tanh, if the config has these."""
@@ -467,9 +447,8 @@ class Loss(nn.Module):
 
     def part_size(self, N, V, max_logits=math.inf):
         """How many of N rows of V logits to compute at a time: all, or a divisor of N if one is near."""
-        # Parts of one size are compiled once.
         parts = max(1, -(-N * V // min(MAX_LOGITS, self.max_logits, max_logits)))
-        divisors = (number for number in range(parts, 2 * parts) if N % number == 0)
+        divisors = (number for number in range(parts, 2 * parts) if N % number == 0)  # equal parts compile once
         return -(-N // next(divisors, parts))
 
     def of_hidden(self, x, weight, targets):

@@ -23,6 +23,7 @@ from kilogpt.generate.engine import Engine, ModelReader, Request
 from kilogpt.loading import load_model, separator_in
 from kilogpt.parallel.processes import find_device, resolve_dtype
 from kilogpt.run import checkpoint
+from kilogpt.run.metrics import describe_size
 from kilogpt.settings import check_sampling
 
 # --- configuration ------------------------------------------------------------------------------------------
@@ -114,7 +115,7 @@ with exit_on_error():
         dtype = torch.float32
     if template:
         numbers = quantize if quantize != 'none' else str(dtype).removeprefix('torch.')
-        print(f'{model.describe_size()}, {numbers}', file=sys.stderr)
+        print(f'{describe_size(model)}, {numbers}', file=sys.stderr)
     if template and num_samples not in (None, 1):
         raise ValueError(f'num_samples is {num_samples}, but a conversation has one answer at a time: leave '
                          'num_samples out')

@@ -34,7 +34,7 @@ save_interval = 0  # also save every this many iterations; 0 = never for this re
 save_minutes = 0.0  # also save when the last checkpoint is this many minutes old; 0 = never for this reason
 keep_checkpoints = 2  # newest checkpoints to keep besides the best; 0 with eval_iters=0 saves none
 async_checkpoint = True  # write checkpoints while training continues, from a copy in host memory
-init_from = 'scratch'  # 'scratch', 'resume', 'auto' (resume if possible), a path to weights, org/name on the hub
+init_from = 'scratch'  # 'scratch', 'resume', weights (a path, org/name on the hub), or 'auto': resume if possible
 # data
 dataset = 'openwebtext'  # a name in data/ (or here), a path, or a mixture, 'web:0.7, code:0.3'
 gradient_accumulation_steps = 5 * 8  # micro-batches of batch_size in an iteration, over all processes

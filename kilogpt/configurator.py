@@ -24,6 +24,7 @@ import zlib
 from typing import NamedTuple
 
 from data.storage import StorageError
+from kilogpt.keys.init_from import with_resuming
 
 _FORMER_KEYS = {'replay'}  # of earlier versions, which the config.json of an old run may still name
 _FOREIGN_NAMES = dict(lr='learning_rate', prompt='start', steps='max_iters')  # of other programs
@@ -278,14 +279,9 @@ def _assigned_name(node):
 
 def _types_of_keys(config, annotations):
     """{key: tuple of the types that it takes}."""
-    key_types = {}
-    for key, value in config.items():
-        if key in annotations:
-            # The parts of a union such as int | None, or the annotation itself.
-            key_types[key] = typing.get_args(annotations[key]) or (annotations[key],)
-        else:
-            key_types[key] = (type(value),)
-    return key_types
+    kinds = {key: annotations.get(key, type(value)) for key, value in config.items()}
+    # The parts of a union such as int | None, or the type itself.
+    return {key: typing.get_args(kind) or (kind,) for key, kind in kinds.items()}
 
 
 def _read_argument(argument, argv, config, key_types):
@@ -384,6 +380,8 @@ def _check(key, value, config, key_types, where):
     value = _as_number(value, key_types[key])
     if isinstance(value, dict) and str in key_types[key]:
         value = _table_as_text(value)
+    if (key, value) == ('init_from', 'auto'):
+        value = with_resuming(config[key])  # weights that a config file names stay what a run begins with
     if type(value) not in key_types[key]:
         expected = ' or '.join(key_type.__name__ for key_type in key_types[key])
         raise ValueError(f'{key} takes {expected}, but {where} gives {value!r}')

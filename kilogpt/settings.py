@@ -4,6 +4,7 @@ import dataclasses
 
 from kilogpt import keys
 from kilogpt.keys.checks import check_at_least, check_choice, check_range
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.learning_rate import RATE_KEYS, check_rates, find_oddities, lr_of
 
 # Keys that a run may set although its model comes from elsewhere: sequences may be shorter.
@@ -48,7 +49,7 @@ def settle_settings(config, model, shards, start, say):
     of the dataset. start: the Start of the run. say(text): prints.
     Raises ValueError if the run cannot continue from the checkpoint with these keys or these data.
     """
-    saved, source = start.saved, start.source or config['init_from']
+    saved, source = start.saved, start.source or initial_weights(config['init_from'])
     decided = _keys_of_model(config, model)
     if decided:
         ignored = ', '.join(f'{key}={value!r} (not {config[key]!r})' for key, value in decided.items())

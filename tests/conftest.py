@@ -17,14 +17,20 @@ from helpers import TINY, end_servers, read_lines, run_forked, side_by_side
 
 
 def pytest_xdist_auto_num_workers(config):
-    """Use two processes for all tests (pytest-xdist), but one for files named on the command line."""
-    return 2 if config.args_source == pytest.Config.ArgsSource.TESTPATHS else 0
+    """Use two processes for all tests (pytest-xdist), three for the slow ones, one for files that are named.
+
+    Many slow tests wait: for a cluster of Slurm or Ray, for a network that is cut, or for a time limit.
+    """
+    if config.args_source != pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    return 3 if config.option.markexpr == 'slow' else 2
 
 
-# These take longest, so they come first: the last file leaves one of two processes without work.
-LONG_FILES = ('test_random_draws.py', 'test_slurm.py', 'test_prove.py', 'test_parallel.py', 'test_faults.py',
-              'test_readme.py', 'test_ray.py', 'test_storage.py', 'test_replay.py', 'test_dry_run.py', 'test_jobs.py',
-              'test_train.py', 'test_edits.py', 'test_harness.py', 'test_data_layouts.py', 'test_recipes.py')
+# These take longest, so they come first: the last file leaves the other processes without work.
+LONG_FILES = [f'test_{name}.py' for name in (
+    'random_draws slurm replicas ray kills prove readme jobs storage outages replay faults kubernetes edits '
+    'dry_run parallel proved_edits planted_draws real_model nodes ssh data_layouts models islands harness '
+    'train families gguf recipes').split()]
 
 
 def pytest_configure(config):

@@ -24,6 +24,48 @@ def check_draws(draw, difference, seed, seconds, at_least=20):
     return number
 
 
+class Skipped(Exception):
+    """Ends the comparison of a form that the library or our reader does not read."""
+
+
+def counted(compare):
+    """Yield the `difference` of check_draws for a fixture; at the end, print how many forms had each outcome.
+
+    compare(form, theirs, ours): what is read differently, or ''. In it, theirs(read) returns read(), a call
+    of the library that made the form, and ours(read) one of our reader. A form is invalid if the library
+    fails or returns None, and refused if our reader raises a ValueError; then nothing is compared.
+    """
+    counts = dict(same=0, refused=0, invalid=0)
+
+    def theirs(read):
+        try:
+            found = read()
+        except Exception:
+            found = None
+        if found is None:
+            counts['invalid'] += 1
+            raise Skipped
+        return found
+
+    def ours(read):
+        try:
+            found = read()
+        except ValueError:
+            counts['refused'] += 1
+            raise Skipped from None
+        counts['same'] += 1
+        return found
+
+    def difference(form):
+        try:
+            return compare(form, theirs, ours)
+        except Skipped:
+            return ''
+
+    yield difference
+    print(counts)
+
+
 def shrink(form, difference):
     """A form that differs, and no longer does without any of its entries."""
     for smaller in without_an_entry(form):

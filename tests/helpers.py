@@ -90,8 +90,9 @@ def run_script(script, *arguments, check=True, timeout=300, stdin=None, **option
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
-# pytest's two processes have different ranges: they could take the same port before one listens at it.
-PORTS = free_ports((26_000 if os.environ.get('PYTEST_XDIST_WORKER') == 'gw1' else 20_000) + os.getpid() % 5_000)
+# Processes of pytest have different ranges: they could take the same port before one listens at it.
+PYTEST_PROCESS = int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))
+PORTS = free_ports(20_000 + PYTEST_PROCESS % 3 * 4_000 + os.getpid() % 3_000)
 
 
 def free_port():

@@ -208,6 +208,17 @@ def test_config_is_known_without_running_the_script(tmp_path):
     assert config_of(f'{ROOT}/sample.py', ['--top_k=None'])['top_k'] is None
 
 
+@pytest.mark.parametrize('arguments, value', [
+    (['--init_from=auto'], 'auto'), (['WEIGHTS'], 'gpt2'), (['WEIGHTS', '--init_from=auto'], 'auto:gpt2'),
+    (['WEIGHTS', '--init_from=auto', '--init_from=auto'], 'auto:gpt2'), (['--init_from=auto:gpt2'], 'auto:gpt2'),
+    (['WEIGHTS', '--init_from=resume', '--init_from=auto'], 'auto'), (['WEIGHTS', '--init_from=scratch'], 'scratch')])
+def test_automatic_resuming_keeps_the_weights_that_a_run_begins_with(tmp_path, arguments, value):
+    path = tmp_path / 'weights.py'
+    path.write_text("init_from = 'gpt2'")
+    given = [str(path) if argument == 'WEIGHTS' else argument for argument in arguments]
+    assert config_of(f'{ROOT}/train.py', given)['init_from'] == value
+
+
 def test_help_whose_reader_stops_shows_no_traceback(tmp_path):
     path = tmp_path / 'script.py'
     keys = ''.join(f'key_{i} = {i}  # several pipe buffers of text\n' for i in range(5000))

@@ -33,6 +33,11 @@ def test_links_lead_to_files_and_headings(page):
         assert not anchor or anchor in anchors(target.read_text('utf-8')), f'{page.name} links to {link}'
 
 
+@pytest.mark.parametrize('page', PAGES, ids=lambda page: page.name)
+def test_headings_stand_apart(page):
+    assert not re.findall(r'[^\n]\n#+ .*', FENCE.sub('', page.read_text('utf-8')))
+
+
 def test_readme_links_to_every_page():
     readme = PAGES[0].read_text('utf-8')
     assert [page.name for page in PAGES[1:] if f'](docs/{page.name})' not in readme] == []

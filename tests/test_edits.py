@@ -73,8 +73,9 @@ def test_average_takes_twenty_lines_of_one_file_and_sgd_one():
     assert added(AVERAGE) <= 20 and added('A second loss, logged and added') <= 5 and added(SGD) == 1
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize('title', [
-    pytest.param(title, marks=() if title in (AVERAGE, SGD, ALIBI) else pytest.mark.slow) for title in EDITS])
+    pytest.param(title, marks=() if title == AVERAGE else pytest.mark.slow) for title in EDITS])
 def test_edited_run_resumes_to_the_bit(edit, tmp_path, title):
     train = edit(title)
     whole = train('--dropout=0.1')
@@ -88,7 +89,7 @@ LAYOUTS = {'zero3': '--zero_stage=3', 'tp2': '--tp=2', 'pp2': '--pp=2', 'tp2 cp2
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize('title, layout', [
     *((title, layout) for title, layout in zip([title for title in EDITS if title not in (ALIBI, MLP, LOSS)], 3 * list(LAYOUTS))),
     *((title, layout) for title in (ALIBI, MLP, LOSS) for layout in ('tp2 cp2', 'pp2'))])

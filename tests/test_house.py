@@ -31,7 +31,7 @@ FLOORS = [
     {'bench.py', 'kilogpt/__main__.py', 'sample.py', 'train.py'},
 ]
 # What one person reads in an evening, and how long it may be.
-LONGEST = {'train.py': 195, 'model.py': 491, 'data/loader.py': 220}
+LONGEST = {'train.py': 195, 'model.py': 470, 'data/loader.py': 220}
 LONGEST_OTHERS = 450
 
 HOME = pathlib.Path(ROOT)

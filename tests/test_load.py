@@ -1,6 +1,7 @@
 """kilogpt.load: trained models in Python, and models that do not name their tokenizer."""
 import doctest
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -13,6 +14,7 @@ from helpers import ROOT, run_forked
 
 from data.tokens.tokenizer import ByteTokenizer
 import kilogpt
+from kilogpt.loading import sum_bits
 from kilogpt.run import checkpoint
 from kilogpt.weights.exporting import export_weights
 
@@ -75,6 +77,31 @@ def test_generated_texts_are_those_of_sample(trained):
     texts = run.generate('AB', max_new_tokens=40, num_samples=3)
     assert sampled.stdout == ''.join(text + '\n---------------\n' for text in texts) and len(set(texts)) == 3
     assert run.generate('AB', max_new_tokens=5) == run.generate('AB', max_new_tokens=5, num_samples=1)[0]
+
+
+@pytest.mark.parametrize('shape, dtype', [((3, 5), torch.float32), ((7,), torch.bfloat16), ((2, 4), torch.float64)])
+def test_change_of_any_single_number_is_noticed(shape, dtype):
+    buffer = torch.randn(math.prod(shape) + 1, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    for tensor in (buffer[1:].view(shape), buffer[:-1].view(shape), buffer[:-1].view(shape).transpose(0, -1)):
+        before = sum_bits(tensor)
+        assert sum_bits(tensor) == before
+        for number in buffer[1:-1]:
+            kept = number.clone()
+            number.neg_()
+            assert sum_bits(tensor) != before
+            number.copy_(kept)
+        assert sum_bits(tensor) == before
+
+
+def test_text_is_that_of_the_weights_as_they_are_now(trained):
+    run = load(trained.out_dir)
+    before = run.generate('AB', 20, temperature=0)
+    with torch.no_grad():
+        run.model.lm_head.weight.neg_()
+    assert run.generate('AB', 20, temperature=0) != before
+    with torch.no_grad():
+        run.model.lm_head.weight.neg_()
+    assert run.generate('AB', 20, temperature=0) == before
 
 
 def test_text_ends_at_the_end_of_text_token(trained):

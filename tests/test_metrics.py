@@ -246,7 +246,8 @@ def test_mfu_is_a_share_of_a_known_peak_and_otherwise_left_out(monkeypatch, peak
     cluster = SimpleNamespace(processes=SimpleNamespace(device=torch.device('cpu'), world_size=1),
                               layout=SimpleNamespace(tp=1), dtype='float32')
     monkeypatch.setattr(metrics, 'flops_per_token', lambda model, lengths: 5)
-    model = SimpleNamespace(describe_size=str, num_params=lambda: 7)
+    monkeypatch.setattr(metrics, 'describe_size', lambda model: '')
+    model = SimpleNamespace(num_params=lambda: 7)
     meter = metrics.Meter(model, [], cluster, started=0)
     lines = [meter.line(run, 10, 8, 1e-3, torch.ones(()), torch.ones(()), {}, {}) for _ in range(2)]
     assert [line['mfu'] for line in lines] == expected

@@ -171,9 +171,6 @@ SLOW_SESSIONS = dict(
         step('python -m kilogpt.prove config/train_gpt2.py --quick', ONE_LAYOUT),
         step('python -m kilogpt.prove config/quickstart.py --norm_place=both --window=16 --attention_softcap=30',
              ONE_LAYOUT),
-        step('python -m kilogpt.prove config/quickstart.py --n_kv_head=0 --qk_norm=False --kv_latent=64 '
-             '--rope_width=16 --q_latent=48',
-             ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py', ONE_LAYOUT),
         step('python -m kilogpt.prove config/train_gpt2.py --documents=pack --pos=rope --window=512 '
              '--window_pattern=SSSL', ONE_LAYOUT),
@@ -278,23 +275,10 @@ SLOW_SESSIONS = dict(
              BENCH + ' --scaling=1,2'),
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=10 --iters=40',
              BENCH + ' --saves=1 --iters=3'),
-        step('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=8 --iters=28 --batch_size=1 '
-             '--gradient_accumulation_steps=1 --block_size=64 --compile=False',
-             BENCH + ' --saves=1 --iters=3'),
         step('python bench.py config/train_gpt2.py --random_tokens=50257 --document_length=256 --documents=mask',
              BENCH),
         step('python bench.py config/quickstart.py --profile', BENCH),
-        step('python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 --n_head=4 '
-             '--n_embd=256 --block_size=256 --random_tokens=256 --batch_size=4 '
-             '--gradient_accumulation_steps=2 --iters=10 --warmup=3 --scaling=1,2 --zero_stage=0',
-             BENCH + ' --scaling=1'),
         step('python dev/versus.py --part=start config/quickstart.py', f'{SHAPE} --rounds=1'),
-        step('OMP_NUM_THREADS=1 python bench.py --device=cpu --compile=False --dtype=float32 --n_layer=4 '
-             '--n_head=4 --n_embd=256 --block_size=256 --random_tokens=256 --batch_size=2 '
-             '--gradient_accumulation_steps=4 --nproc_per_node=2 --iters=4 '
-             '--layouts="dp1; dp2; dp2 zero2; dp2 zero3; tp2; cp2; pp2 gpipe; '
-             'pp2 1f1b; pp2 interleaved1f1b; pp2 interleavedzb; pp2 zbv; pp2 dualpipev"',
-             BENCH + ' --layouts="tp2"'),
     ],
 )
 RUN = [step for steps in (QUICK_START, FIGURE, *SESSIONS.values(), *SLOW_SESSIONS.values()) for step in steps]
@@ -305,6 +289,12 @@ NEEDS = {
     'python -m pytest': 'to be this very program: .ci/run runs the default tests and the slow ones',
     **dict.fromkeys(('python -m kilogpt.prove --random=', 'python -m kilogpt.prove --minutes='),
                     'minutes: tests/prove/test_random_draws.py has fewer draws'),
+    'python -m kilogpt.prove config/quickstart.py --n_kv_head=0':
+        'nothing else than other models: random draws have these',
+    **dict.fromkeys(('python bench.py config/train_gpt2.py --random_tokens=50257 --saves=8',
+                     'python bench.py --device=cpu --compile=False',
+                     'OMP_NUM_THREADS=1 python bench.py --device=cpu'),
+                    'nothing else than the commands with --saves=10, --scaling and --layouts'),
     'bash findings/': 'to show what other programs do, which is not for CI',
     'python data/text/prepare.py --input=roneneldan/TinyStories': 'a download: test_hub.py has a small hub',
     "python data/text/prepare.py --input='books/*.txt' --tokenizer=HuggingFaceTB":

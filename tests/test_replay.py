@@ -42,6 +42,7 @@ ONE_PROCESS = ('--zero_stage=0 --dp_replicate=1 --tp=1 --cp=1 --pp=1 --ep=1 --cp
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('layout', [
     '--zero_stage=3', '--pp=2 --pp_schedule=zbv', '--mlp=moe --ep=2', '--grad_compress=bf16'])
 def test_layout_agrees_with_itself_to_the_bit_and_with_one_process_within_bounds(train, layout):
@@ -88,7 +89,7 @@ def test_weights_that_changed_between_iterations_are_found_in_the_next_checkpoin
 @pytest.mark.slow
 def test_one_iteration_is_profiled(train):
     run = train(*RUN)
-    for iteration in (9, 10, 12):
+    for iteration in (9, 12):  # the first after a checkpoint, and the last
         profiled = replayed(run, iteration, '--profile=True')
         assert 'profile of 1 iteration(s)' in profiled.stdout, profiled.stderr
         assert (run.out_dir / f'replay_{iteration:08d}' / 'trace.json').exists()

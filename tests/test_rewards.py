@@ -13,7 +13,6 @@ from kilogpt.layers.losses import use_loss
 from kilogpt.learn.loaders import TextLoader
 from kilogpt.learn.rewards import Rewards
 from kilogpt.learn.rollouts import Text, set_advantages
-from kilogpt.run import checkpoint
 from model import GPT, GPTConfig
 
 V, T = 13, 12
@@ -370,8 +369,7 @@ def test_run_killed_at_drawn_moments_continues_in_drawn_layouts(train, start):
         phase = draw.choice([*PHASES])
         rank = 0 if phase == 'reward' else draw.randrange(nproc)
         kill = f'{phase} {rank} {draw.randint(1, PHASES[phase])}' if number < kills else ''
-        resumes = ['--init_from=resume'] if checkpoint.choose(str(out_dir), 'latest') else []
-        run = train(*arguments, *layout, *resumes, out_dir=out_dir, nproc=nproc, env=dict(KILL=kill), runner=run_script,
+        run = train(*arguments, *layout, '--init_from=auto', out_dir=out_dir, nproc=nproc, env=dict(KILL=kill), runner=run_script,
                     check=False)
         moments.append((kill, nproc, *layout, 'ended' if run.returncode else 'to the end'))
         print(seed, moments[-1], run.stderr[-2000:] if not kill and run.returncode else '')

@@ -413,29 +413,30 @@ def test_weights_in_the_bucket_start_a_run(saved, train, dataset, tmp_path):
 
 # --- kills --------------------------------------------------------------------------------------------------
 
-def test_ten_kills_change_no_bit(saved, train, server, faults, dataset, tmp_path):
-    """Data, first weights and checkpoints in the bucket; killed at ten moments, half of them within a save.
+def test_kills_change_no_bit(saved, train, server, faults, dataset, tmp_path):
+    """Data, first weights and checkpoints in the bucket; killed six times, in five ways.
 
     The storage is slow, busy and cuts connections, and its lists of files are a second old.
     """
     data, home = upload(dataset, f'{BUCKET}/{tmp_path.name}/data'), f'{BUCKET}/{tmp_path.name}/run'
     run_script('kilogpt.convert', 'export', saved, tmp_path / 'hf')
     weights = upload(tmp_path / 'hf', f'{BUCKET}/{tmp_path.name}/weights')
-    keys = ['--save_interval=2', '--max_iters=40', '--lr_decay_iters=40', '--eval_interval=20']
+    keys = ['--save_interval=2', '--max_iters=30', '--lr_decay_iters=30', '--eval_interval=15']
     here = train(*keys, f'--init_from={tmp_path / "hf"}')
     faults(latency=0.02, busy=0.05, cut=0.05, lag=1.0)
     run_there(*keys, '--max_iters=2', f'--dataset={data}', f'--out_dir={home}', f'--init_from={weights}',
               cwd=tmp_path)
     log = tmp_path / 'log'
-    done = run_script('dev/kills.py', 3, 10, log, *TINY, *keys, f'--dataset={data}', f'--out_dir={home}',
+    done = run_script('dev/kills.py', 6, 6, log, *TINY, *keys, f'--dataset={data}', f'--out_dir={home}',
                       '--init_from=auto', cwd=tmp_path, timeout=900)
-    assert sum(json.loads(done.stdout).values()) == 10, log.read_text()
+    kills = json.loads(done.stdout)  # {how it was killed: how often}
+    assert sum(kills.values()) == 6 and len(kills) == 5, log.read_text()
     faults(latency=0.0, busy=0.0, cut=0.0, lag=0.0)
     there = read_run(tmp_path / 'out-s3' / 'bucket' / tmp_path.name / 'run')
     for i, line in here.lines.items():
         assert (line['loss'], line['grad_norm']) == (there.lines[i]['loss'], there.lines[i]['grad_norm'])
     newest = checkpoint.find(home)[0]
-    assert newest.endswith('iter_00000040') and 'Traceback' not in log.read_text()
+    assert newest.endswith('iter_00000030') and 'Traceback' not in log.read_text()
     folder = tmp_path / 'copy'
     folder.mkdir()
     for name in names_below(newest):

@@ -106,6 +106,7 @@ def test_two_processes_train_as_one_and_one_of_them_prints(train, variants):
     assert 'tokens per iteration' in alone and [word for word in ('pp 1', 'rank') if word in alone] == []
 
 
+@pytest.mark.slow
 def test_three_processes_train_as_one_and_one_resumes_their_checkpoint(train, variants):
     three = train('--max_iters=6', nproc=3)
     one = train('--init_from=resume', out_dir=three.out_dir)
@@ -113,6 +114,7 @@ def test_three_processes_train_as_one_and_one_resumes_their_checkpoint(train, va
     assert_near(one, variants['base'])
 
 
+@pytest.mark.slow
 def test_batch_that_the_processes_do_not_divide_is_trained_on_completely(train):
     five = ['--batch_size=5', '--gradient_accumulation_steps=1', '--max_iters=6']
     one = train(*five)

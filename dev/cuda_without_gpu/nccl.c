@@ -2,10 +2,16 @@
 
    The call is done when it returns, so that ranks wait for each other in the order of their programs. The sum of a
    reduction is the tensor of rank 0: nobody has computed what is summed. Ranks that do not make the same call get an
-   error that names both calls, and so does a rank that waits for longer than PATIENCE. */
+   error that names both calls, and so does a rank that waits for longer than PATIENCE.
+
+   If the process of another rank has ended, then a call returns, but hangs on the device until its communicator is
+   aborted, and the communicator has the error of NCCL between machines. */
 #include "stub.h"
 #include <fcntl.h>
+#include <stddef.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/un.h>
 #define __CUDA_FP16_H__ /* these two need headers that the packages lack */
 #define __CUDA_BF16_H__
 #include <nccl.h>
@@ -17,6 +23,8 @@ struct ncclComm {
     int count, rank, device;
     u64 id, n_calls;
     u64 *n_sent, *n_received; /* by the other rank */
+    char *was_seen;           /* whether the other rank has made a call */
+    volatile int hangs, is_aborted;
 };
 
 enum operation { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, BROADCAST, SEND, RECEIVE };
@@ -32,6 +40,20 @@ struct call {
     u64 number;
     char header[HEADER];
 };
+
+/* --- whether a rank lives: its socket ends with its process ------------------------------------------------ */
+static int find_socket(struct ncclComm *comm, int rank, int (*use)(int, const struct sockaddr *, socklen_t)) {
+    struct sockaddr_un address = {AF_UNIX};
+    int length = snprintf(address.sun_path + 1, 100, "cuda_without_gpu.%llx.%d", comm->id, rank);
+    int descriptor = socket(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    int failed = use(descriptor, (struct sockaddr *)&address, offsetof(struct sockaddr_un, sun_path) + 1 + length);
+    if (failed || use == connect)
+        close(descriptor);
+    return failed;
+}
+static int has_ended(struct ncclComm *comm, int rank) {
+    return comm->was_seen[rank] && find_socket(comm, rank, connect);
+}
 
 /* --- files ---------------------------------------------------------------------------------------------- */
 enum { ALL = -1 };
@@ -66,21 +88,31 @@ static void note_reader(int file, const char *path, size_t size, int readers) {
         unlink(path);
 }
 
-/* Wait for a file and read some bytes of its tensor. Error if the file is of another call. */
-static ncclResult_t take(struct call *call, const char *path, size_t offset, void *to, size_t bytes) {
+/* Wait for a file of a rank and read some bytes of its tensor. Error if the file is of another call. */
+static ncclResult_t take(struct call *call, const char *path, int from, size_t offset, void *to, size_t bytes) {
+    struct ncclComm *comm = call->comm;
     char header[HEADER] = "nothing";
     int file = open(path, O_RDWR | O_APPEND);
-    for (int wait = 0; file < 0 && wait < 2000 * PATIENCE; wait++) {
+    for (int wait = 0; file < 0 && wait < 2000 * PATIENCE && !comm->is_aborted; wait++) {
         usleep(500);
+        if (wait % 100 == 0 && has_ended(comm, from) && access(path, F_OK)) {
+            comm->hangs = 1;
+            __sync_add_and_fetch(&n_hanging, 1);
+        }
+        if (comm->hangs)
+            return ncclSuccess;
         file = open(path, O_RDWR | O_APPEND);
     }
+    if (comm->is_aborted)
+        return ncclSuccess;
     if (file >= 0)
         pread(file, header, HEADER, 0);
     if (strcmp(header, call->header)) {
-        fprintf(stderr, "collectives differ: rank %d of %d calls %s, another rank %s\n", call->comm->rank,
-                call->comm->count, call->header, header);
+        fprintf(stderr, "collectives differ: rank %d of %d calls %s, another rank %s\n", comm->rank, comm->count,
+                call->header, header);
         return ncclInvalidUsage;
     }
+    comm->was_seen[from] = 1;
     pread(file, to, bytes, HEADER + offset);
     if (call->operation == BROADCAST || call->operation == RECEIVE)
         note_number(to, bytes);
@@ -93,6 +125,8 @@ static ncclResult_t take(struct call *call, const char *path, size_t offset, voi
 static void begin(struct call *call) {
     struct ncclComm *comm = call->comm;
     char path[128];
+    if (comm->hangs || comm->is_aborted)
+        return;
     if (call->operation == SEND) {
         name_file(path, comm, comm->n_sent[call->peer]++, comm->rank, call->peer);
         put(call, path);
@@ -108,18 +142,18 @@ static ncclResult_t end(struct call *call) {
     size_t bytes = call->bytes, share = comm->rank * bytes;
     char path[128];
     ncclResult_t error = ncclSuccess;
-    if (call->operation == SEND)
+    if (call->operation == SEND || comm->hangs || comm->is_aborted)
         return error;
     if (call->operation == RECEIVE) {
         name_file(path, comm, comm->n_received[call->peer]++, call->peer, comm->rank);
-        return take(call, path, 0, call->to, bytes);
+        return take(call, path, call->peer, 0, call->to, bytes);
     }
-    for (int rank = 0; rank < comm->count && !error; rank++) {
+    for (int rank = 0; rank < comm->count && !error && !comm->hangs && !comm->is_aborted; rank++) {
         int joins_output = call->operation == ALL_GATHER || call->operation == ALL_TO_ALL;
         int is_read = joins_output || rank == call->peer;
         name_file(path, comm, call->number, rank, ALL);
-        error = take(call, path, divides_input(call->operation) ? share : 0, call->to + (joins_output ? rank * bytes : 0),
-                     is_read ? bytes : 0);
+        error = take(call, path, rank, divides_input(call->operation) ? share : 0,
+                     call->to + (joins_output ? rank * bytes : 0), is_read ? bytes : 0);
     }
     return error;
 }
@@ -190,7 +224,14 @@ ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *comm, int count, ncclUniqueId id, int rank, ncclConfig_t *config) {
     *comm = malloc(sizeof **comm);
     **comm = (struct ncclComm){count, rank, current_device, *(u64 *)&id, 0, calloc(count, sizeof(u64)),
-                               calloc(count, sizeof(u64))};
+                               calloc(count, sizeof(u64)), calloc(count, 1)};
+    find_socket(*comm, rank, bind);
+    return ncclSuccess;
+}
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+    comm->is_aborted = 1;
+    if (__sync_bool_compare_and_swap(&comm->hangs, 1, 0))
+        __sync_sub_and_fetch(&n_hanging, 1);
     return ncclSuccess;
 }
 ncclResult_t ncclCommInitRank(ncclComm_t *comm, int count, ncclUniqueId id, int rank) {
@@ -199,6 +240,9 @@ ncclResult_t ncclCommInitRank(ncclComm_t *comm, int count, ncclUniqueId id, int 
 ncclResult_t ncclCommCount(const ncclComm_t comm, int *count) { *count = comm->count; return ncclSuccess; }
 ncclResult_t ncclCommUserRank(const ncclComm_t comm, int *rank) { *rank = comm->rank; return ncclSuccess; }
 ncclResult_t ncclCommCuDevice(const ncclComm_t comm, int *device) { *device = comm->device; return ncclSuccess; }
-ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) { *error = ncclSuccess; return ncclSuccess; }
+ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t *error) {
+    *error = comm->hangs ? ncclRemoteError : ncclSuccess;
+    return ncclSuccess;
+}
 const char *ncclGetErrorString(ncclResult_t error) { return "collectives differ"; }
 const char *ncclGetLastError(ncclComm_t comm) { return ""; }

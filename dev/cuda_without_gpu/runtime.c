@@ -205,7 +205,14 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     return CUDA_SUCCESS;
 }
 
-/* --- streams: what is not a kernel is done at once ------------------------------------------------------ */
+/* --- streams: what is not a kernel is done at once, unless a collective hangs before it ----------------- */
+volatile int n_hanging;
+
+static void wait_for_collectives(void) {
+    while (n_hanging)
+        usleep(1000);
+}
+
 static uintptr_t n_handles = 0x1000;
 static const void *captured; /* the stream whose work is recorded into a graph */
 
@@ -217,7 +224,10 @@ static int new_handle(void *handle) {
 /* A wait of the host. None is allowed while the stream is recorded, and none of all streams either. */
 static int wait(const char *call, size_t bytes, const void *stream) {
     report(call, bytes, stream);
-    return captured && captured == stream ? cudaErrorStreamCaptureUnsupported : cudaSuccess;
+    if (captured && captured == stream)
+        return cudaErrorStreamCaptureUnsupported;
+    wait_for_collectives();
+    return cudaSuccess;
 }
 
 /* A single number that the host reads from the device is the one that came from a host last. If kernels were to
@@ -266,6 +276,7 @@ static int copy(void *to, const void *from, size_t bytes, const void *stream) {
 
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, enum cudaMemcpyKind kind) {
     report("cudaMemcpy", bytes, NULL);
+    wait_for_collectives();
     move(to, from, bytes);
     return cudaSuccess;
 }
@@ -300,17 +311,24 @@ cudaError_t cudaStreamGetFlags(cudaStream_t stream, unsigned *flags) { *flags = 
 cudaError_t cudaStreamGetDevice(cudaStream_t stream, int *device) { *device = current_device; return cudaSuccess; }
 cudaError_t cudaStreamGetId(cudaStream_t stream, u64 *id) { *id = (uintptr_t)stream; return cudaSuccess; }
 
-/* An event is the number of launches before it. While the host waits for one, the device has the later ones to do. */
+/* While the host waits for an event, the device has the later launches to do. */
+struct event { u64 n_launches; int is_behind_hanging; };
+
 static int new_event(void *event) {
-    *(u64 **)event = calloc(1, sizeof(u64));
+    *(struct event **)event = calloc(1, sizeof(struct event));
     return cudaSuccess;
 }
 static int record_event(void *event) {
-    *(u64 *)event = n_launches;
+    *(struct event *)event = (struct event){n_launches, n_hanging > 0};
     return cudaSuccess;
 }
-static int wait_for_event(void *event) {
-    report(*(u64 *)event < n_launches ? "wait for earlier work" : "cudaEventSynchronize", 0, NULL);
+static int query_event(struct event *event) {
+    return event->is_behind_hanging && n_hanging ? cudaErrorNotReady : cudaSuccess;
+}
+static int wait_for_event(struct event *event) {
+    report(event->n_launches < n_launches ? "wait for earlier work" : "cudaEventSynchronize", 0, NULL);
+    while (query_event(event))
+        usleep(1000);
     return cudaSuccess;
 }
 
@@ -318,13 +336,14 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) { return new_event(event); }
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) { return new_event(event); }
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return record_event(event); }
 cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t s, unsigned f) { return record_event(event); }
-cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for_event(event); }
+cudaError_t cudaEventQuery(cudaEvent_t event) { return query_event((void *)event); }
+cudaError_t cudaEventSynchronize(cudaEvent_t event) { return wait_for_event((void *)event); }
 cudaError_t cudaEventDestroy(cudaEvent_t event) { free(event); return cudaSuccess; }
 cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t a, cudaEvent_t b) { *ms = 1; return cudaSuccess; }
 CUresult cuEventCreate(CUevent *event, unsigned flags) { return new_event(event); }
 CUresult cuEventRecord(CUevent event, CUstream stream) { return record_event(event); }
 CUresult cuEventRecordWithFlags(CUevent event, CUstream stream, unsigned flags) { return record_event(event); }
-CUresult cuEventSynchronize(CUevent event) { return wait_for_event(event); }
+CUresult cuEventSynchronize(CUevent event) { return wait_for_event((void *)event); }
 CUresult cuEventDestroy(CUevent event) { free(event); return CUDA_SUCCESS; }
 CUresult cuEventElapsedTime(float *ms, CUevent a, CUevent b) { *ms = 1; return CUDA_SUCCESS; }
 

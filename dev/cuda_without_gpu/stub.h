@@ -30,3 +30,6 @@ int launch(const char *call, const void *stream);
 
 /* Note that a number on the device came from a host. */
 void note_number(const void *address, size_t bytes);
+
+/* Communicators with a collective that does not end on the device. */
+extern volatile int n_hanging;

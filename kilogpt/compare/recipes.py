@@ -30,6 +30,7 @@ from kilogpt.compare.candidates import cost_of_reaching, last_value
 from kilogpt.compare.noise import paired
 from kilogpt.compare.report import mean_text, table
 from kilogpt.configurator import exit_on_error
+from kilogpt.keys.init_from import with_resuming
 from kilogpt.plot.sources import read_run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -137,8 +138,9 @@ class Recipe:
         """Read the log of a run, after training it if necessary. RuntimeError if the training fails."""
         folder = os.path.abspath(os.path.join(self.options.folder, size.name, self.name, f'lr{rate:g}-s{seed}'))
         config = config | dict(
-            learning_rate=rate, seed=seed, out_dir=folder, init_from='auto', keep_checkpoints=1,
-            eval_interval=min(config['eval_interval'], math.ceil(config['max_iters'] / EVALUATIONS)))
+            learning_rate=rate, seed=seed, out_dir=folder, keep_checkpoints=1,
+            eval_interval=min(config['eval_interval'], math.ceil(config['max_iters'] / EVALUATIONS)),
+            init_from=with_resuming(config['init_from']))
         path = f'{folder}.json'
         if os.path.exists(path):
             with open(path, encoding='utf-8') as file:

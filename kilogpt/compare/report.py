@@ -4,6 +4,7 @@ import statistics
 
 from kilogpt.compare import candidates as values
 from kilogpt.compare.noise import paired, welch, z_test
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.plot.sources import describe_datasets, describe_schedule
 
 # Keys of config.json that do not change what a run learns.
@@ -140,9 +141,8 @@ def configs_table(candidates):
 def settings_of(run):
     """The keys of a run's config that may change what it learns: not that it was resumed, for example."""
     config = {key: value for key, value in run.config.items() if key not in IGNORED}
-    if config.get('init_from') in ('scratch', 'resume', 'auto'):
-        del config['init_from']
-    return config
+    weights = initial_weights(config.pop('init_from', 'scratch'))
+    return config | (dict(init_from=weights) if weights else {})
 
 
 def config_values(candidate, key):

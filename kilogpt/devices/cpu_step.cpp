@@ -23,7 +23,7 @@ enum Kind : int64_t {
 
 constexpr int64_t COLUMNS = 32;  // outputs that are computed together: two vectors
 constexpr int64_t GROUP = 128;   // products of 15 and 7 bits whose sum fits into 31, with room to spare
-constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of the products weights are asked for
+constexpr int64_t AHEAD = 2048;  // bytes: how far ahead of few rows' products weights are asked for
 constexpr int64_t TILE = 12;     // rows that are computed together, in 24 of the 32 registers
 
 // --- numbers ---------------------------------------------------------------------------------------------
@@ -190,8 +190,10 @@ static inline int32_t pair_at(const char* row, int64_t pair) {
 }
 
 // sums (ROWS, COLUMNS) = x (ROWS, inputs) times a block of weights. stride: bytes between rows of x.
+// ahead: weights to ask for meanwhile, `step` bytes of them for each line or two of the block.
 template <int KIND, int ROWS>
-static void product(const char* x, int64_t stride, const char* w, int64_t inputs, float (*sums)[COLUMNS]) {
+static void product(const char* x, int64_t stride, const char* w, int64_t inputs, const char* ahead,
+                    int64_t step, float (*sums)[COLUMNS]) {
     const int64_t pairs = (inputs + 1) / 2;
     if constexpr (KIND == INT8) {
         const int64_t scales = round_up(2 * pairs * 2, 64);
@@ -200,8 +202,8 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
             for (int r = 0; r < ROWS; r++)
                 part[r][0] = part[r][1] = _mm512_setzero_si512();
             const int64_t end = std::min(begin + GROUP / 2, pairs);
-            for (int64_t i = begin; i < end; i++, w += 64) {
-                _mm_prefetch(w + AHEAD, _MM_HINT_T0);
+            for (int64_t i = begin; i < end; i++, w += 64, ahead += step) {
+                _mm_prefetch(ahead, _MM_HINT_T0);
                 const __m512i w0 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)w));
                 const __m512i w1 = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)(w + 32)));
                 for (int r = 0; r < ROWS; r++) {
@@ -227,9 +229,9 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
     for (int r = 0; r < ROWS; r++)
         total[r][0] = total[r][1] = _mm512_setzero_ps();
     if constexpr (KIND == FLOAT32) {
-        for (int64_t i = 0; i < inputs; i++, w += 128) {
-            _mm_prefetch(w + AHEAD, _MM_HINT_T0);
-            _mm_prefetch(w + AHEAD + 64, _MM_HINT_T0);
+        for (int64_t i = 0; i < inputs; i++, w += 128, ahead += step) {
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            _mm_prefetch(ahead + 64, _MM_HINT_T0);
             const __m512 w0 = _mm512_loadu_ps(w), w1 = _mm512_loadu_ps(w + 64);
             for (int r = 0; r < ROWS; r++) {
                 const __m512 value = _mm512_set1_ps(reinterpret_cast<const float*>(x + r * stride)[i]);
@@ -239,9 +241,9 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
         }
     } else if constexpr (KIND == WIDENED) {
         const __m512i upper = _mm512_set1_epi32(0xffff0000);
-        for (int64_t i = 0; i < pairs; i++, w += 128) {
-            _mm_prefetch(w + AHEAD, _MM_HINT_T0);
-            _mm_prefetch(w + AHEAD + 64, _MM_HINT_T0);
+        for (int64_t i = 0; i < pairs; i++, w += 128, ahead += step) {
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            _mm_prefetch(ahead + 64, _MM_HINT_T0);
             const __m512i w0 = load(w), w1 = load(w + 64);
             const __m512 even0 = _mm512_castsi512_ps(_mm512_slli_epi32(w0, 16));
             const __m512 even1 = _mm512_castsi512_ps(_mm512_slli_epi32(w1, 16));
@@ -255,9 +257,9 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
             }
         }
     } else if constexpr (KIND == BFLOAT16) {
-        for (int64_t i = 0; i < pairs; i++, w += 128) {
-            _mm_prefetch(w + AHEAD, _MM_HINT_T0);
-            _mm_prefetch(w + AHEAD + 64, _MM_HINT_T0);
+        for (int64_t i = 0; i < pairs; i++, w += 128, ahead += step) {
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            _mm_prefetch(ahead + 64, _MM_HINT_T0);
             const __m512bh w0 = (__m512bh)load(w), w1 = (__m512bh)load(w + 64);
             for (int r = 0; r < ROWS; r++) {
                 const __m512bh values = (__m512bh)_mm512_set1_epi32(pair_at(x + r * stride, i));
@@ -274,16 +276,16 @@ static void product(const char* x, int64_t stride, const char* w, int64_t inputs
 
 template <int KIND>
 static int64_t product_of_rows(const char* x, int64_t stride, int64_t rows, const char* w, int64_t inputs,
-                               float (*sums)[COLUMNS]) {
+                               const char* ahead, int64_t step, float (*sums)[COLUMNS]) {
     if (rows >= TILE)
-        return product<KIND, TILE>(x, stride, w, inputs, sums), TILE;
+        return product<KIND, TILE>(x, stride, w, inputs, ahead, step, sums), TILE;
     if (rows >= 8)
-        return product<KIND, 8>(x, stride, w, inputs, sums), 8;
+        return product<KIND, 8>(x, stride, w, inputs, ahead, step, sums), 8;
     if (rows >= 4)
-        return product<KIND, 4>(x, stride, w, inputs, sums), 4;
+        return product<KIND, 4>(x, stride, w, inputs, ahead, step, sums), 4;
     if (rows >= 2)
-        return product<KIND, 2>(x, stride, w, inputs, sums), 2;
-    return product<KIND, 1>(x, stride, w, inputs, sums), 1;
+        return product<KIND, 2>(x, stride, w, inputs, ahead, step, sums), 2;
+    return product<KIND, 1>(x, stride, w, inputs, ahead, step, sums), 1;
 }
 
 // use(row, column, values (n,)) for x (rows, inputs), as convert_row writes it, times a block, plus the bias.
@@ -291,15 +293,21 @@ template <class Use>
 static void multiply_block(const Matrix& m, const char* x, int64_t rows, int64_t block, const Use& use) {
     const int64_t stride = row_bytes(m.kind, m.inputs), column = block * COLUMNS;
     const int64_t n = std::min(COLUMNS, m.outputs - column);
-    const char* w = m.weight + block * m.block_bytes();
+    const int64_t bytes = m.block_bytes(), read_at_once = m.kind == INT8 ? 64 : 128;
+    const char* w = m.weight + block * bytes;
+    const char* next = w + omp_get_num_threads() * bytes;  // the block that this thread will probably take
+    const bool asks_for_next = rows >= 2 * TILE;
+    const int64_t step = asks_for_next ? read_at_once * TILE / rows + 1 : read_at_once;
     alignas(64) float sums[TILE][COLUMNS];
     for (int64_t row = 0, done; row < rows; row += done) {
         const char* first = x + row * stride;
+        // The weights of few rows come while these are computed. Of many rows, each tile asks for a share.
+        const char* ahead = asks_for_next ? next + row * bytes / rows : w + AHEAD;
         const auto multiply_rows = m.kind == FLOAT32    ? product_of_rows<FLOAT32>
                                    : m.kind == WIDENED  ? product_of_rows<WIDENED>
                                    : m.kind == BFLOAT16 ? product_of_rows<BFLOAT16>
                                                         : product_of_rows<INT8>;
-        done = multiply_rows(first, stride, rows - row, w, m.inputs, sums);
+        done = multiply_rows(first, stride, rows - row, w, m.inputs, ahead, step, sums);
         for (int64_t r = 0; r < done; r++) {
             if (m.kind == INT8)
                 for (int64_t i = 0; i < COLUMNS; i++)
@@ -333,6 +341,16 @@ static void unpack_output(const Matrix& m, int64_t output, float* out) {
 static auto store(float* out, int64_t width) {
     return [=](int64_t row, int64_t column, const float* values, int64_t n) {
         std::memcpy(out + row * width + column, values, n * 4);
+    };
+}
+
+// A `use` of multiply_block: add `scale` times the results to out (rows, width). What it reads is copied: the
+// compiler uses no vectors if `out` may point to it.
+static auto add_scaled(float* out, int64_t width, float scale) {
+    return [=](int64_t row, int64_t column, const float* values, int64_t n) {
+        float* to = out + row * width + column;
+        for (int64_t i = 0; i < n; i++)
+            to[i] += scale * values[i];
     };
 }
 
@@ -370,22 +388,31 @@ struct Norm {
 
 enum Form : int64_t { GELU, GELU_TANH, RELU2, SWIGLU, GEGLU };
 
+template <class Function>
+static void activate_by(const Function& function, float* h, const float* gate, int64_t n) {
+    if (gate)
+        for (int64_t i = 0; i < n; i++)
+            h[i] *= function(gate[i]);
+    else
+        for (int64_t i = 0; i < n; i++)
+            h[i] = function(h[i]);
+}
+
 // h (n,) = the activation of h, or that of gate times h.
 static void activate(int64_t form, float* h, const float* gate, int64_t n) {
     constexpr float root = 0.79788456f;  // sqrt(2 / pi)
-    const float* x = gate ? gate : h;
-    for (int64_t i = 0; i < n; i++) {
-        float y;
-        if (form == GELU)
-            y = 0.5f * x[i] * (1.0f + erf_of(x[i] * 0.70710678f));
-        else if (form == RELU2)
-            y = x[i] > 0.0f ? x[i] * x[i] : (x[i] <= 0.0f ? 0.0f : x[i]);  // NaN stays NaN
-        else if (form == SWIGLU)
-            y = x[i] / (1.0f + exp_of(-x[i]));
-        else
-            y = 0.5f * x[i] * (1.0f + tanh_of(root * (x[i] + 0.044715f * x[i] * x[i] * x[i])));
-        h[i] = gate ? y * h[i] : y;
-    }
+    auto gelu = [](float x) { return 0.5f * x * (1.0f + erf_of(x * 0.70710678f)); };
+    auto gelu_tanh = [](float x) { return 0.5f * x * (1.0f + tanh_of(root * (x + 0.044715f * x * x * x))); };
+    auto relu2 = [](float x) { return x > 0.0f ? x * x : (x <= 0.0f ? 0.0f : x); };  // NaN stays NaN
+    auto silu = [](float x) { return x / (1.0f + exp_of(-x)); };
+    if (form == GELU)
+        activate_by(gelu, h, gate, n);
+    else if (form == RELU2)
+        activate_by(relu2, h, gate, n);
+    else if (form == SWIGLU)
+        activate_by(silu, h, gate, n);
+    else
+        activate_by(gelu_tanh, h, gate, n);
 }
 
 struct Layer {
@@ -422,7 +449,7 @@ static int64_t attend_size(const Model& m) {
 
 // Where a step keeps what it computes: of each row, offsets in bytes from the start of the scratch memory.
 struct Places {
-    int64_t x, sum, q, k, v, y, h, gate, input, input_of_mlp, scores, phases, bytes;
+    int64_t x, sum, q, k, v, y, h, input, input_of_mlp, scores, of_block, phases, bytes;
 
     Places(const Model& m, int64_t rows, int64_t n_threads) {
         const int64_t kind = m.head.kind;
@@ -445,6 +472,7 @@ struct Places {
         input_of_mlp = take(rows * row_bytes(kind, m.width));
         phases = take(n_phases(m) * sizeof(Phase));
         scores = take(n_threads * attend_size(m) * 4);
+        of_block = take(n_threads * rows * COLUMNS * 4);
     }
 };
 
@@ -645,17 +673,14 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
     Phase* phases = reinterpret_cast<Phase*>(scratch + places.phases);
     in_threads(n_threads, phases, n_phases(m), [&](Worker worker) {
         float* scores = floats(places.scores) + omp_get_thread_num() * attend_size(m);
+        float* of_block = floats(places.of_block) + omp_get_thread_num() * rows * COLUMNS;
 
         // Add what a part gives to the residual stream, or keep it in `sum` if a norm comes between.
         auto add = [&](const Matrix& matrix, const char* in, const Norm& norm) {
             worker.share(matrix.blocks(), [&](int64_t block) {
                 if (norm.form)
                     return multiply_block(matrix, in, rows, block, store(sum, C));
-                auto add_to_x = [&](int64_t row, int64_t column, const float* values, int64_t n) {
-                    for (int64_t i = 0; i < n; i++)
-                        x[row * C + column + i] += residual_scale * values[i];
-                };
-                multiply_block(matrix, in, rows, block, add_to_x);
+                multiply_block(matrix, in, rows, block, add_scaled(x, C, residual_scale));
             });
         };
         auto add_after_norm = [&](int64_t row, const Norm& norm) {
@@ -722,15 +747,22 @@ void step(const Model* model, const Stored* cache, int64_t rows, const int64_t* 
                         convert_norm(row, layer.before_mlp, input_of_mlp);
                 });
             worker.share(layer.fc.blocks(), [&](int64_t block) {
-                multiply_block(layer.fc, input_of_mlp, rows, block, store(h, m.hidden));
-                const int64_t column = block * COLUMNS, n = std::min(COLUMNS, m.hidden - column);
-                auto activate_row = [&](int64_t row, int64_t column, const float* gate, int64_t n) {
-                    activate(m.form, h + row * m.hidden + column, gate, n);
+                // Rows of a block lie together here. In h, many of them would take the same place of L1.
+                auto keep = [&](int64_t row, int64_t column, const float* values, int64_t n) {
+                    std::memcpy(of_block + row * COLUMNS, values, n * 4);
                 };
-                if (layer.gate.weight)
-                    return multiply_block(layer.gate, input_of_mlp, rows, block, activate_row);
-                for (int64_t row = 0; row < rows; row++)
-                    activate_row(row, column, nullptr, n);
+                auto activate_row = [&](int64_t row, int64_t column, const float* gate, int64_t n) {
+                    activate(m.form, of_block + row * COLUMNS, gate, n);
+                    std::memcpy(h + row * m.hidden + column, of_block + row * COLUMNS, n * 4);
+                };
+                auto activate_alone = [&](int64_t row, int64_t column, float* values, int64_t n) {
+                    activate(m.form, values, nullptr, n);
+                    std::memcpy(h + row * m.hidden + column, values, n * 4);
+                };
+                if (!layer.gate.weight)
+                    return multiply_block(layer.fc, input_of_mlp, rows, block, activate_alone);
+                multiply_block(layer.fc, input_of_mlp, rows, block, keep);
+                multiply_block(layer.gate, input_of_mlp, rows, block, activate_row);
             });
             worker.share(rows, [&](int64_t row) {
                 convert_row(kind, h + row * m.hidden, m.hidden, input + row * row_bytes(kind, m.hidden));

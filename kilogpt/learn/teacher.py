@@ -7,6 +7,7 @@ from kilogpt.evaluate.teaching import MAX_LOGITS, OTHER_TOKENIZER
 from kilogpt.layers.distillation import teacher_numbers
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.loading import load_model
+from kilogpt.run.metrics import describe_size
 
 
 def open_teacher(run):
@@ -19,7 +20,7 @@ def open_teacher(run):
                          f'{model.config.vocab_size}, but the run has {config["block_size"]} and '
                          f'{run.model_config.vocab_size}: set block_size to that of the teacher or less, and choose a '
                          'teacher with the vocabulary of the data')
-    run.processes.say(f'the teacher is {path}, {model.describe_size()}, in {config["teacher_dtype"]}')
+    run.processes.say(f'the teacher is {path}, {describe_size(model)}, in {config["teacher_dtype"]}')
     return Teacher(model.to(run.processes.device, getattr(torch, config['teacher_dtype'])))
 
 

@@ -128,9 +128,9 @@ class Processes(Waits):
         # The group's own timeout is longer than any wait that the watchdog allows. The watchdog ends a run
         # that hangs, since it names the process that hung and gives a start and a save more time.
         timeout = datetime.timedelta(seconds=3600 + 3 * comm_timeout)
-        # If the driver does not answer for 8 minutes, as behind a hung kernel, the monitor of NCCL's own
-        # watchdog aborts the process and does not say which one hung. Our watchdog must report first.
-        os.environ.setdefault('TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC', str(int(timeout.total_seconds())))
+        # NCCL's own watchdog has a monitor that aborts a process whose driver does not answer for 8 minutes, and does
+        # not say which one hung, or some time after a member of another group was lost. Our watchdog reports.
+        os.environ.setdefault('TORCH_NCCL_ENABLE_MONITORING', '0')
         # An event before each collective lets the watchdog see which device has reached the collective.
         os.environ.setdefault('TORCH_NCCL_ENABLE_TIMING', '1')
         store = store_of_all = dist.HashStore() if self.world_size * self.islands == 1 else network.fresh_store()

@@ -22,12 +22,14 @@ from unittest import mock
 import torch
 
 from kilogpt.configurator import announced, config_of, exit_on_error
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.launch_train import ROOT
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate, failures
 from kilogpt.plan.memory_model import LOAD_IMBALANCE
-from kilogpt.plan.models import NEW_MODELS, arguments_of_weights, missing_dataset
+from kilogpt.plan.models import arguments_of_weights, missing_dataset
 from kilogpt.plan.planner import Planner
+from kilogpt.run.metrics import describe_size
 from kilogpt.settings import check_settings
 
 # --- printing -----------------------------------------------------------------------------------------------
@@ -242,9 +244,10 @@ def main():
             return
         machine = find_machine(options.gpu, options.link, options.gpus_per_node)
         config = config_on(machine, arguments)
-        if arguments_of_weights(config['init_from']):
-            print(f'the model is that of {config["init_from"]}', file=sys.stderr)
-        elif config['init_from'] not in NEW_MODELS:
+        weights = initial_weights(config['init_from'])
+        if arguments_of_weights(weights):
+            print(f'the model is that of {weights}', file=sys.stderr)
+        elif weights:
             print(f'init_from is {config["init_from"]!r}, which is not here: the model is that of the keys',
                   file=sys.stderr)
         elif missing := missing_dataset(config):
@@ -262,7 +265,7 @@ def main():
         print(json.dumps([row for row in rows if planner.fits(row)] or rows[:1]))
         return
     sequences, length = planner.global_batch, config['block_size']
-    print(f'{planner.model.describe_size()} on {planner.gpus} × {machine.name}, {sequences:,} sequences of {length:,} '
+    print(f'{describe_size(planner.model)} on {planner.gpus} × {machine.name}, {sequences:,} sequences of {length:,} '
           f'tokens an iteration, {config["dtype"]}\n')
     if options.as_given:
         print_row(planner, rows[0], options.price)

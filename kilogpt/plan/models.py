@@ -6,30 +6,29 @@ import sys
 from data import hub
 from data.datasets import dataset_folder, find_shards, read_meta
 from data.mixtures import parse_mixture
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.run import checkpoint
 from kilogpt.weights.importing import read_arguments, read_weights
 from model import GPTConfig
 
-NEW_MODELS = 'scratch', 'resume', 'auto'  # values of init_from with which the keys say what the model is
 
-
-def arguments_of_weights(init_from):
-    """The GPTConfig arguments of the weights that a run starts from, or None: a new model, or weights elsewhere.
+def arguments_of_weights(weights):
+    """The GPTConfig arguments of the weights that a run starts from, or None: they are '', or elsewhere.
 
     Of a name on the hub, the config alone is downloaded.
     """
-    if init_from in NEW_MODELS:
+    if not weights:
         return None
-    if path := checkpoint.choose(init_from):
+    if path := checkpoint.choose(weights):
         return checkpoint.read_state(path)['model']
-    if hub.is_name(init_from) and not hub.parse(init_from).path:
+    if hub.is_name(weights) and not hub.parse(weights).path:
         try:
-            return read_arguments(init_from)
+            return read_arguments(weights)
         except OSError as error:
             print(error, file=sys.stderr)
             return None
-    return read_weights(init_from)[0] if os.path.exists(init_from) else None
+    return read_weights(weights)[0] if os.path.exists(weights) else None
 
 
 def missing_dataset(config):
@@ -42,7 +41,7 @@ def missing_dataset(config):
 def model_config(config):
     """The GPTConfig of a config of train.py. If the dataset is missing, the vocabulary of a new model is GPT-2's."""
     keys = {field.name: config[field.name] for field in dataclasses.fields(GPTConfig) if field.name in config}
-    arguments = arguments_of_weights(config['init_from'])
+    arguments = arguments_of_weights(initial_weights(config['init_from']))
     if arguments is None:
         first, *_ = parse_mixture(config['dataset'])
         return GPTConfig(vocab_size=read_meta(dataset_folder(first))['vocab_size'], **keys)

@@ -1,7 +1,7 @@
 """Choose the draws of `kilogpt.prove --random` such that every pair of values is met soon, and shrink them.
 
 A pair is two keys with a value each, which both have an effect. A draw of 80 keys meets about 2,000 pairs, so
-that two hundred draws meet the 25,000 pairs that there are (pairwise testing, Cohen et al. 1997).
+that three hundred draws meet the 43,000 pairs that exist (pairwise testing, Cohen et al. 1997).
 """
 import functools
 import itertools
@@ -11,13 +11,14 @@ import random
 from kilogpt.launch_train import parse_layout
 from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, LAYOUT, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
-CANDIDATES = 25  # random draws, of which the one with the most new pairs for its time is taken
+CANDIDATES = 100  # random draws, of which the one with the most new pairs for its time is taken
 COMPILED_EVERY = 50  # draws, of which one is compiled, on few processes: it takes a minute
 MOST_COMPILED = 2
 USUAL_PROCESSES = (2, 2, 2, 3, 4, 4, 4, 8)  # the most processes of a draw whose pair does not need more
 # Values that are chosen so many times as often as others. Two layers, and one micro-batch, take less time.
-OFTEN = {('precision', 'float64'): 4.0, ('n_layer', 2): 3.0, ('gradient_accumulation_steps', 1): 3.0,
-         ('activation_checkpoint', 'none'): 2.0}
+OFTEN = {('precision', 'float64'): 4, ('n_layer', 2): 3, ('gradient_accumulation_steps', 1): 3,
+         ('activation_checkpoint', 'none'): 2}
+DEGREES_OF_RUN = 'dp', 'tp', 'cp', 'pp', 'zero_stage'
 REPEATS = 2  # how often a sentence that refuses a pair is provoked in a run
 
 
@@ -106,14 +107,30 @@ def complete(needs, choose, most_processes):
 
 
 def cost_of(draw):
-    """The time that a draw takes, in about seconds of a core: mostly that of DTensor, for each operation."""
-    def cost_of_layout(processes, has_tp):
-        return processes * (1 + has_tp * (0.5 + 0.1 * draw['n_layer'] * draw['gradient_accumulation_steps']))
-
-    cost = cost_of_layout(count_processes(draw), draw['tp'] > 1)
+    """The time that a draw takes, in about seconds of a core."""
+    iterations = max(2, draw['outer_interval'] + 1)
+    cost = cost_of_run(draw, count_processes(draw), iterations, **{key: draw[key] for key in DEGREES_OF_RUN})
     if draw['then']:
-        cost += cost_of_layout(parse_layout(draw['then'], 0)[0], 'tp' in draw['then'])
+        processes, arguments = parse_layout(draw['then'], 0)
+        layout = dict(argument[2:].split('=') for argument in arguments)
+        degrees = {key: int(layout.get(key, 1)) for key in ('tp', 'cp', 'pp')}
+        dp = processes // math.prod(degrees.values())
+        cost += cost_of_run(draw, processes, 2, dp=dp, zero_stage=int(layout.get('zero_stage', 0)), **degrees)
     return cost
+
+
+def cost_of_run(draw, processes, iterations, dp, tp, cp, pp, zero_stage):
+    """About the seconds of a run: half of one for each process, and milliseconds for each pass of a block.
+
+    The figures are fitted to 52 draws (docs/log): most of a pass is Python, in DTensor and in FSDP2.
+    """
+    micro_batches = max(math.ceil(draw['gradient_accumulation_steps'] / dp), 2 * pp * (pp > 1))
+    passes = micro_batches * (iterations + (pp > 1)) + 3  # a warm-up (pp: an iteration) and evaluations
+    delta = draw['mixer_pattern'].count('D') / len(draw['mixer_pattern'])
+    of_block = 0.003 + 0.01 * delta + 0.01 * (zero_stage >= 2 or tp * pp > 1)
+    of_exchanges = 0.03 * (tp > 1) + (0.02 + 0.02 * delta) * (cp > 1)
+    of_block += of_exchanges * (1 if draw['activation_checkpoint'] == 'none' else 1.7)
+    return 0.5 * processes + processes * draw['n_layer'] / pp * passes * of_block
 
 
 class Drawer:
@@ -194,8 +211,7 @@ class Drawer:
     def _choose(self, share_of_plain, key, values):
         if self.random.random() < share_of_plain:
             return values[0]
-        weights = [OFTEN.get((key, value), 1.0) for value in values]
-        return self.random.choices(values, weights)[0]
+        return self.random.choice(repeated(key, tuple(values)))
 
     def _count_new(self, draw):
         numbers, bits = PairBits.numbers_in(draw)
@@ -203,7 +219,13 @@ class Drawer:
         of_degrees, of_layouts = (sum((row & early.rows[number]).bit_count() for number, row in found)
                                   for early in self._early)
         cost = cost_of(draw)
-        return of_degrees, of_layouts / cost, sum(row.bit_count() for _, row in found) / cost
+        return of_degrees / cost, of_layouts / cost, sum(row.bit_count() for _, row in found) / cost
+
+
+@functools.cache
+def repeated(key, values):
+    """The values of a key, each as many times as OFTEN says."""
+    return [value for value in values for _ in range(OFTEN.get((key, value), 1))]
 
 
 def draw_layouts(generator, count, needs, most_processes, is_possible):

@@ -6,6 +6,7 @@ import sys
 import tempfile
 
 from kilogpt.configurator import config_of
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.launch_train import ROOT, as_arguments
 from kilogpt.learning_rate import decay_iters
 from kilogpt.prove.recorded import Comparison, RecordedRun, write_batch
@@ -41,10 +42,7 @@ def replay(out_dir, which, nproc, arguments):
                                       profile=config['profile'] and end - begin == 1)
             if config['on_spike'] == 'rollback':  # each segment starts from a checkpoint anyway
                 keys['on_spike'] = 'skip'
-            if begin:
-                keys['init_from'] = 'resume'
-            elif config['init_from'] in ('resume', 'auto'):
-                keys['init_from'] = 'scratch'
+            keys['init_from'] = 'resume' if begin else initial_weights(config['init_from']) or 'scratch'
             if is_main and begin:
                 link_checkpoint(run.paths.get(begin) or find_replayed(folder, begin), keys['out_dir'])
             run_train([*arguments, *as_arguments(**keys)], nproc)

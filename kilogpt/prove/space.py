@@ -98,8 +98,8 @@ MODEL = dict(
     mlp_conv=Key((0, 2)),
     value_pattern=Key(('N', 'V', 'VN'), NOT_LATENT),
     mixer_pattern=Key(('A', 'DA', 'D', 'DDA')),
-    delta_heads=Key((0, 8), DELTA),
-    delta_key_heads=Key((0, 4, 2), DELTA),
+    delta_heads=Key((0, 8, 2), DELTA),  # 0: as many as attention has
+    delta_key_heads=Key((0, 4, 2), DELTA | dict(delta_heads=(0, 8))),
     delta_key_width=Key((0, 6), DELTA),
     delta_value_width=Key((0, 10), DELTA),
     delta_conv=Key((4, 2), DELTA),
@@ -210,7 +210,10 @@ def plain():
 
 def is_active(key, draw):
     """Whether a key has an effect in a draw."""
-    return all(draw[other] in values for other, values in DRAWN[key].when.items())
+    for other, values in DRAWN[key].when.items():
+        if draw[other] not in values:
+            return False
+    return True
 
 
 def count_processes(draw):

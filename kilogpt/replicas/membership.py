@@ -7,6 +7,7 @@ groups and its HTTP transport are used.
 import math
 import os
 import pickle
+import select
 import socket
 import sys
 import threading
@@ -30,6 +31,8 @@ from kilogpt.parallel.network import choose_gloo_interface
 
 CONNECT_SECONDS = 5  # in which the members of a new quorum connect; one of them may have been lost since
 warnings.filterwarnings('ignore', 'The given buffer is not writable')  # of a received tensor, which is only read
+PROBE_SECONDS = 1e-4  # between two looks at the device and at the members while the device adds up
+ARRIVE_SECONDS = 0.3  # in which sums arrive that a lost member has sent
 QUORUM_SECONDS = 86400  # for which a replica waits for others, which may be evaluating, or for the lighthouse
 
 
@@ -43,6 +46,32 @@ def with_timeout(process_group):
             return opts
 
     return Group
+
+
+class NCCLGroup(with_timeout(ProcessGroupNCCL)):
+    """NCCL, which must not end this process when another replica is lost."""
+    # PyTorch's threads read these when they start to watch a group. By default, an error of NCCL between replicas
+    # ends the process, or makes an abort wait for a minute.
+    HARMLESS = dict(TORCH_NCCL_ASYNC_ERROR_HANDLING='0', TORCH_NCCL_ENABLE_MONITORING='0',
+                    TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC='0')
+
+    def __init__(self, timeout):
+        os.environ.setdefault('TORCH_NCCL_NONBLOCKING_TIMEOUT', str(math.ceil(timeout.total_seconds())))
+        super().__init__(timeout)
+
+    def _create_pg(self, store, rank, world_size):
+        before = {name: os.environ.get(name) for name in self.HARMLESS}
+        os.environ.update(self.HARMLESS)
+        try:
+            group = super()._create_pg(store, rank, world_size)
+        finally:
+            for name, value in before.items():
+                os.environ.pop(name)
+                if value is not None:
+                    os.environ[name] = value
+        # `seconds` counts, and may be longer than the 10 minutes after which PyTorch's watchdog reports an error.
+        group._get_backend(torch.device('cuda'))._set_default_timeout(timedelta(seconds=QUORUM_SECONDS))
+        return group
 
 
 class SafeTransport(HTTPTransport):
@@ -74,13 +103,16 @@ class Membership:
         self.index, self.count, self.step, self.names = 0, 1, 0, []
         self.failures = 0  # in a row; tells the lighthouse to connect the members again
         self._quorum, self._is_broken = None, False
+        self._connections = []  # to the stores of the members, each of which ends with its process
         self._asked_at = math.inf  # when this replica has asked for the quorum that it waits for
         host = urllib.parse.urlsplit(lighthouse).hostname
         if host != '127.0.0.1':  # that of a launcher, all of whose replicas are on this machine
             choose_gloo_interface(host)
         on_gpu = processes.device.type == 'cuda'
-        self.group = with_timeout(ProcessGroupNCCL if on_gpu else ProcessGroupGloo)(
-            timedelta(seconds=timeout if on_gpu else min(timeout, CONNECT_SECONDS)))
+        if on_gpu:
+            self.group = NCCLGroup(self.timeout)
+        else:
+            self.group = with_timeout(ProcessGroupGloo)(timedelta(seconds=min(timeout, CONNECT_SECONDS)))
         self.group.seconds = timeout
         self._transport = SafeTransport(self.timeout)
         addresses = None
@@ -129,6 +161,8 @@ class Membership:
             self._asked_at = math.inf
             is_new = (quorum.quorum_id, quorum.replica_ids) != self._quorum
             if quorum.recover_dst_replica_ranks:
+                if self.processes.device.type == 'cuda':  # the transport copies in a stream of its own
+                    torch.cuda.synchronize(self.processes.device)
                 self._transport.send_checkpoint(
                     quorum.recover_dst_replica_ranks, quorum.max_step, state(), self.timeout)
             received = None
@@ -162,9 +196,11 @@ class Membership:
 
         The store of each member is in its main process.
         """
+        while self._connections:
+            self._connections.pop().close()
         for name in self.names:
             host, _, port = name.partition('@')[2].rpartition(':')
-            socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+            self._connections.append(socket.create_connection((host, int(port)), CONNECT_SECONDS))
 
     def _receive(self, quorum):
         peer = ManagerClient(quorum.recover_src_manager_address, connect_timeout=self.timeout)
@@ -198,7 +234,7 @@ class Membership:
         options.reduceOp = dist.ReduceOp.SUM
         try:
             works = [self.group.allreduce([tensor], options) for tensor in tensors]
-        except RuntimeError:
+        except (RuntimeError, AssertionError):  # the latter if the group was aborted
             self._is_broken = True
             return None
         return lambda: self._wait(works)
@@ -211,10 +247,27 @@ class Membership:
             self._is_broken = True
         return not self._is_broken
 
+    def _wait_for_device(self):
+        """Wait until a GPU has added up. If a member is lost, NCCL may wait for it, with the device, for ever."""
+        added = torch.cuda.Event()
+        added.record()
+        lost = select.poll()
+        for connection in self._connections:
+            lost.register(connection, select.POLLIN)  # nothing comes but the end
+        deadline = math.inf
+        while not added.query():
+            if self._is_broken or time.monotonic() > deadline:
+                self.group.abort()
+                self._is_broken = True
+                added.synchronize()
+            elif deadline == math.inf and lost.poll(0):
+                deadline = time.monotonic() + ARRIVE_SECONDS
+            time.sleep(PROBE_SECONDS)
+
     def vote(self):
         """Whether the sums have arrived on all processes of this replica. If so, the update is to be made."""
         if self.processes.device.type == 'cuda':
-            torch.cuda.synchronize(self.processes.device)
+            self._wait_for_device()
         is_ready = not self._is_broken and self.group.errored() is None
         is_agreed = self._agree(is_ready)
         if is_agreed:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from data import storage
+from kilogpt.keys.init_from import with_resuming
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import forget_gathered, saved_parameters
 from kilogpt.parallel.ddp import BUCKET_BYTES
@@ -41,7 +42,7 @@ class Replicas:
         self.is_restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
         processes.is_first = processes.is_main and self.number == 0 and not self.is_restarted
         if self.is_restarted and _has_saved(config['out_dir']):
-            config['init_from'] = 'auto'  # in case no replica is left whose state it could take over
+            config['init_from'] = with_resuming(config['init_from'])  # in case no replica is left whose state it could take over
         self.hang_folder = os.path.join('hang', f'replica_{self.number}')
         self.is_lead = self.has_begun = self.owes_save = False
         self.failed_at = None  # when the first failure since the last update was noticed
@@ -118,7 +119,7 @@ class Replicas:
                    is_leader and run.log.is_unwritten, *run.signals.here(wants_save)]
         numbers = torch.tensor(numbers, dtype=torch.float64)
         names = sorted(sums)
-        vector = torch.cat([part.detach().double().reshape(-1).to(loss_sum.device) for part in [
+        vector = torch.cat([_on_device(part.detach().double().reshape(-1), loss_sum.device) for part in [
             numbers, loss_sum, *(torch.as_tensor(sums[name]) for name in names), *counts]])
         is_whole = self._add_up_gradients([local_part(p.grad) for p in self._with_gradients()], vector)
         if not is_whole:
@@ -186,7 +187,8 @@ class Replicas:
             wait = self.members.add_up([has_failed])
             with run.cluster.watchdog.suspended():
                 is_here = wait is not None and wait()
-            if self.members.vote() and is_here:
+                is_agreed = self.members.vote()  # a GPU waits here
+            if is_agreed and is_here:
                 if has_failed and run.ending.exit_code != 1:
                     run.ending = run.ending._replace(exit_code=1)
                 return
@@ -263,6 +265,13 @@ def describe_change(before, after):
     changes = dict(lost=set(before) - set(after), joined=set(after) - set(before))
     numbers = {change: sorted(int(name.split('-')[1]) for name in names) for change, names in changes.items()}
     return '; '.join(f'{change}: replica {", ".join(map(str, found))}' for change, found in numbers.items() if found)
+
+
+def _on_device(tensor, device):
+    """A tensor on a device. The host does not wait for the copy to a GPU, nor for what the GPU does before it."""
+    if tensor.device != device and device.type == 'cuda':
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def _finish(wait, gradients, flat):

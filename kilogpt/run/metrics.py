@@ -187,6 +187,24 @@ def _is_not_finite(value):
     return isinstance(value, float) and not math.isfinite(value)
 
 
+def num_active_params(model):
+    """Parameters of a GPT that a token meets, which do not include those of experts that it does not go to."""
+    if model.config.mlp != 'moe':
+        return model.num_params()
+    from kilogpt.layers.mixture import Experts
+    return model.num_params() - sum(m.num_idle() for m in model.modules() if isinstance(m, Experts))
+
+
+def describe_size(model):
+    """The number of a GPT's parameters, in words."""
+    total, active = model.num_params(), num_active_params(model)
+    text = f'{total:,} parameters' + (f' ({active:,} active in a token)' if active < total else '')
+    if model.config.lora_rank:
+        trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        text += f', of which {trained:,} in adapters are trained'
+    return text
+
+
 def flops_per_token(model, lengths):
     """Floating-point operations per token, forward and backward, in documents of `lengths` tokens. model: a whole GPT.
 
@@ -200,7 +218,7 @@ def flops_per_token(model, lengths):
     layers = [module for module in model.modules() if not isinstance(module, torch.nn.Embedding)]
     parameters = [p for layer in layers for p in layer.parameters(recurse=False) if p.dim() > 1]
     of_matrices = sum(p.numel() * (6 if p.requires_grad else 4) for p in parameters)
-    of_matrices -= (model.num_params() - model.num_active_params()) * (4 if config.lora_rank else 6)
+    of_matrices -= (model.num_params() - num_active_params(model)) * (4 if config.lora_rank else 6)
     seen = config.n_layer * config.mean_seen(lengths)
     widths = config.head_width + (config.value_width or config.head_width)
     n_states = config.delta_heads * config.n_layer_of('D')
@@ -216,7 +234,7 @@ class Meter:
     """
 
     def __init__(self, model, lengths, cluster, started):
-        self.size, self.n_params = model.describe_size(), model.num_params()
+        self.size, self.n_params = describe_size(model), model.num_params()
         self.flops_per_token = flops_per_token(model, lengths)
         self.loss_copies = cluster.layout.tp  # how many processes compute the same loss, which counts once
         self.started, self.device = started, cluster.processes.device

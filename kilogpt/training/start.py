@@ -10,6 +10,7 @@ import os
 from data import storage
 from data.datasets import REFERENCE_FILE, Source, find_dataset, fingerprint, join_tokenizers
 from data.mixtures import parse_mixture
+from kilogpt.keys.init_from import initial_weights, parse_init_from
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
@@ -47,34 +48,35 @@ def find_start(keys, meta, cluster):
     meta: the dataset's meta.json. cluster: the run's Cluster, which has the checkpoints to resume.
     """
     cluster.watchdog.beat()
-    init_from = keys['init_from']
+    resumes, begin = parse_init_from(keys['init_from'])
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
     block_size = new_model['block_size']
     source, tensors, saved, arguments, model_meta, base = None, None, {}, new_model, None, None
-    if init_from in ('resume', 'auto'):
+    if resumes:
         source, saved = cluster.islands.find_checkpoint()
         arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
         base = saved.get('base')
-    elif init_from != 'scratch':
-        with waits_for_hub(init_from, cluster.watchdog):
-            source, tensors, arguments, model_meta, base = find_initial(init_from, cluster.processes)
-        if keys['rope_scaling'] not in ('', arguments.get('rope_scaling')):
-            arguments = with_longer_context(arguments, keys)
-    if init_from == 'resume' and not source:
+    if not source and not begin:
         raise ValueError(f'there is no checkpoint to resume in {cluster.out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
+    weights = '' if source else initial_weights(keys['init_from'])
+    if weights:
+        with waits_for_hub(weights, cluster.watchdog):
+            source, tensors, arguments, model_meta, base = find_initial(weights, cluster.processes)
+        if keys['rope_scaling'] not in ('', arguments.get('rope_scaling')):
+            arguments = with_longer_context(arguments, keys)
     longest = arguments['block_size']
     if block_size > longest:
         extend = ''
-        if arguments['pos'] == 'rope' and init_from not in ('resume', 'auto'):
+        if arguments['pos'] == 'rope' and weights:
             extend = (f", or extend it with --rope_scaling='yarn factor={-(-block_size // longest)} "
                       f"original_max_position_embeddings={longest}'")
-        raise ValueError(f'block_size is {block_size}, but the model of {source or init_from} has only '
+        raise ValueError(f'block_size is {block_size}, but the model of {source or weights} has only '
                          f'{longest} positions: set --block_size={longest} or less{extend}')
-    meta = join_tokenizers(model_meta, source or init_from, meta, keys['dataset'])
+    meta = join_tokenizers(model_meta, source or weights, meta, keys['dataset'])
     if keys['loss'] == 'dpo' and not saved:
-        check_reference(keys, meta)
+        check_reference(keys, weights, meta)
     if base:
         from kilogpt.weights.importing import open_base
         with waits_for_hub(base['source'], cluster.watchdog):
@@ -84,7 +86,7 @@ def find_start(keys, meta, cluster):
                              f'{arguments["lora_rank"]}: set that, or start from its weights as '
                              'python -m kilogpt.convert export writes them')
     elif keys['lora_rank'] and not saved:
-        source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys)
+        source, tensors, arguments, base = with_adapters(source, tensors, arguments, keys, weights)
     cluster.watchdog.beat()
     return Start(source, tensors, saved, arguments | dict(dropout=keys['dropout']), meta, base)
 
@@ -95,15 +97,15 @@ def waits_for_hub(source, watchdog):
     return watchdog.suspended() if hub.is_name(source) else contextlib.nullcontext()
 
 
-def check_reference(keys, meta):
+def check_reference(keys, weights, meta):
     """Raise ValueError unless a dataset of pairs has the log-probabilities of the weights that training starts from.
 
-    keys, meta: as in `find_start`.
+    keys, meta: as in `find_start`. weights: those that init_from names, or ''.
     """
-    init_from, dataset = keys['init_from'], keys['dataset']
-    if init_from in ('scratch', 'auto'):
-        raise ValueError(f'init_from is {init_from!r}, but loss=dpo needs a trained model: set init_from to its '
-                         'weights')
+    dataset = keys['dataset']
+    if not weights:
+        raise ValueError(f'init_from is {keys["init_from"]!r}, but loss=dpo needs a trained model: set init_from to '
+                         'its weights')
     if len(parse_mixture(dataset)) > 1 or keys['max_epochs'] or keys['mixture_phases']:
         raise ValueError(f'dataset is {dataset!r}, max_epochs {keys["max_epochs"]} and mixture_phases '
                          f'{keys["mixture_phases"]!r}, but loss=dpo takes one dataset as it is: prepare all pairs '
@@ -111,22 +113,22 @@ def check_reference(keys, meta):
     if not meta.get('pairs'):
         raise ValueError(f'loss is dpo, but dataset {dataset!r} does not have pairs of answers: make some with '
                          'data/preferences/prepare.py, or set loss to cross_entropy')
-    folder, command = find_dataset(dataset), f'python -m kilogpt.evaluate {init_from} --reference={dataset}'
+    folder, command = find_dataset(dataset), f'python -m kilogpt.evaluate {weights} --reference={dataset}'
     path = os.path.join(folder, REFERENCE_FILE)
     if not storage.exists(path):
         raise ValueError(f'{folder} does not have the log-probabilities of a reference: run {command}')
     from kilogpt.weights.importing import describe_weights
-    reference, weights = json.loads(storage.read(path)), describe_weights(init_from)
-    if reference['digest'] != weights['digest']:
+    reference, start = json.loads(storage.read(path)), describe_weights(weights)
+    if reference['digest'] != start['digest']:
         raise ValueError(f'the reference in {folder} is {reference["source"]} (digest {reference["digest"]}), but '
-                         f'training starts from {weights["source"]} (digest {weights["digest"]}): set init_from to '
+                         f'training starts from {start["source"]} (digest {start["digest"]}): set init_from to '
                          f'the former, or run {command}')
     if reference['shards'] != fingerprint({dataset: Source(folder, {})}):
         raise ValueError(f'the token files in {folder} have changed since the reference was computed: run '
                          f'{command}')
 
 
-def with_adapters(source, tensors, arguments, keys):
+def with_adapters(source, tensors, arguments, keys, weights):
     """What a Start to which the keys add adapters has: (None, tensors, GPTConfig arguments, base)."""
     if not source and not tensors:
         raise ValueError(f'lora_rank is {keys["lora_rank"]}, but adapters need a trained model beside them: '
@@ -135,7 +137,7 @@ def with_adapters(source, tensors, arguments, keys):
     from kilogpt.weights.importing import describe_base
     tensors = tensors or open_weights(source, GPTConfig(**arguments))
     arguments = arguments | {key: keys[key] for key in ADAPTER_KEYS}
-    return None, tensors, arguments, describe_base(source or keys['init_from'], tensors)
+    return None, tensors, arguments, describe_base(source or weights, tensors)
 
 
 def with_longer_context(arguments, keys):

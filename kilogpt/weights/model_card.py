@@ -5,10 +5,9 @@ import subprocess
 
 from data import hub
 from data.tokens.tokenizer import describe_tokenizer
+from kilogpt.keys.init_from import initial_weights
 from kilogpt.weights.checkpoint_tensors import expected_shapes
 
-# The values of init_from that do not name weights.
-OWN_STARTS = ('scratch', 'resume', 'auto')
 HOW_TO_LOAD = """```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
 model = AutoModelForCausalLM.from_pretrained(FOLDER)
@@ -82,8 +81,7 @@ def describe_training(state):
     if state['val_loss'] is not None:
         yield (f'Loss on the validation split: {state["val_loss"]:.4f} nats per token; the best of the run '
                f'until then: {state["best_val_loss"]:.4f}.')
-    start = run.get('init_from', 'scratch')
-    if start not in OWN_STARTS:
+    if start := initial_weights(run.get('init_from', 'scratch')):
         name = start if hub.is_name(start) else os.path.basename(os.path.normpath(start))
         yield f'The run started from the weights of {name}.'
     if description := describe_tokenizer(state['tokenizer']):

@@ -10,7 +10,7 @@ from data.make.messages import read_conversations
 from data.make.pairs import read_pairs
 from data.tokens.chat_template import ChatTemplate
 from data.tokens.json_tokenizer import JsonTokenizer
-from drawing import check_draws
+from drawing import check_draws, counted
 from helpers import ROOT
 
 data_utils = pytest.importorskip('trl.data_utils', reason='trl is not installed')
@@ -83,14 +83,15 @@ def renamed(message):
 def difference(tmp_path):
     """Function (row) -> what differs, or ''."""
     folder = write_folder(tmp_path / 'tokenizer', TEMPLATE, [*SPECIAL], None, '<|end|>')
-    ours, theirs = ChatTemplate(JsonTokenizer(str(folder))), PreTrainedTokenizerFast.from_pretrained(folder)
-    counts = dict(same=0, refused=0, invalid=0)
+    our_template = ChatTemplate(JsonTokenizer(str(folder)))
+    their_tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
 
     def texts_of_trl(row):
         if 'chosen' in row:
-            row = data_utils.maybe_extract_prompt(row) | {key: row[key] for key in ('tools', 'chat_template_kwargs') if key in row}
+            others = {key: row[key] for key in ('tools', 'chat_template_kwargs') if key in row}
+            row = data_utils.maybe_extract_prompt(row) | others
         row = data_utils.maybe_convert_to_chatml(row)
-        found = data_utils.apply_chat_template(row, theirs, tools=row.get('tools'))
+        found = data_utils.apply_chat_template(row, their_tokenizer, tools=row.get('tools'))
         if 'chosen' in found:
             return [found['prompt'] + found[key] for key in ('chosen', 'rejected')]
         return [found.get('text') or found['prompt'] + found['completion']]
@@ -99,25 +100,17 @@ def difference(tmp_path):
         path = tmp_path / 'rows.jsonl'
         path.write_text(json.dumps(row) + '\n')
         read, = (read_pairs if 'chosen' in row else read_conversations)(str(path))
-        parts = [read['messages'] + read[key] for key in ('chosen', 'rejected')] if 'chosen' in row else [read['messages']]
-        return [ours.render(messages, more=read['more']) for messages in parts]
+        parts = [read['messages']]
+        if 'chosen' in row:
+            parts = [read['messages'] + read[key] for key in ('chosen', 'rejected')]
+        return [our_template.render(messages, more=read['more']) for messages in parts]
 
-    def compare(row):
-        try:
-            expected = texts_of_trl(copy.deepcopy(row))
-        except Exception:  # trl does not read it
-            counts['invalid'] += 1
-            return ''
-        try:
-            found = our_texts(row)
-        except ValueError:
-            counts['refused'] += 1
-            return ''
-        counts['same'] += 1
+    def compare(row, theirs, ours):
+        expected = theirs(lambda: texts_of_trl(copy.deepcopy(row)))
+        found = ours(lambda: our_texts(row))
         return f'the text is {found}, in trl {expected}' if found != expected else ''
 
-    yield compare
-    print(counts)
+    yield from counted(compare)
 
 
 @pytest.mark.slow

@@ -199,4 +199,4 @@ def test_drawn_templates_write_what_they_write_in_transformers(difference):
 
 @pytest.mark.slow
 def test_templates_of_a_new_seed_write_what_they_write_in_transformers(difference):
-    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=40)
+    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=20)

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from data.tokens.json_tokenizer import JsonTokenizer
-from drawing import check_draws
+from drawing import check_draws, counted
 
 AutoTokenizer = pytest.importorskip('transformers').AutoTokenizer
 TEXT = "the quick brown fox's 12345 words.\nIt was a dark  and stormy night\nÄÖ é user (assistant), system!\n" * 20
@@ -90,17 +90,10 @@ def write(form, folder):
 @pytest.fixture
 def difference(tmp_path):
     """Function (form) -> what differs, or ''."""
-    counts = dict(same=0, refused=0)
-
-    def compare(form):
+    def compare(form, _, read):
         folder = write(form, tmp_path / 'tokenizer')
         theirs = AutoTokenizer.from_pretrained(folder)
-        try:
-            ours = JsonTokenizer(folder)
-        except ValueError:
-            counts['refused'] += 1
-            return ''
-        counts['same'] += 1
+        ours = read(lambda: JsonTokenizer(folder))
         sizes = ours.bytes_of_tokens()
         for text in TEXTS:
             ids, plain = theirs(text).input_ids, ours.encode(text)
@@ -120,8 +113,7 @@ def difference(tmp_path):
                 return f'{text!r} has {sizes[plain].sum()} bytes in its tokens, not {len(text.encode())}'
         return ''
 
-    yield compare
-    print(counts)
+    yield from counted(compare)
 
 
 def test_drawn_tokenizers_read_and_write_as_the_library_does(difference):
@@ -130,4 +122,4 @@ def test_drawn_tokenizers_read_and_write_as_the_library_does(difference):
 
 @pytest.mark.slow
 def test_tokenizers_of_a_new_seed_read_and_write_as_the_library_does(difference):
-    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=30)
+    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=20)

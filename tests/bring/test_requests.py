@@ -103,4 +103,4 @@ def test_drawn_requests_are_read_or_refused_by_name():
 
 @pytest.mark.slow
 def test_requests_of_a_new_seed_are_read_or_refused_by_name():
-    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=30)
+    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=15)

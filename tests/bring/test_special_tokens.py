@@ -94,7 +94,7 @@ def test_drawn_files_name_the_tokens_of_transformers(difference):
 
 @pytest.mark.slow
 def test_files_of_a_new_seed_name_the_tokens_of_transformers(difference):
-    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=30)
+    check_draws(draw, difference, seed=random.randrange(10 ** 6), seconds=15)
 
 
 def test_padding_that_only_other_files_add_stays_text(difference, tmp_path):

@@ -30,6 +30,7 @@ def questions(tmp_path_factory):
     return path
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize('layout', [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
                                     for name in LAYOUTS])
 def test_evaluation_changes_nothing_in_training(train, questions, layout):
@@ -48,8 +49,9 @@ def of_one_process(train, questions):
     return train(*SHORT, f'--eval_tasks={questions}', *EVALUATED)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize('layout', [
-    'pp2', *(pytest.param(name, marks=pytest.mark.slow) for name in ('dp2', 'tp2', 'zero3', 'cp2'))])
+    pytest.param(name, marks=pytest.mark.slow) for name in ('pp2', 'dp2', 'tp2', 'zero3', 'cp2')])
 def test_layout_has_the_scores_and_samples_of_one_process(train, questions, of_one_process, layout):
     nproc, arguments = LAYOUTS[layout]
     run = train(*SHORT, f'--eval_tasks={questions}', *EVALUATED, *arguments.split(), nproc=nproc)
@@ -142,6 +144,7 @@ def documents(dataset, tmp_path_factory):
     return folder
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize('layout', [
     'one', *(pytest.param(name, marks=pytest.mark.slow) for name in ('tp2', 'pp2', 'dp2', 'compiled', 'cp2'))])
 @pytest.mark.parametrize('kind', ['mask', pytest.param('stream', marks=pytest.mark.slow)])

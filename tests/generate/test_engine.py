@@ -105,11 +105,11 @@ def test_text_does_not_depend_on_the_schedule():
 def test_text_does_not_depend_on_many_schedules_in_float32():
     """One text in 500 may meet two tokens that differ by rounding alone, such as logits 3.3127494 and 3.3127483."""
     models, found = {}, {}
-    for seed in range(2000, 2250):
+    for seed in range(2000, 2150):
         found[seed] = run_schedule(seed, models, torch.float32)
     texts = [is_equal for of_seed in found.values() for is_equal in of_seed]
     different = [seed for seed, of_seed in found.items() if not all(of_seed)]
-    assert len(texts) > 1000 and texts.count(False) <= len(texts) / 500, different
+    assert len(texts) > 600 and texts.count(False) <= len(texts) / 500, different
 
 
 @pytest.mark.parametrize('separator', [None, 7])
@@ -205,14 +205,15 @@ def test_request_that_cannot_be_continued_is_refused():
 
 
 @pytest.mark.parametrize('nproc, layout', [(2, 'tp=2'), *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-    (2, 'cp=2'), (2, 'pp=2'), (2, 'pp=2 pp_schedule=zbv'), (3, 'zero_stage=3'), (4, 'tp=2 pp=2 pp_schedule=interleaved1f1b'),
-    (4, 'tp=2 cp=2'), (4, 'cp=2 pp=2 zero_stage=3')))])
+    (2, 'cp=2'), (2, 'pp=2'), (2, 'pp=2 pp_schedule=zbv'), (3, 'zero_stage=3'),
+    (4, 'tp=2 pp=2 pp_schedule=interleaved1f1b'), (4, 'tp=2 cp=2'), (4, 'cp=2 pp=2 zero_stage=3')))])
 def test_texts_of_a_layout_are_those_of_one_process(nproc, layout):
-    """Drawn requests, which join at drawn steps, in float64."""
+    """Drawn requests to four drawn models, which join at drawn steps, in float64."""
     seed = random.randrange(10 ** 6)
-    print('seed', seed)
-    done = run_forked('tests/generate/texts_in_layout.py', seed, layout, *MODELS, nproc=nproc)
+    names = random.Random(seed).sample([*MODELS], 4)
+    print('seed', seed, names)
+    done = run_forked('tests/generate/texts_in_layout.py', seed, layout, *names, nproc=nproc)
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{')]
-    assert [line['model'] for line in lines] == list(MODELS)
+    assert [line['model'] for line in lines] == names
     for line in lines:
         assert line['found'] == line['expected'], (layout, seed, line['model'])

@@ -148,6 +148,7 @@ def test_jobs_equal_islands_of_one_torchrun_to_the_bit(train, server, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('nproc, layout', [
     (1, '--outer_fragments=2 --outer_compress=int8 --outer_delay=1'), (2, '--zero_stage=3 --outer_mix=0.5'),
     (2, '--pp=2')])

@@ -70,9 +70,8 @@ def compare_with_one_process(train, tmp_path_factory):
 # --- documents and answers --------------------------------------------------------------------------------
 
 @pytest.mark.slow
-@pytest.mark.parametrize('nproc, layout', [(2, '--cp=2'), (2, '--zero_stage=2 --compile=True')])
-def test_layout_trains_documents_and_windows_as_one_process_does(compare_with_one_process, documents, nproc, layout):
-    compare_with_one_process(nproc, layout, *DOCUMENTS, f'--dataset={documents}')
+def test_compiled_layout_trains_documents_as_one_process_does(compare_with_one_process, documents):
+    compare_with_one_process(2, '--zero_stage=2 --compile=True', *DOCUMENTS, f'--dataset={documents}')
 
 
 @pytest.mark.parametrize('nproc, layout', [
@@ -151,6 +150,7 @@ def trained(train):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('nproc, layout, adapters', [
     (2, '--zero_stage=3', ADAPTERS), (1, '--compile=True', ADAPTERS), (1, '--compile=True', INT8_ADAPTERS)])
 def test_layout_trains_adapters_as_one_process_does(compare_with_one_process, train, trained, nproc, layout, adapters):
@@ -164,6 +164,7 @@ def test_layout_trains_adapters_as_one_process_does(compare_with_one_process, tr
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('nproc, layout, faults', [
     (2, '--cp=2', []), (1, '--compile=True', []), (2, '--zero_stage=3', [FAULTS / 'loss_in_parts.py'])])
 def test_layout_trains_pairs_as_one_process_does(compare_with_one_process, trained, tmp_path, nproc, layout, faults):

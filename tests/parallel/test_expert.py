@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from helpers import FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_weights
 from kilogpt.prove import observer
 from kilogpt.prove.compare import relative_error
-from kilogpt.run.metrics import flops_per_token
+from kilogpt.run.metrics import flops_per_token, num_active_params
 from model import GPT, GPTConfig
 
 MOE = ('--mlp=moe --n_experts=4 --n_active_experts=2 --expert_hidden=16 --n_shared_experts=1 '
@@ -112,8 +112,8 @@ def test_flops_count_the_experts_that_a_token_goes_to():
     model = GPT(config)
     routers = 2 * 8 * 32
     assert flops_per_token(model, [16]) == flops_per_token(dense, [16]) + 6 * routers
-    assert model.num_active_params() == dense.num_params() + routers + 2 * 8  # and the biases
-    assert model.num_params() - model.num_active_params() == 2 * 6 * 3 * 16 * 32
+    assert num_active_params(model) == dense.num_params() + routers + 2 * 8  # and the biases
+    assert model.num_params() - num_active_params(model) == 2 * 6 * 3 * 16 * 32
 
 
 # --- in every layout ------------------------------------------------------------------------------------
@@ -147,6 +147,7 @@ def largest_error(found, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('nproc, layout', [(2, '--ep=2 --zero_stage=3'), (2, '--pp=2'), (4, '--ep=2 --tp=2')])
 def test_gradients_of_idle_experts_equal_those_of_one_process(first_gradients, nproc, layout):
     """Most of 64 experts get no token in a micro-batch. float64 sums differ by 1e-15, the float32 loss's by 1e-7."""
@@ -155,18 +156,6 @@ def test_gradients_of_idle_experts_equal_those_of_one_process(first_gradients, n
     assert sum('router' in name for name, _ in expected) == 2
     error, name = largest_error(first_gradients([*idle, *layout.split()], nproc), expected)
     assert error < 1e-5, name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('fault, layout, parameter', [
-    ('router', '--tp=2', 'router.weight'), ('sum', '--tp=2', ''), ('factor', '--ep=2', 'experts.c_')])
-def test_mistakes_of_other_projects_show_in_the_gradients(first_gradients, monkeypatch, fault, layout,
-                                                          parameter):
-    """Each left the loss curve looking normal elsewhere. `parameter`: the one that is most wrong."""
-    monkeypatch.setenv('FAULT', fault)
-    found = first_gradients([*MOE, *layout.split()], 2, faults=[FAULTS / 'wrong_experts.py'])
-    error, name = largest_error(found, first_gradients(MOE))
-    assert error > 0.05 and parameter in name, (error, name)
 
 
 @pytest.mark.slow
@@ -223,6 +212,7 @@ def test_only_rounding_sends_tokens_to_other_experts(train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize('nproc, layout', [
     (1, ''), (1, '--dtype=bfloat16'), (2, '--ep=2 --zero_stage=3'), (2, '--tp=2 --activation_checkpoint=full')])
 def test_grouped_products_train_like_the_loop(train, nproc, layout):

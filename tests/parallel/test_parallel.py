@@ -12,11 +12,16 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 
 from data.datasets import read_meta
 from data.loader import TokenLoader
-from helpers import (FAULTS, assert_near, assert_same_tensors, curve, newest_state, newest_weights,
+from helpers import (FAULTS, ROOT, assert_near, assert_same_tensors, curve, newest_state, newest_weights,
                      run_forked, saved_iterations, side_by_side)
+from kilogpt.configurator import config_of
+from kilogpt.parallel.layout import CHECKED_KEYS, Layout, check_layout
+from kilogpt.settings import check_settings
+from model import GPT, GPTConfig
 
 ITERATIONS = 4
 BASE = ('--device=cpu --compile=False --dtype=float32 --n_layer=3 --n_head=4 --n_embd=32 --block_size=32 '
@@ -34,20 +39,22 @@ MODELS = dict(
 # --- the layouts ----------------------------------------------------------------------------------------
 
 # {processes: {layout: its arguments}}; a name may start with its model, else that is gpt2 (tied weights).
-# These are examples. `kilogpt.prove --random` compares all layouts, with all models and kinds of data, except
-# compiled ones (tests/prove/test_random_draws.py).
+# These are examples. `kilogpt.prove --random` compares all layouts, with all models and kinds of data, few of
+# them compiled (tests/prove/test_random_draws.py).
 LAYOUTS = {
-    1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
-    2: {'ddp': '', 'zero1': '--zero_stage=1', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
-        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv', 'moe ep2': '--ep=2'},
+    2: {'ddp': '', 'modern zero3': '--zero_stage=3', 'tp2': '--tp=2', 'cp2': '--cp=2',
+        'modern pp2 zbv': '--pp=2 --pp_schedule=zbv'},
 }
-QUICK_LAYOUTS = 'ddp', 'modern zero3', 'tp2', 'cp2', 'modern pp2 zbv'
 SLOW_LAYOUTS = {
-    2: {'zero2 compiled': '--zero_stage=2 --compile=True', 'moe ep2 compiled': '--ep=2 --compile=True'},
+    1: {'modern zero3 full': '--zero_stage=3 --activation_checkpoint=full'},
+    2: {'zero1': '--zero_stage=1', 'moe ep2': '--ep=2'},
     4: {'tp2 pp2 zbv': '--tp=2 --pp=2 --pp_schedule=zbv',
-        'shallow pp4': '--pp=4',  # the embedding is a stage, and so is the head
-        'modern tp2 pp2 compiled': '--tp=2 --pp=2 --compile=True'},
+        'shallow pp4': '--pp=4'},  # the embedding is a stage, and so is the head
     8: {'pp2 tp2 dp2': '--pp=2 --tp=2'},
+}
+COMPILED_LAYOUTS = {  # test_data_layouts.py has one with zero2
+    2: {'moe ep2 compiled': '--ep=2 --compile=True', 'modern tp2 compiled': '--tp=2 --compile=True',
+        'modern pp2 compiled': '--pp=2 --compile=True'},
 }
 
 
@@ -56,7 +63,7 @@ def by_name(layouts):
     return {(nproc, name): text for nproc, named in layouts.items() for name, text in named.items()}
 
 
-ARGUMENTS = by_name(LAYOUTS) | by_name(SLOW_LAYOUTS)
+ARGUMENTS = by_name(LAYOUTS) | by_name(SLOW_LAYOUTS) | by_name(COMPILED_LAYOUTS)
 
 
 def model_of(layout):
@@ -95,15 +102,21 @@ def assert_equal_to_one_process(run, one, layout):
 
 
 @pytest.mark.parametrize('nproc, layout', [
-    *(pytest.param(*key, marks=pytest.mark.quick if key[1] in QUICK_LAYOUTS else ()) for key in by_name(LAYOUTS)),
+    *(pytest.param(*key, marks=pytest.mark.quick) for key in by_name(LAYOUTS)),
     *(pytest.param(*key, marks=pytest.mark.slow) for key in by_name(SLOW_LAYOUTS))])
 def test_layout_equals_one_process(layout_run, nproc, layout):
     assert_equal_to_one_process(layout_run(nproc, layout), layout_run(1, model_of(layout)), layout)
 
 
-@pytest.mark.parametrize('nproc, layout', [
-    (2, 'modern pp2 zbv'), pytest.param(2, 'ddp', marks=pytest.mark.slow),
-    pytest.param(2, 'modern zero3', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.drawn(2)
+@pytest.mark.parametrize('nproc, layout', by_name(COMPILED_LAYOUTS))
+def test_compiled_layout_equals_one_process(layout_run, nproc, layout):
+    assert_equal_to_one_process(layout_run(nproc, layout), layout_run(1, model_of(layout)), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('nproc, layout', [(2, 'modern pp2 zbv'), (2, 'ddp'), (2, 'modern zero3')])
 def test_layout_with_the_loss_in_parts_equals_one_process(train, layout_run, nproc, layout):
     run = train(*arguments_of(nproc, layout), base=BASE, nproc=nproc, faults=[FAULTS / 'loss_in_parts.py'])
     assert_equal_to_one_process(run, layout_run(1, model_of(layout)), layout)
@@ -122,27 +135,26 @@ def test_initial_weights_are_the_same_in_every_layout(train, train_all):
 
 # --- other arithmetic: exact or near --------------------------------------------------------------------
 
+@pytest.mark.slow
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize('nproc, arguments', [
-    pytest.param(2, '--tp=2', marks=pytest.mark.slow),
-    pytest.param(4, '--tp=2 --pp=2', marks=pytest.mark.slow),
-    pytest.param(2, '--cp=2 --zero_stage=3 --dropout=0.1', marks=pytest.mark.slow),
-    pytest.param(2, '--pp=2 --pp_schedule=zbv', marks=pytest.mark.slow),
-    pytest.param(2, '--tp=2 --mlp=moe --n_experts=4 --value_pattern=V --attention_conv=2 --window=5',
-                 marks=pytest.mark.slow)])
+    (2, '--tp=2'), (4, '--tp=2 --pp=2'), (2, '--cp=2 --zero_stage=3 --dropout=0.1'),
+    (2, '--pp=2 --pp_schedule=zbv'),
+    (2, '--tp=2 --mlp=moe --n_experts=4 --value_pattern=V --attention_conv=2 --window=5')])
 def test_every_part_is_in_the_mode_of_the_pass(train, nproc, arguments):
     """What replaces a part stays in the tree of modules, which model.train and model.eval walk."""
     train(*arguments.split(), '--max_iters=2', '--eval_iters=1', base=BASE, nproc=nproc, faults=[FAULTS / 'modes.py'])
 
 
+@pytest.mark.slow
 def test_offload_does_not_change_the_curve(train, layout_run):
     offloaded = train(*arguments_of(2, 'modern zero3'), '--cpu_offload', base=BASE, nproc=2)
     assert curve(offloaded) == curve(layout_run(2, 'modern zero3'))
 
 
 @pytest.mark.parametrize('model, arguments', [
-    ('gpt2', '--dtype=float16'), pytest.param('gpt2', '--dtype=bfloat16 --zero_stage=3', marks=pytest.mark.slow),
+    ('gpt2', '--dtype=float16'),
     pytest.param('gpt2', '--dtype=bfloat16 --zero_stage=2 --fp8=True', marks=pytest.mark.slow),
-    pytest.param('moe', '--dtype=bfloat16 --zero_stage=2 --ep=2', marks=pytest.mark.slow),
     pytest.param('moe', '--dtype=bfloat16 --zero_stage=2 --ep=2 --fp8=True', marks=pytest.mark.slow)])
 def test_half_precision_is_near(train, layout_run, model, arguments):
     """bf16 parameters round each product to 8 bits, fp8 to 4 or 3: a loss of 4 within 0.03."""
@@ -224,6 +236,7 @@ def test_gradients_accumulate_in_the_buckets_that_ddp_sends(train_all):
         assert len(counts) == 8 and counts[:2] == [0, 0] and set(counts[2:]) == {1}, counts
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_saves_memory(train_all):
     """What a block keeps for its backward pass, in B·T·C floats: the difference of nine blocks and one."""
     shape = ['--n_embd=128', '--gradient_accumulation_steps=1', '--max_iters=1', '--eval_iters=0',
@@ -319,7 +332,7 @@ def test_one_process_samples_from_a_layouts_checkpoint(layout_run):
 # --- updates that are not finite ------------------------------------------------------------------------
 
 @pytest.mark.parametrize('arguments, rank', [
-    ('--optimizer=muon --log_interval=3', 1), ('--pp=2', 1),
+    ('--pp=2', 1), pytest.param('--optimizer=muon --log_interval=3', 1, marks=pytest.mark.slow),
     pytest.param('--dtype=float16', 0, marks=pytest.mark.slow),
     pytest.param('--zero_stage=3 --log_interval=3', 0, marks=pytest.mark.slow)])
 def test_one_process_with_a_nan_decides_for_all(train, train_all, dataset, arguments, rank):
@@ -421,18 +434,28 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope='module')
-def refusals(train_all):
-    """{name: run} of REFUSED."""
-    variants = {name: arguments.split() for name, (arguments, *_) in REFUSED.items()}
-    return train_all(variants, base=BASE, nproc=2, check=False)
+def refusal_of(name):
+    """The sentence with which two processes refuse a case of REFUSED, without starting them."""
+    config = config_of(f'{ROOT}/train.py', [*BASE, *REFUSED[name][0].split()])
+    with pytest.raises(ValueError) as refusal, torch.device('meta'):
+        check_settings(config)
+        fields = {key: config[key] for key in GPTConfig.__dataclass_fields__ if key in config}
+        model = GPT(GPTConfig(vocab_size=65, **fields), seed=None)
+        check_layout(model, Layout.of(2, config), dtype=config['dtype'],
+                     **{key: config[key] for key in CHECKED_KEYS})
+    return str(refusal.value)
 
 
 @pytest.mark.parametrize('name', REFUSED)
-def test_impossible_layout_is_refused_in_one_sentence(refusals, name):
-    refusal = refusals[name]
-    assert refusal.codes == [1, 1] and 'Traceback' not in refusal.stderr, refusal.outputs
-    sentences = [line for line in refusal.outputs[0].splitlines() if line.startswith('error: ')]
-    assert len(sentences) == 1, refusal.outputs
-    assert [part for part in REFUSED[name][1:] if part not in sentences[0]] == [], sentences
-    assert not refusal.out_dir.exists()
+def test_impossible_layout_is_refused_with_the_key_to_change(name):
+    sentence = refusal_of(name)
+    assert [part for part in REFUSED[name][1:] if part not in sentence] == [], sentence
+    assert '\n' not in sentence
+
+
+@pytest.mark.parametrize('name', ['degrees', 'heads', 'compression', 'optimizer'])
+def test_each_process_refuses_in_the_same_sentence(train, name):
+    refused = train(*REFUSED[name][0].split(), base=BASE, nproc=2, check=False)
+    assert refused.codes == [1, 1] and 'Traceback' not in refused.stderr, refused.outputs
+    sentences = [line for line in refused.outputs[0].splitlines() if line.startswith('error: ')]
+    assert sentences == [f'error: {refusal_of(name)}'] and not refused.out_dir.exists(), refused.outputs

@@ -113,6 +113,7 @@ def test_deterministic_run_resumes_to_the_bit(train):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize('nproc, layout', [
     (1, '--compile=True'), (2, '--compile=True --zero_stage=2'), (2, '--tp=2'), (2, '--cp=2'),
     (2, '--pp=2 --pp_schedule=zbv'), (2, '--optimizer=muon --zero_stage=1'), (2, '--dtype=bfloat16')])

@@ -95,6 +95,7 @@ def test_dry_run_of_several_ranks_on_gpus():
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('key', ['--dropout=0.1', '--qk_norm'])
 def test_dry_run_for_a_gpu_keeps_what_a_gpu_keeps(key):
     """A byte for each element of a dropout mask; queries and keys in float32 before their norm, not after it."""
@@ -118,6 +119,7 @@ def check_layout(train, dataset, nproc, arguments):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize('layout', LAYOUTS)
 def test_dry_run_predicts_memory_and_collectives(layout, train, dataset):
     nproc, arguments = LAYOUTS[layout]
@@ -142,6 +144,7 @@ def test_dry_run_of_experts_is_close_to_a_run_with_uneven_loads(train, dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('layout', ['tp', 'experts ep zero3'])
 def test_dry_run_predicts_the_bytes_of_the_profiler(layout, train, dataset):
     """PyTorch's profiler counts the bytes of a run independently of our ByteCounter."""

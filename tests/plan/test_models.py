@@ -1,4 +1,5 @@
 """The planner's formulas, compared with real runs, PyTorch's pipeline schedules and published runs."""
+import dataclasses
 import itertools
 import json
 import os
@@ -95,6 +96,14 @@ def test_measured_attention_keeps_what_the_formula_says(tp):
     found = mixer_bytes(config, 'A', tp, 4)
     assert found.saved == (4 * (2 * 4 + 2 * 2) * 32 + 4 * 4) / tp
     assert found.products == 4 * ((4 + 2 * 2) * 32 / tp + 96) and found.result == 4 * 4 * 32 / tp
+
+
+@pytest.mark.parametrize('mixer, keys', [('A', dict(kv_latent=24)), ('D', dict(mixer_pattern='D'))])
+def test_adapters_of_narrow_weights_do_not_change_what_a_mixer_keeps(mixer, keys):
+    config = GPTConfig(n_embd=48, n_head=4, n_layer=1, pos='rope', lora_rank=4, lora_base_dtype='int8',
+                       **keys)
+    plain = dataclasses.replace(config, lora_rank=0, lora_base_dtype='float32')
+    assert mixer_bytes(config, mixer, 1, 4) == mixer_bytes(plain, mixer, 1, 4)
 
 
 def test_hybrid_has_the_parameters_of_both_mixers():

@@ -42,7 +42,7 @@ SMALLEST = {
     'lr_factors': 'dp=2; zero_stage=1; lr_factors=vector:30',
     'adapters': 'tp=2; lora_rank=4',
 }
-IN_DEFAULT_TESTS = 'torchtitan 3280', 'freed parameters'
+IN_DEFAULT_TESTS = 'freed parameters',
 MOST_KEYS = 4
 
 
@@ -51,7 +51,7 @@ def prove(mistake, *arguments):
                       env=dict(PLANTED=mistake), timeout=1500)
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize('mistake', [
     pytest.param(mistake, marks=() if mistake in IN_DEFAULT_TESTS else pytest.mark.slow) for mistake in SMALLEST])
 def test_planted_mistake_shows_in_a_draw_of_few_keys(mistake):
@@ -61,11 +61,10 @@ def test_planted_mistake_shows_in_a_draw_of_few_keys(mistake):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('mistake', ['Megatron-LM 5916'])
-def test_planted_mistake_is_found_within_50_draws_and_shrinks(mistake):
-    """docs/log has the number of draws that twelve of them took."""
-    done = prove(mistake, '--random=50', '--exitfirst', '--shrink=1', '--seed=2')
+def test_planted_mistake_is_found_within_50_draws_and_shrinks():
+    """This one needs a single key of its draw. docs/log has the number of draws that twelve took."""
+    done = prove('Megatron-LM 1464', '--random=50', '--exitfirst', '--shrink=1', '--seed=4', '--nproc=2')
     print(done.stdout)
     smallest = re.search(r'SMALLEST: .*\n    python -m kilogpt.prove --draw="(.*)"', done.stdout)
     assert done.returncode == 1 and smallest, done.outputs
-    assert len(keys_not_plain(parse_draw(smallest[1]))) <= MOST_KEYS
+    assert keys_not_plain(parse_draw(smallest[1])) == ['cp']

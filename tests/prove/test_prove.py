@@ -151,7 +151,7 @@ def prove(*arguments, folder=ROOT, **options):
     return run_forked('kilogpt.prove', *arguments, cwd=folder, check=False, timeout=1800, **options)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize('name', [
     pytest.param(name, marks=() if name == 'a loss that is a mean' else pytest.mark.slow) for name in MISTAKES])
 def test_mistake_in_the_model_is_found_and_named(edited, name):
@@ -224,6 +224,7 @@ def test_unchanged_model_passes_and_says_so_in_json():
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('config', ['dpo', 'gpt_70b_3d', 'train_gpt2_moe'])
 def test_shipped_config_passes(config):
     done = prove(f'config/{config}.py', '--quick', '--nproc=4')
@@ -352,7 +353,7 @@ def prove_fault(file, fault, options):
 
 
 @pytest.mark.slow
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize('fault', FAULTY_LAYOUTS | FAULTS_OF_OTHERS)
 def test_mistake_in_a_layout_is_found_and_named(fault):
     options, sentences = (FAULTY_LAYOUTS | FAULTS_OF_OTHERS)[fault]
@@ -362,6 +363,7 @@ def test_mistake_in_a_layout_is_found_and_named(fault):
 
 
 @pytest.mark.slow
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize('fault', FAULTY_DOCUMENTS)
 def test_mistake_with_documents_is_found_and_named(fault):
     options, n_right, sentences = FAULTY_DOCUMENTS[fault]

@@ -159,13 +159,14 @@ def judge(folder, edit, layouts, *keys):
     return done
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize('name', CORRECT)
 def test_correct_edit_passes(tmp_path, name):
     done = judge(tmp_path, CORRECT[name], 'dp2 zero3; cp2; pp2')
     assert done.returncode == 0 and done.stdout.count('same: ') == 3
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize('title', [MLP, LOSS])
 def test_edit_of_the_model_is_right_in_every_layout(tmp_path, title):
     """Compiled too, where a CPU would take a faster form of the part."""
@@ -174,7 +175,7 @@ def test_edit_of_the_model_is_right_in_every_layout(tmp_path, title):
     assert done.returncode == 0 and done.stdout.count('same: ') == 7
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize('name', MISTAKES)
 def test_mistake_is_found(tmp_path, name):
     file, edit = MISTAKES[name]

@@ -12,7 +12,7 @@ from kilogpt.prove.random_draws import command_of, parse_draw
 from kilogpt.prove.space import CROSSED, DRAWN, MOST_PROCESSES, NOT_DRAWN, OF_DRAW, count_processes, plain
 
 BASE = config_of(f'{ROOT}/train.py', [])
-FIRST_SEED, FIRST_DRAWS = 3, 14  # that meet every pair of degrees of up to 4 processes
+FIRST_SEED, FIRST_DRAWS = 23, 15  # that meet every pair of degrees of up to 4 processes
 
 
 def test_every_key_is_drawn_or_has_a_reason():
@@ -31,9 +31,9 @@ def test_every_key_has_its_default_or_a_smaller_value_among_its_values():
         assert len(set(DRAWN[key].values)) > 1, key
 
 
-def test_every_pair_of_values_is_met_within_290_draws():
+def test_every_pair_of_values_is_met_within_320_draws():
     drawer, met = Drawer(seed=0, refusal=lambda draw: ''), set()
-    for _ in range(290):
+    for _ in range(320):
         draw, _ = drawer.draw()
         assert count_processes(draw) <= MOST_PROCESSES
         met |= pairs_of(draw)
@@ -96,12 +96,15 @@ def test_only_sentences_of_the_documentation_may_refuse_a_draw():
 
 
 @pytest.mark.parametrize('text, outcome', [
-    ('data=pairs; lora_rank=4; cp=2; then=dp2', 'same'),
+    pytest.param('data=pairs; lora_rank=4; cp=2; then=dp2', 'same', marks=pytest.mark.slow),
     pytest.param('data=packed taught; tp=2; cp=2; distill_divergence=js; mlp=moe', 'same', marks=pytest.mark.slow),
     # A group of parameters leads through FSDP2's hooks in the second half of a backward pass.
     pytest.param('mlp=moe; norm_place=after; pp=2; zero_stage=3; expert_bias=True; pp_schedule=zbv', 'same',
                  marks=pytest.mark.slow),
     pytest.param('dp=2; tp=2; mlp=swiglu', 'same', marks=pytest.mark.slow),
+    # The planner measured latent attention with narrow weights, but without the adapters that allow these.
+    pytest.param('pos=rope; kv_latent=24; lora_rank=4; lora_base_dtype=bfloat16', 'same',
+                 marks=pytest.mark.slow),
     pytest.param('islands=2; dp=2; outer_interval=1; data=mixture', 'same', marks=pytest.mark.slow),
     pytest.param('dp=2; precision=bfloat16; zero_stage=3', 'same', marks=pytest.mark.slow),
     ('tp=2; n_kv_head=1', 'refused: n_kv_head=1 cannot be split'),

@@ -163,6 +163,7 @@ def make_theirs(case):
     return randomize(getattr(transformers, name)(config))
 
 
+@pytest.mark.drawn(20)
 @cases
 def test_folder_of_transformers_is_read_and_written_back(case, tmp_path):
     """Through shards in bfloat16 and a run's folder, and in the form of files before version 5."""

@@ -148,8 +148,8 @@ def test_tools_are_the_same_prompt_here_in_transformers_and_in_llama_cpp(smollm2
                f'--tokenizer={tmp_path}/run/tokenizer', '--val_fraction=0.1', '--num_proc=1')
     run_forked('train.py', f'--init_from={tmp_path}/run', f'--dataset={tmp_path}/data', f'--out_dir={tmp_path}/tuned',
                '--device=cpu', '--compile=False', '--dtype=float32', '--block_size=128', '--batch_size=2', '--documents=pack',
-               '--gradient_accumulation_steps=1', '--max_iters=8', '--eval_interval=8', '--warmup_iters=0', '--decay_lr=False',
-               '--learning_rate=3e-4', timeout=900)
+               '--gradient_accumulation_steps=1', '--max_iters=8', '--eval_interval=8', '--eval_iters=1',
+               '--warmup_iters=0', '--decay_lr=False', '--learning_rate=3e-4', timeout=900)
     for target in ('hf', 'tuned.gguf'):
         run_forked('kilogpt.convert', 'export', tmp_path / 'tuned', tmp_path / target)
 
