@@ -17,7 +17,7 @@ def lay_out_stage(stage, parallel, *, dtype, compile, use_kernels, documents, fp
     blocks = list(stage.get_submodule(plan['blocks']).values())
     for owner, name in find_parts(stage, 'attention'):
         getattr(owner, name).first_head = layout.first_head(processes.rank, stage.config.n_head)
-    use_parts_of_device(stage, device, use_kernels, documents, parallel.notes)
+    use_parts_of_device(stage, device, dtype, use_kernels, documents, parallel.notes)
     if fp8:
         from kilogpt.devices.float8 import use_float8
         use_float8(stage.get_submodule(plan['blocks']), device, parallel.notes)
@@ -56,7 +56,7 @@ SAVED_OUTPUTS = ('mm', 'addmm', '_scaled_mm', '_scaled_dot_product_flash_attenti
                  '_scaled_dot_product_cudnn_attention', '_grouped_mm')
 
 
-def use_parts_of_device(stage, device, use_kernels, documents, notes):
+def use_parts_of_device(stage, device, dtype, use_kernels, documents, notes):
     """Put the forms that a device has in the place of the model's parts, before any hook is on them.
 
     use_kernels, documents: as in `cpu.use_faster_parts` and `Parallel.parallelize`. notes: gets what the device lacks.
@@ -64,13 +64,16 @@ def use_parts_of_device(stage, device, use_kernels, documents, notes):
     if device.type == 'cpu':
         from kilogpt.devices import cpu
         cpu.use_faster_parts(stage, use_kernels)
-    config = stage.config
-    limits_attention = documents != 'stream' or config.window or config.attention_softcap or config.attention_sinks
-    if device.type == 'cuda' and limits_attention:
+    if device.type != 'cuda':
+        return
+    config, found = stage.config, []
+    if documents != 'stream' or config.window or config.attention_softcap or config.attention_sinks:
         from kilogpt.devices import flex
-        note = flex.use_flex_attention(stage, device)
-        if note and note not in notes:
-            notes.append(note)
+        found.append(flex.use_flex_attention(stage, device))
+    if find_parts(stage, 'recurrence'):
+        from kilogpt.devices.delta_kernels import use_delta_kernels
+        found.append(use_delta_kernels(stage, device, dtype))
+    notes += [note for note in found if note and note not in notes]
 
 
 def apply_to_block(block, plan, activation_checkpoint, compile):
