@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import mmap
 import pathlib
+import weakref
 from ctypes import POINTER, Structure, c_double, c_int, c_int64, c_void_p
 
 import torch
@@ -182,7 +183,7 @@ class FusedStep:
 
     def __init__(self, model):
         """model: a GPT whose linears are BlockedLinears of one kind, and which is in float32 otherwise."""
-        self.model = model
+        self._model = weakref.ref(model)  # whose forward this is; a circle would keep packed weights for a while
         config, n_layer = model.config, model.config.n_layer
         self.layers = (LayerStruct * n_layer)()
         for i, block in enumerate(model.transformer.h.values()):
@@ -204,6 +205,8 @@ class FusedStep:
             config.residual_scale, block.attn.q_scale, config.attention_softcap, config.logit_scale,
             config.softcap)
         self.tables, self.scratch = {}, torch.empty(0, dtype=torch.uint8)
+
+    model = property(lambda self: self._model())
 
     def __call__(self, idx, targets=None, starts=None, pairs=None, reference=None, cache=None, tokens=None):
         """As GPT.forward."""

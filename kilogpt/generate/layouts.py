@@ -6,12 +6,16 @@ All processes call `generate_in_layout` with the same requests, and all get the 
     requests = [Request(ids, 64, temperature=1.0, seed=(seed, number)) for number, ids in enumerate(prompts)]
     texts = generate_in_layout(scorer, requests)
 """
+import dataclasses
+import functools
 from collections import ChainMap
 
 import torch
 
-from kilogpt.generate.engine import Engine
+from kilogpt.devices import cpu_step
+from kilogpt.generate.engine import Engine, ModelReader
 from kilogpt.parallel.scoring import Scoring
+from model import GPT, GPTConfig
 
 
 class LayoutReader:
@@ -65,6 +69,42 @@ class LayoutReader:
         return tokens if self.is_alone else [int(token) for token in self.processes.sums(tokens)]
 
 
+TOLERANCES = dict(float32=1e-4, bfloat16=0.05)  # of the largest logit: what rounding does
+
+
+@functools.cache
+def is_computed(**arguments):
+    """Whether cpu_step.cpp computes a GPT of these arguments of GPTConfig."""
+    with torch.device('meta'):
+        model = GPT(GPTConfig(**arguments), seed=None)
+    return cpu_step.is_computed(model)
+
+
+def fast_reader(parallel, scorer, reader, ids):
+    """A ModelReader of a copy of the model that is fast at text on a CPU; None if there is none.
+
+    The copy has the weights of now, and the parts of model.py. A model that someone has changed since it was built
+    gives other logits for ids than `reader`, the LayoutReader, and then the copy is not used.
+    """
+    parameters, config = dict(parallel.named_parameters()), scorer.config
+    if (parallel.device.type != 'cpu' or scorer.dtype not in TOLERANCES or cpu_step.problem()
+            or any(parameter.dtype != torch.float32 for parameter in parameters.values())
+            or not is_computed(**dataclasses.asdict(config))):
+        return None
+    with torch.device('meta'):
+        model = GPT(config, seed=None)
+    weights = {name: parameter.detach() for name, parameter in parameters.items()}
+    model.load_state_dict(weights, strict=False, assign=True)  # a tied head is not among them
+    model.tie()
+    cpu_step.prepare_for_text(model, getattr(torch, scorer.dtype))
+    fast = ModelReader(model, reader.rows, is_exact=reader.is_exact)
+    last = ids[-8:]
+    starts = None if scorer.separator is None else [[0] * len(last)]
+    (_, expected), (_, found) = (each.read([0], [last], starts, [0] * reader.rows) for each in (reader, fast))
+    is_same = (found - expected).abs().max() <= TOLERANCES[scorer.dtype] * expected.abs().max()
+    return fast if is_same else None
+
+
 def generate_in_layout(scorer, requests, is_shared=True):
     """Continue the Requests, the same on all processes; returns a list of new ids for each, on all of them.
 
@@ -83,7 +123,10 @@ def generate_in_layout(scorer, requests, is_shared=True):
     with Scoring(parallel, scorer.config, scorer.dtype, wants_logits=True) as scoring:
         length = max((len(request.ids) + request.max_new_tokens for request in mine), default=1)
         rows = min(len(mine), max(1, scorer.most_tokens // length))
-        engine = Engine(LayoutReader(scoring, scorer, rows, length, is_shared), scorer.separator) if mine else None
+        reader = LayoutReader(scoring, scorer, rows, length, is_shared) if mine else None
+        if is_shared and mine:
+            reader = fast_reader(parallel, scorer, reader, mine[0].ids) or reader
+        engine = Engine(reader, scorer.separator) if mine else None
         for request in mine:
             engine.submit(request)
         while mine and engine.is_busy:
