@@ -10,9 +10,9 @@ draws by its own random numbers, so the texts differ (tests/test_rewards.py comp
 ones). Further arguments are keys of train.py.
 """
 import argparse
+import inspect
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -21,11 +21,17 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import torch
+
 from kilogpt.launch_train import as_arguments, train
+from kilogpt.run.metrics import peak_memory_gb
 
 SAMPLES, TOKENS = 8, 64
-REWARD = "def reward(row, text):\n    return text.count('e') / max(1, len(text))\n"
 WORDS = 'the of a river stone bread over under green seven letter window water quickly house and morning'.split()
+
+
+def reward(row, text):
+    return text.count('e') / max(1, len(text))
 
 
 def prompts(count):
@@ -43,8 +49,8 @@ def train_theirs(options):
         def on_step_end(self, *_, **__):
             ends.append(time.perf_counter())
 
-    def reward(completions, **_):
-        return [text.count('e') / max(1, len(text)) for text in completions]
+    def rewards(completions, **_):
+        return [reward(None, text) for text in completions]
 
     count = options.texts // SAMPLES
     with tempfile.TemporaryDirectory() as folder:
@@ -56,11 +62,11 @@ def train_theirs(options):
         tokenizer = AutoTokenizer.from_pretrained(options.weights)
         tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
         trainer = GRPOTrainer(
-            AutoModelForCausalLM.from_pretrained(options.weights), reward, arguments, processing_class=tokenizer,
+            AutoModelForCausalLM.from_pretrained(options.weights), rewards, arguments, processing_class=tokenizer,
             train_dataset=Dataset.from_list([dict(prompt=text) for text in prompts(count * options.iters)]),
             callbacks=[Clock()])
         trainer.train()
-    print(json.dumps(dict(ends=ends, gb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)))
+    print(json.dumps(dict(ends=ends, gb=peak_memory_gb(torch.device('cpu')))))
 
 
 def main():
@@ -76,7 +82,7 @@ def main():
         return train_theirs(options)
     with tempfile.TemporaryDirectory() as folder:
         with open(os.path.join(folder, 'reward.py'), 'w', encoding='utf-8') as file:
-            file.write(REWARD)
+            file.write(inspect.getsource(reward))
         with open(os.path.join(folder, 'prompts.jsonl'), 'w', encoding='utf-8') as file:
             file.writelines(json.dumps(dict(prompt=text)) + '\n' for text in prompts(1000))
         keys = dict(loss='rl', init_from=os.path.abspath(options.weights), rl_prompts=f'{folder}/prompts.jsonl',

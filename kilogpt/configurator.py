@@ -24,7 +24,7 @@ import zlib
 from typing import NamedTuple
 
 from data.storage import StorageError
-from kilogpt.keys.init_from import with_resuming
+from kilogpt.keys import with_resuming
 
 _FORMER_KEYS = {'replay'}  # of earlier versions, which the config.json of an old run may still name
 _FOREIGN_NAMES = dict(lr='learning_rate', prompt='start', steps='max_iters')  # of other programs

@@ -78,6 +78,12 @@ def parse_layout(layout, default_processes):
     return processes, arguments
 
 
+def keys_of_layout(layout):
+    """'tp2 dp2 zero3' -> (4, {'tp': '2', 'zero_stage': '3'})."""
+    processes, arguments = parse_layout(layout, 0)
+    return processes, dict(argument[2:].split('=') for argument in arguments)
+
+
 def train_command(arguments, out_dir, **keys):
     """Command line of a run that only trains and logs. keys: settings, which override the arguments.
 

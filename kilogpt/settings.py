@@ -3,8 +3,8 @@ import contextlib
 import dataclasses
 
 from kilogpt import keys
+from kilogpt.keys import initial_weights
 from kilogpt.keys.checks import check_at_least, check_choice, check_range
-from kilogpt.keys.init_from import initial_weights
 from kilogpt.learning_rate import RATE_KEYS, check_rates, find_oddities, lr_of
 
 # Keys that a run may set although its model comes from elsewhere: sequences may be shorter.

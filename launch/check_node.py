@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from data.storage import is_url, local_folder
 from kilogpt.configurator import config_of, exit_on_error
-from kilogpt.keys.init_from import parse_init_from
+from kilogpt.keys import parse_init_from
 
 PATIENCE = 300  # seconds until all nodes must have started and answered
 SHARED_WITHIN = 20  # seconds until a new file must be visible on all nodes
@@ -47,10 +47,10 @@ def parse_arguments():
 
 def check_init_from(config):
     """Raise ValueError for an init_from from which each restart of the job would begin again."""
-    resumes, start = parse_init_from(config['init_from'])
-    if not resumes and start != 'scratch':
-        raise ValueError(f'init_from is {start!r}, and every restart of the job would begin from there: set '
-                         f'--init_from=auto:{start}, which continues from the checkpoint in out_dir if there is one')
+    resumes, weights = parse_init_from(config['init_from'])
+    if weights and not resumes:
+        raise ValueError(f'init_from is {weights!r}, and every restart of the job would begin from there: set '
+                         f'--init_from=auto:{weights}, which continues from the checkpoint in out_dir if there is one')
 
 
 def check_gpus(name, processes, device):

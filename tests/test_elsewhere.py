@@ -10,7 +10,7 @@ import torch
 from helpers import ROOT
 
 from kilogpt.configurator import config_of
-from kilogpt.parallel.layout import Layout, check_layout
+from kilogpt.parallel.layout import CHECKED_KEYS, Layout, check_layout
 from kilogpt.parallel.processes import resolve_dtype
 from kilogpt.settings import check_settings, lr_of
 from model import GPT, GPTConfig
@@ -62,8 +62,7 @@ def test_settings_are_accepted(settings):
         assert str(config[key]) == value or float(config[key]) == float(value)
     model = model_of(**{key: config[key] for key in vars(GPTConfig()) if key in config})
     config['dtype'] = resolve_dtype(config['dtype'], torch.device('cuda' if config['fp8'] else 'cpu'))
-    options = ('block_size', 'dtype', 'activation_checkpoint', 'cpu_offload', 'grad_compress', 'fp8', 'async_tp')
-    check_layout(model, Layout.of(PROCESSES, config), **{key: config[key] for key in options})
+    check_layout(model, Layout.of(PROCESSES, config), **{key: config[key] for key in (*CHECKED_KEYS, 'dtype')})
     assert model.config.vocab_size and lr_of(config, 10) > 0
 
 

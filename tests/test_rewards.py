@@ -369,8 +369,8 @@ def test_run_killed_at_drawn_moments_continues_in_drawn_layouts(train, start):
         phase = draw.choice([*PHASES])
         rank = 0 if phase == 'reward' else draw.randrange(nproc)
         kill = f'{phase} {rank} {draw.randint(1, PHASES[phase])}' if number < kills else ''
-        run = train(*arguments, *layout, '--init_from=auto', out_dir=out_dir, nproc=nproc, env=dict(KILL=kill), runner=run_script,
-                    check=False)
+        run = train(*arguments, *layout, '--init_from=auto', out_dir=out_dir, nproc=nproc, env=dict(KILL=kill),
+                    runner=run_script, check=False)
         moments.append((kill, nproc, *layout, 'ended' if run.returncode else 'to the end'))
         print(seed, moments[-1], run.stderr[-2000:] if not kill and run.returncode else '')
     assert run.returncode == 0

@@ -30,7 +30,7 @@ from kilogpt.compare.candidates import cost_of_reaching, last_value
 from kilogpt.compare.noise import paired
 from kilogpt.compare.report import mean_text, table
 from kilogpt.configurator import exit_on_error
-from kilogpt.keys.init_from import with_resuming
+from kilogpt.keys import with_resuming
 from kilogpt.plot.sources import read_run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))

@@ -4,7 +4,7 @@ import statistics
 
 from kilogpt.compare import candidates as values
 from kilogpt.compare.noise import paired, welch, z_test
-from kilogpt.keys.init_from import initial_weights
+from kilogpt.keys import initial_weights
 from kilogpt.plot.sources import describe_datasets, describe_schedule
 
 # Keys of config.json that do not change what a run learns.

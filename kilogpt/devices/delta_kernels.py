@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from kilogpt.devices.parts import find_parts, replace_parts
 from kilogpt.layers.delta import DeltaRule
 
+INPUTS = 'queries', 'keys', 'values', 'decays', 'writes'
 TOLERANCE = 0.02  # of a result's norm: products of bfloat16 differ by 0.002 to 0.008 from those of float32
 
 
@@ -78,11 +79,8 @@ def find_difference(rule, other, config, device):
     for part in (rule, other):
         y = part(*inputs, begins=begins)
         results.append([y, *torch.autograd.grad(y.float().square().sum(), inputs)])
-    for name, ours, theirs in zip(('results', *(f'gradients of {name}' for name in NAMES)), *results):
+    for name, ours, theirs in zip(('results', *(f'gradients of {name}' for name in INPUTS)), *results):
         difference = ((ours - theirs).float().norm() / ours.float().norm()).item()
         if not difference <= TOLERANCE:
             return f'their {name} differ by {difference:.0%} of what kilogpt/layers/delta.py gives'
     return None
-
-
-NAMES = 'queries', 'keys', 'values', 'decays', 'writes'

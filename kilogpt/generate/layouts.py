@@ -123,16 +123,17 @@ def generate_in_layout(scorer, requests, is_shared=True):
     with Scoring(parallel, scorer.config, scorer.dtype, wants_logits=True) as scoring:
         length = max((len(request.ids) + request.max_new_tokens for request in mine), default=1)
         rows = min(len(mine), max(1, scorer.most_tokens // length))
-        reader = LayoutReader(scoring, scorer, rows, length, is_shared) if mine else None
-        if is_shared and mine:
-            reader = fast_reader(parallel, scorer, reader, mine[0].ids) or reader
-        engine = Engine(reader, scorer.separator) if mine else None
-        for request in mine:
-            engine.submit(request)
-        while mine and engine.is_busy:
-            if not is_shared and scorer.poll():
-                return None
-            engine.step()
+        if mine:
+            reader = LayoutReader(scoring, scorer, rows, length, is_shared)
+            if is_shared:
+                reader = fast_reader(parallel, scorer, reader, mine[0].ids) or reader
+            engine = Engine(reader, scorer.separator)
+            for request in mine:
+                engine.submit(request)
+            while engine.is_busy:
+                if not is_shared and scorer.poll():
+                    return None
+                engine.step()
     texts = {number: request.tokens for number, request in enumerate(requests)}
     if is_shared:
         texts = dict(ChainMap(*(processes.share(

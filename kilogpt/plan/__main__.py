@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 
 from kilogpt.configurator import announced, config_of, exit_on_error
-from kilogpt.keys.init_from import initial_weights
+from kilogpt.keys import initial_weights
 from kilogpt.launch_train import ROOT
 from kilogpt.machines import GPUS, find_machine
 from kilogpt.plan import calibrate, failures

@@ -49,8 +49,8 @@ def mixer_bytes(config, mixer, tp, width):
 def _measured(arguments, mixer, tp, width):
     config = GPTConfig(*arguments)
     heads = {key: getattr(config, key) // tp for key in ('n_head', 'n_kv_head', 'delta_heads', 'delta_key_heads')}
-    heads['lora_rank'], heads['lora_base_dtype'] = 0, 'float32'
-    config = dataclasses.replace(config, mixer_pattern=mixer, **heads)  # head_width stays
+    config = dataclasses.replace(  # head_width stays
+        config, mixer_pattern=mixer, lora_rank=0, lora_base_dtype='float32', **heads)
     dtype = torch.float32 if width == 4 else torch.bfloat16
     with FakeTensorMode(), torch.autocast('cpu', dtype, enabled=width < 4), warnings.catch_warnings():
         warnings.simplefilter('ignore')  # of norms that are not fused under autocast

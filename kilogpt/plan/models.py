@@ -6,7 +6,7 @@ import sys
 from data import hub
 from data.datasets import dataset_folder, find_shards, read_meta
 from data.mixtures import parse_mixture
-from kilogpt.keys.init_from import initial_weights
+from kilogpt.keys import initial_weights
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.run import checkpoint
 from kilogpt.weights.importing import read_arguments, read_weights

@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 
-from kilogpt.launch_train import parse_layout
+from kilogpt.launch_train import keys_of_layout
 from kilogpt.prove.space import CROSSED, DEGREES, DRAWN, LAYOUT, MOST_PROCESSES, UNPAIRED, count_processes, is_active, plain
 
 CANDIDATES = 100  # random draws, of which the one with the most new pairs for its time is taken
@@ -111,8 +111,7 @@ def cost_of(draw):
     iterations = max(2, draw['outer_interval'] + 1)
     cost = cost_of_run(draw, count_processes(draw), iterations, **{key: draw[key] for key in DEGREES_OF_RUN})
     if draw['then']:
-        processes, arguments = parse_layout(draw['then'], 0)
-        layout = dict(argument[2:].split('=') for argument in arguments)
+        processes, layout = keys_of_layout(draw['then'])
         degrees = {key: int(layout.get(key, 1)) for key in ('tp', 'cp', 'pp')}
         dp = processes // math.prod(degrees.values())
         cost += cost_of_run(draw, processes, 2, dp=dp, zero_stage=int(layout.get('zero_stage', 0)), **degrees)

@@ -6,7 +6,7 @@ import sys
 import tempfile
 
 from kilogpt.configurator import config_of
-from kilogpt.keys.init_from import initial_weights
+from kilogpt.keys import initial_weights
 from kilogpt.launch_train import ROOT, as_arguments
 from kilogpt.learning_rate import decay_iters
 from kilogpt.prove.recorded import Comparison, RecordedRun, write_batch

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from kilogpt.launch_train import as_arguments, parse_layout
+from kilogpt.launch_train import as_arguments, keys_of_layout, parse_layout
 from kilogpt.parallel.layout import Layout, check_layout
 from kilogpt.prove import compare, data, forked, observer
 from kilogpt.prove.diagnosis import describe
@@ -99,8 +99,7 @@ def refusal_of(draw, base):
     fields = [field.name for field in dataclasses.fields(GPTConfig) if field.name in config]
     layouts = [(count_processes(draw) // draw['islands'], layout_of(draw))]
     if draw['then']:
-        processes, arguments = parse_layout(draw['then'], 0)
-        layouts.append((processes, dict(argument[2:].split('=') for argument in arguments)))
+        layouts.append(keys_of_layout(draw['then']))
     try:
         check_settings(config | layout_of(draw))
         with torch.device('meta'):

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from data import storage
-from kilogpt.keys.init_from import with_resuming
+from kilogpt.keys import with_resuming
 from kilogpt.optim import local_part
 from kilogpt.parallel.apply import forget_gathered, saved_parameters
 from kilogpt.parallel.ddp import BUCKET_BYTES
@@ -42,7 +42,8 @@ class Replicas:
         self.is_restarted = int(os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)) > 0
         processes.is_first = processes.is_main and self.number == 0 and not self.is_restarted
         if self.is_restarted and _has_saved(config['out_dir']):
-            config['init_from'] = with_resuming(config['init_from'])  # in case no replica is left whose state it could take over
+            # In case no replica is left whose state it could take over.
+            config['init_from'] = with_resuming(config['init_from'])
         self.hang_folder = os.path.join('hang', f'replica_{self.number}')
         self.is_lead = self.has_begun = self.owes_save = False
         self.failed_at = None  # when the first failure since the last update was noticed

@@ -10,7 +10,7 @@ import os
 from data import storage
 from data.datasets import REFERENCE_FILE, Source, find_dataset, fingerprint, join_tokenizers
 from data.mixtures import parse_mixture
-from kilogpt.keys.init_from import initial_weights, parse_init_from
+from kilogpt.keys import parse_init_from
 from kilogpt.layers.options import ADAPTER_KEYS
 from kilogpt.layers.precision import at_least_float32
 from kilogpt.layers.rope import read_scaling
@@ -48,7 +48,7 @@ def find_start(keys, meta, cluster):
     meta: the dataset's meta.json. cluster: the run's Cluster, which has the checkpoints to resume.
     """
     cluster.watchdog.beat()
-    resumes, begin = parse_init_from(keys['init_from'])
+    resumes, weights = parse_init_from(keys['init_from'])
     fields = [field.name for field in dataclasses.fields(GPTConfig)]
     new_model = {name: keys[name] for name in fields if name in keys} | dict(vocab_size=meta['vocab_size'])
     block_size = new_model['block_size']
@@ -57,11 +57,12 @@ def find_start(keys, meta, cluster):
         source, saved = cluster.islands.find_checkpoint()
         arguments, model_meta = saved.get('model', new_model), saved.get('tokenizer')
         base = saved.get('base')
-    if not source and not begin:
+    if keys['init_from'] == 'resume' and not source:
         raise ValueError(f'there is no checkpoint to resume in {cluster.out_dir}/ckpt: '
                          'set --out_dir, or --init_from=scratch')
-    weights = '' if source else initial_weights(keys['init_from'])
-    if weights:
+    if source:
+        weights = ''
+    elif weights:
         with waits_for_hub(weights, cluster.watchdog):
             source, tensors, arguments, model_meta, base = find_initial(weights, cluster.processes)
         if keys['rope_scaling'] not in ('', arguments.get('rope_scaling')):

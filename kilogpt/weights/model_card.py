@@ -5,7 +5,7 @@ import subprocess
 
 from data import hub
 from data.tokens.tokenizer import describe_tokenizer
-from kilogpt.keys.init_from import initial_weights
+from kilogpt.keys import initial_weights
 from kilogpt.weights.checkpoint_tensors import expected_shapes
 
 HOW_TO_LOAD = """```python
